@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# requirements/setup.sh   Makes .venv at the pins of requirements/*.txt; `make setup` calls it.
+# requirements/setup.sh   Makes .venv at the pins and hashes of requirements/; `make setup` calls it.
 #
 # A second call finds the stamp of the first and installs nothing. Settings (environment):
 #   TORCH_INDEX=URL    where to take torch from, for example PyTorch's CPU wheel index
@@ -43,6 +43,8 @@ pip() { PIP_DISABLE_PIP_VERSION_CHECK=1 "$VENV/bin/python" -m pip "$@"; }
 why() { # the reason of a failed stage in a few words
   if grep -qE 'NewConnectionError|NameResolutionError|Temporary failure in name|ProxyError|unreachable|ConnectTimeout|ReadTimeout|from versions: none' "$LOG"; then
     echo "no package index that has it could be reached: check the network, or the proxy and index settings of pip"
+  elif grep -q 'DO NOT MATCH THE HASHES' "$LOG"; then
+    echo "a package's file is not the one that its pin was made with: look at your package index or mirror"
   elif grep -q 'No space left on device' "$LOG"; then
     echo "the disk is full: the environment takes about 2.5 GB without CUDA and 10 GB with it"
   else grep -iE '^ *error' "$LOG" | tail -1 || true; fi
@@ -55,27 +57,29 @@ stage() { # words, command...
 }
 pinned() { grep -hE "^$1==" requirements/{torch,lock,nodeps}.txt; }
 
-stage "pip and build tools" pip install --no-deps "$(pinned pip)" "$(pinned setuptools)" "$(pinned wheel)"
-torch=$(pinned torch); cuda=(); pins=(-c requirements/lock.txt)
-case $CUDA in
-  none) if [ -z "$TORCH_INDEX" ] && [[ $(pip index versions torch 2>/dev/null || true) != *"${torch#*==}+cpu"* ]]; then
-          echo "setup: pip finds no CPU build of torch and takes the CUDA one; TORCH_INDEX=<PyTorch's CPU wheel index> saves several GB"
-        fi ;;
-  *) cuda=("requirements/cuda$CUDA.txt"); pins+=(-c "${cuda[0]}")
-     [ -n "$TORCH_INDEX" ] || torch=${torch/==/===} ;;      # exactly PyPI's build, even where pip also sees a +cpu one
-esac
+hashed() { # NAME...: their lines of lock.hashes
+  local name; for name; do sed -n "/^$name==/,/[^\\\\]\$/p" requirements/lock.hashes; done
+}
+checked() { pip install --no-deps --require-hashes "$@"; }
+
+stage "pip and build tools" checked -r <(hashed pip setuptools wheel)
+stage "libraries and test tools ($(cat requirements/{lock,dev}.txt | grep -c '^[^#]') packages)" \
+  checked --no-build-isolation -r requirements/lock.hashes -r requirements/dev.hashes
+torch=$(pinned torch); pins=(-c requirements/lock.txt)
+[ "$CUDA" = none ] || pins+=(-c "requirements/cuda$CUDA.txt")
+kernels() { echo "kernels for CUDA $CUDA ($(grep -c '^[^#]' "requirements/cuda$CUDA.txt") packages)"; }
 if [ -n "$TORCH_INDEX" ]; then
   vision=(); [ "$CUDA" = none ] || vision=("$(pinned torchvision)")
   stage "$torch from TORCH_INDEX" pip install --no-deps --index-url "$TORCH_INDEX" "$torch" "${vision[@]}"
+elif [ "$CUDA" = 13 ]; then  # the hashes choose PyPI's build, even where pip also sees a +cpu one
+  stage "$torch" checked -r requirements/torch.hashes
+elif [[ $(pip index versions torch 2>/dev/null || true) != *"${torch#*==}+cpu"* ]]; then
+  echo "setup: pip finds no CPU build of torch and takes the CUDA one; TORCH_INDEX=<PyTorch's CPU wheel index> saves several GB"
 fi
+[ "$CUDA" != 13 ] || stage "$(kernels)" checked -r requirements/cuda13.hashes
 stage "$torch and its own needs" pip install "${pins[@]}" "$torch"
-stage "libraries and test tools ($(cat requirements/{lock,dev}.txt | grep -c '^[^#]') packages)" \
-  pip install --no-deps --no-build-isolation -r requirements/lock.txt -r requirements/dev.txt
-stage "$(pinned sglang), $(pinned triton)" pip install --no-deps -r requirements/nodeps.txt
-for file in "${cuda[@]}"; do
-  stage "kernels for CUDA $CUDA ($(grep -c '^[^#]' "$file") packages)" \
-    pip install --no-deps ${KERNEL_INDEX:+--extra-index-url "$KERNEL_INDEX"} -r "$file"
-done
+stage "$(pinned sglang), $(pinned triton)" checked -r requirements/nodeps.hashes
+[ "$CUDA" != 12 ] || stage "$(kernels)" pip install --no-deps --extra-index-url "$KERNEL_INDEX" -r requirements/cuda12.txt
 [ -n "$(command -v "${CXX:-c++}" || command -v g++)" ] || {
   echo "setup: no C++ compiler, so no KV-cache migration: 'apt-get install g++', rm $STAMP, then make setup"; }
 stage "laminar" pip install --no-deps --no-build-isolation -e .

@@ -3,6 +3,7 @@ tests run in."""
 
 import ast
 import importlib.metadata
+import re
 import sys
 from pathlib import Path
 
@@ -29,6 +30,18 @@ def pins(*files: str) -> dict[str, str]:
                     f"{file}.txt: {name} is pinned twice"
                 )
     return found
+
+
+@pytest.mark.parametrize("file", ["lock", "nodeps", "dev", "torch", "cuda13"])
+def test_every_pin_has_its_hashes(file: str) -> None:
+    """Each pin has the hashes of its files beside it; requirements/hashes.py writes them anew."""
+    text = (REQUIREMENTS / f"{file}.hashes").read_text()
+    blocks = [block.split() for block in text.replace("\\\n", " ").splitlines() if not block.startswith("#")]
+    assert {
+        canonicalize_name(name): version for name, _, version in (b[0].partition("==") for b in blocks)
+    } == (pins(file))
+    assert all(len(block) > 1 for block in blocks)
+    assert all(re.fullmatch(r"--hash=sha256:[0-9a-f]{64}", word) for block in blocks for word in block[1:])
 
 
 @pytest.mark.parametrize("cuda", ["none", "cuda13"])

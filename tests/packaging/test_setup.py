@@ -67,6 +67,17 @@ def test_setup_without_a_network_says_so(tree: Path) -> None:
     assert (tree / ".venv/setup.log").stat().st_size > 0
 
 
+def test_a_package_that_is_not_the_pinned_file_is_not_installed(tree: Path, tmp_path: Path) -> None:
+    """Promise: a file whose hash is not that of its pin is never unpacked, and one line says so."""
+    (tmp_path / "index").mkdir()
+    pin = re.search(r"^pip==(\S+)$", (REPOSITORY / "requirements/lock.txt").read_text(), re.M)
+    (tmp_path / "index" / f"pip-{pin[1]}-py3-none-any.whl").write_bytes(b"another file")
+    index = {"PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path / "index")}
+    done = setup(tree, CUDA="none", TORCH_INDEX="", PYTHON=sys.executable, **index)
+    assert done.returncode == 1
+    assert len(done.stderr.splitlines()) == 1 and "is not the one that its pin was made with" in done.stderr
+
+
 PYTHON = """#!/bin/bash
 # a Python of a .venv whose packages are all there: pip has nothing to do
 echo "$*" >>"$CALLS"
