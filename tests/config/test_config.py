@@ -261,6 +261,11 @@ BAD = [
         "environment.agent=a.run environment.tools=[b.c] data.chat_template=true",
         "and an agent has its own; leave all but one out",
     ),
+    (
+        "environment.factory={a:1,b:m.B} data.chat_template=true",
+        "environment.factory={a:1,b:m.B}: write a class's dotted path, or several as {NAME: PATH}",
+    ),
+    ("environment.factory={a:m.A,b:m.B}", "environment.factory={a:m.A,b:m.B} needs data.chat_template"),
     ("pipeline=stream algorithm.prompts_per_step=33", "divisible by algorithm.minibatches_per_step"),
     ("source=replay:/nowhere", "no store.sqlite"),
     ("relay.lanes=64", "too small for lanes of at least 65536 bytes each; lower it"),

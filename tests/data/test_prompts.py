@@ -93,7 +93,7 @@ def test_gsm8k_and_dapo_files_as_they_are(tmp_path, write):
     (prompt,) = load(write(tmp_path, [gsm8k]), prompt_field="question", answer_field="answer").prompts
     assert prompt.text == "1+1=" and prompt.row == gsm8k
 
-    def render(messages, where):
+    def render(messages, where, row):
         return "+".join(m["content"] for m in messages)
 
     path = write(tmp_path, [DAPO])

@@ -3,6 +3,7 @@ end with calls; real workers, moves, tools in processes, deaths."""
 
 import json
 import sqlite3
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -47,6 +48,19 @@ class Shelf:
 
     def get_reward(self) -> dict:
         return {"reward": self.looks % 2, "accuracy": 1.0, "looks": self.looks}
+
+class Drawer:
+    async def reset(self, prompt: str) -> str:
+        self.calls = 0
+        return " drawer of " + prompt
+
+    async def look(self, key: str) -> str:
+        "Takes it from a drawer."
+        self.calls += 1
+        return "in the drawer: " + key
+
+    async def get_reward(self) -> float:
+        return self.calls
 
 class Broken(Shelf):
     def reset(self, prompt: str, **row) -> None:
@@ -176,6 +190,29 @@ def test_environments_of_a_factory(config: RunConfig) -> None:
         assert whole.record.reward == calls % 2 and whole.record.reward_parts["looks"] == calls
         assert whole.record.moves == 0
     assert not Path("break").exists() and called() == sum(made) + 2, "two calls were of the one that died"
+
+
+@pytest.mark.slow
+def test_each_row_has_its_own_environment(config: RunConfig) -> None:
+    """Of two factories in one run, under an interpreter that is named: each trajectory is in the one that its
+    row names, with its tools and its reward."""
+    config.environment.tools, config.reward.function = [], ""
+    config.environment.factory = {"shelf": "turns_toolbox.Shelf", "drawer": "turns_toolbox.Drawer"}
+    config.environment.python = sys.executable
+    names = ["shelf", "drawer"]
+    rows = [{"prompt": f"{i:010d}", "environment": names[i % 2]} for i in range(64)]
+    Path(config.data.train).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    Stand(config).run(120)
+    found, decoder, seen = trajectories(config), TextDecoder(Path(config.model.path)), Counter[str]()
+    for whole in found:
+        prompt = decoder.text(whole.prompt.tolist(), specials=True)
+        name = names[int(prompt[-1]) % 2]
+        opening = decoder.text(whole.response.tokens[: whole.response.mask_runs[1]].tolist(), specials=True)
+        calls = assert_grown(config, whole, "vk" if name == "shelf" else "in the drawer: k")
+        assert opening.startswith(f" {name} of ") and ("from a drawer" in prompt) == (name == "drawer")
+        assert whole.record.reward == (calls % 2 if name == "shelf" else calls)
+        seen[name] += calls
+    assert seen["shelf"] > 3 and seen["drawer"] > 3
 
 
 @pytest.mark.slow

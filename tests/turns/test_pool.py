@@ -10,7 +10,7 @@ import pytest
 
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import EnvironmentConfig
-from laminar_hpc.turns.pool import EnvironmentFailed, EnvironmentPool
+from laminar_hpc.turns.pool import EnvironmentFailed, EnvironmentPool, environment_of
 
 MODULE = '''
 import asyncio, os, time
@@ -87,10 +87,13 @@ def pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Envir
     (tmp_path / "environments_of_pool_test.py").write_text(MODULE)
     monkeypatch.chdir(tmp_path)
 
-    def make(*tools: str, factory: str = "", seconds: float = 1.0) -> EnvironmentPool:
+    def make(
+        *tools: str, factory: str | dict = "", seconds: float = 1.0, python: str = ""
+    ) -> EnvironmentPool:
         module = "environments_of_pool_test."
-        config = EnvironmentConfig(module + factory if factory else "", [module + t for t in tools])
-        config.timeout_seconds = seconds
+        several = {n: module + f for n, f in factory.items()} if isinstance(factory, dict) else {}
+        config = EnvironmentConfig(several or (factory and module + factory), [module + t for t in tools])
+        config.timeout_seconds, config.python = seconds, python
         return EnvironmentPool(config)
 
     return make
@@ -101,7 +104,7 @@ async def test_functions(pool) -> None:
     tools = pool("double", "slowly")
     await tools.start()
     try:
-        assert [tool["function"]["name"] for tool in tools.tools] == ["double", "slowly"]
+        assert [tool["function"]["name"] for tool in tools.tools[""]] == ["double", "slowly"]
         session = await tools.open({})
         assert session.observation is None
         assert json.loads(await session.call("double", {"x": "4"}))["twice"] == 8
@@ -124,7 +127,7 @@ async def test_sessions(pool, factory: str) -> None:
     environments = pool(factory=factory, seconds=20.0)
     await environments.start()
     try:
-        assert environments.rewards and len(environments.tools) == 2
+        assert environments.rewards == [""] and len(environments.tools[""]) == 2
         first, second = await asyncio.gather(*(environments.open({"start": n, "q": "x"}) for n in (0, 5)))
         said = await asyncio.gather(*(session.call("add", {"by": 2}) for session in (first, second)))
         assert [text[-1] for text in said] == ["2", "7"]
@@ -137,6 +140,44 @@ async def test_sessions(pool, factory: str) -> None:
         assert json.loads(await second.call("add", {"by": "many"}))["error"].startswith("by: Input should be")
     finally:
         await environments.close()
+
+
+async def test_a_row_names_its_environment(pool) -> None:
+    """Of several factories each session is of its row's, plain or async, with tools of its own; two functions
+    of one name are refused."""
+    environments = pool(factory={"plain": "Counter", "async": "Waiting"}, seconds=20.0)
+    await environments.start()
+    try:
+        assert sorted(environments.rewards) == ["async", "plain"] and len(environments.tools) == 2
+        rows = [{"environment": name, "start": 3} for name in ("plain", "async", "plain", "async")]
+        sessions = await asyncio.gather(*map(environments.open, rows))
+        assert [session.observation for session in sessions] == ["at 3", None, "at 3", None]
+        said = [await session.call("add", {"by": 1}) for session in sessions]
+        assert said == ["4", "now 4", "4", "now 4"]
+        pids = [await session.call("pid", {}) for session in sessions]
+        assert pids[1] == pids[3] and len(set(pids)) == 3
+        assert [(await session.reward()).reward for session in sessions] == [0.4, 4.0, 0.4, 4.0]
+        for session in sessions:
+            session.close()
+    finally:
+        await environments.close()
+    with pytest.raises(LaminarError, match="several are called double; rename"):
+        pool("double", "double")
+
+
+@pytest.mark.parametrize(
+    "row, said", [({"prompt": "p"}, "is not there"), ({"environment": "sohp"}, "is 'sohp'")], ids=["no", "x"]
+)
+def test_a_row_without_an_environment_is_named(row: dict, said: str) -> None:
+    """One line, with the row's place and the names that there are."""
+    config = EnvironmentConfig({"math": "a.Math", "shop": "b.Shop"})
+    with pytest.raises(LaminarError) as error:
+        environment_of(config, row, "rows.jsonl:7")
+    assert str(error.value) == (
+        f"rows.jsonl:7: its field 'environment' {said}, and environment.factory has math, shop; name one of "
+        "them in the row"
+    )
+    assert environment_of(EnvironmentConfig("a.Math"), row) == ""
 
 
 async def test_failures_are_told_apart(pool) -> None:

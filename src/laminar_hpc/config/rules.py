@@ -98,8 +98,17 @@ def _rollout(config: RunConfig) -> Iterator[Rule]:
 
 def _environment(config: RunConfig) -> Iterator[Rule]:
     e = config.environment
-    given = [f"environment.{name}={v}" for name in ("factory", "tools", "agent") if (v := getattr(e, name))]
+    given = [
+        f"environment.{name}={_written(value)}"
+        for name in ("factory", "tools", "agent")
+        if (value := getattr(e, name))
+    ]
     key = given[0] if given else ""
+    yield (
+        not all(isinstance(path, str) and path for path in e.factories.values()),
+        f"environment.factory={_written(e.factory)}: write a class's dotted path, or several as "
+        "{NAME: PATH}",
+    )
     yield (
         len(given) > 1,
         f"{' and '.join(given)}: the factory's methods are its tools, and an agent has its own; leave "
@@ -114,6 +123,13 @@ def _environment(config: RunConfig) -> Iterator[Rule]:
         f"{key} needs pipeline.refresh=drained or barrier, not interrupt: one trajectory keeps its policy "
         "over all its turns",
     )
+
+
+def _written(value: object) -> str:
+    """As on the command line."""
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{name}:{path}" for name, path in value.items()) + "}"
+    return str(value)
 
 
 def _relay(config: RunConfig) -> Iterator[Rule]:

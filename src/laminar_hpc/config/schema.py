@@ -111,12 +111,16 @@ class EnvironmentConfig:
     """Responses of several turns with tools, called in processes of each rollout rank; see environments.md.
     `factory`, `tools` or `agent`, or none of them: one turn."""
 
-    factory: str = ""
-    """dotted path of a class (TRL's contract): reset(**row), public methods as tools, get_reward()"""
+    factory: Any = ""
+    """dotted path of a class (TRL's contract): reset(**row), public methods as tools, get_reward(); or
+    several, written {NAME: PATH}, one of which each row names in its field `environment`"""
     tools: list[str] = field(default_factory=list)
     """dotted paths of functions that the model may call; the reward is that of `reward`"""
     agent: str = ""
     """dotted path of run(row, base_url, api_key, model), which talks to the model as to OpenAI's API"""
+    python: str = ""
+    """interpreter of what the three above name, where that cannot live beside our packages, as
+    /path/.venv/bin/python: Python 3.11 or newer with msgspec and pydantic; empty = ours"""
     max_turns: int = number(8, at_least=1)
     """answers of the model in one trajectory"""
     max_tool_calls: int = number(16, at_least=1)
@@ -125,6 +129,13 @@ class EnvironmentConfig:
     """longest time for one reset, tool call or get_reward, and between two requests of an agent"""
     max_seconds: float = seconds(600.0)
     """a trajectory that takes longer ends with its turn, and is graded on what is there"""
+
+    @property
+    def factories(self) -> dict[str, str]:
+        """Dotted paths by name; of one alone the name is ""."""
+        if isinstance(self.factory, dict):
+            return self.factory
+        return {"": self.factory} if self.factory else {}
 
     @property
     def several(self) -> bool:

@@ -12,11 +12,13 @@ from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.models import model_config
 from laminar_hpc.config.schema import DataConfig, RunConfig
 from laminar_hpc.config.source import Source, labels, parse_source
-from laminar_hpc.data.chat_template import Render, as_messages, load_chat_template
+from laminar_hpc.data.chat_template import Messages, as_messages, load_chat_template
 from laminar_hpc.data.rows import field as field_of
 from laminar_hpc.data.rows import read_rows
 from laminar_hpc.data.tokens import load_tokenizer
 from laminar_hpc.observability import console
+
+RowRender = Callable[[Messages, str, dict], str]  # (messages, place of the row, the row) -> text
 
 
 @dataclass(frozen=True)
@@ -45,12 +47,13 @@ class PromptSet:
         return ", ".join(parts)
 
 
-def run_render(config: RunConfig) -> Render | None:
+def run_render(config: RunConfig) -> RowRender | None:
     """How the run's prompts become text; None: they are text. Raises LaminarError where that cannot be."""
     if not config.data.chat_template:
         return None
     if not config.environment.several:
-        return load_chat_template(config.model.path)
+        render = load_chat_template(config.model.path)
+        return lambda messages, where, row: render(messages, where)
     from laminar_hpc.turns.preflight import prompt_render
 
     return prompt_render(config)
@@ -86,7 +89,7 @@ def load_prompts(
     source: Source,
     data: DataConfig,
     tokenizer: Tokenizer,
-    render: Render | None,
+    render: RowRender | None,
     room: int,
     limit: int | None = None,
     kept: int | None = None,
@@ -103,7 +106,7 @@ def load_prompts(
         if limit is not None and len(result.prompts) == limit:
             break
         value = field_of(row, data.prompt_field, where, "data.prompt_field")
-        text = _text(value, render, data.prompt_field, where)
+        text = _text(value, row, render, data.prompt_field, where)
         if data.answer_field:
             row = {**row, "answer": _answer(row, data.answer_field, where)}
         _check_sendable(text, row, where)
@@ -134,7 +137,7 @@ def load_prompts(
     return result
 
 
-def _text(value: object, render: Render | None, name: str, where: str) -> str:
+def _text(value: object, row: dict, render: RowRender | None, name: str, where: str) -> str:
     """What the model shall see. Raises LaminarError when the row's prompt is neither a text nor messages for
     a template."""
     messages = as_messages(value) if value else None
@@ -144,7 +147,7 @@ def _text(value: object, render: Render | None, name: str, where: str) -> str:
             f"or a list of chat messages, not {value!r:.60}"
         )
     if render is not None:
-        return render(messages, where)
+        return render(messages, where, row)
     if not isinstance(value, str):
         raise LaminarError(
             f"{where}: field '{name}' holds chat messages; "

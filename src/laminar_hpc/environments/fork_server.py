@@ -12,7 +12,6 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Collection
 from typing import BinaryIO
@@ -21,6 +20,7 @@ import msgspec
 
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.environments.framing import encode, read_frame, write_frame
+from laminar_hpc.environments.interpreter import OURS, Interpreter
 from laminar_hpc.environments.reward_protocol import (
     Call,
     Fork,
@@ -131,9 +131,9 @@ def _expire(waiter: asyncio.Future) -> None:
 class ForkServer:
     """`ready`: what `start` has learned of the functions."""
 
-    def __init__(self, setup: Setup, quiet: bool = False) -> None:
+    def __init__(self, setup: Setup, quiet: bool = False, interpreter: Interpreter = OURS) -> None:
         self._setup, self._label, self._quiet = setup, ", ".join(spec.label for spec in setup.specs), quiet
-        self.ready = Ready("")
+        self.ready, self._interpreter = Ready(""), interpreter
         self._process: subprocess.Popen | None = None
         self._control: socket.socket | None = None
         self._speaking = threading.Lock()  # one request at a time
@@ -143,18 +143,21 @@ class ForkServer:
     async def start(self) -> None:
         """Raises LaminarError when the process does not come up, or a function is not there or has the
         wrong parameters."""
+        await asyncio.to_thread(self._interpreter.check)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.settimeout(IMPORT_SECONDS)
         with theirs:
             words = ["server", str(theirs.fileno()), str(os.getpid())]
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "laminar_hpc.environments.reward_worker", *words],
+                [*self._interpreter.command(), *words],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
-                env=environment({spec.api_key_env for spec in self._setup.specs}),
+                env=self._interpreter.environment(
+                    environment({spec.api_key_env for spec in self._setup.specs})
+                ),
             )
         self._control = ours
         assert self._process.stdout is not None

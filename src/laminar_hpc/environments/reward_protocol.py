@@ -47,9 +47,9 @@ class Reap(msgspec.Struct, tag=True):
 
 
 class Call(msgspec.Struct, tag=True, omit_defaults=True):
-    """`name` of the reward or tool to call. `tokens` are those of the response. Of a tool: its `arguments`.
-    Of an environment: the `session` that is meant, and `method`, one of its tools, reset, get_reward, or ""
-    to forget it."""
+    """`name` of the reward, tool or environment to call. `tokens` are those of the response. Of a tool: its
+    `arguments`. Of an environment: the `session` that is meant, and `method`, one of its tools, reset,
+    get_reward, or "" to forget it."""
 
     id: int
     name: str
@@ -67,12 +67,13 @@ class Call(msgspec.Struct, tag=True, omit_defaults=True):
 
 class Ready(msgspec.Struct, tag=True):
     """All functions are imported, or `error` says why not. `asynchronous`: the names of those that are
-    awaited. `tools`: JSON schemas, as turns/tools.py makes them; `rewards`: there is a get_reward."""
+    awaited. `tools`: JSON schemas, as turns/tools.py makes them, by name of the function or environment;
+    `rewards`: names of the environments that have a get_reward."""
 
     error: str
     asynchronous: list[str] = []
-    tools: list[dict] = []
-    rewards: bool = False
+    tools: dict[str, list[dict]] = {}
+    rewards: list[str] = []
 
 
 class Forked(msgspec.Struct, tag=True):

@@ -1,5 +1,5 @@
 """The processes in which rewards are computed: `python -m laminar_hpc.environments.reward_worker`, started by
-fork_server.py.
+fork_server.py, under another interpreter through elsewhere.py.
 
 The first is a fork server: it imports the user's functions once and then only forks, so that a worker is
 there within milliseconds and shares the memory of what was imported. Between it and each worker is a keeper,
@@ -10,7 +10,8 @@ ways:
     together        async functions, as tasks on one event loop, which bounds their time and ticks; silence
                     means that the loop is stuck
 
-Every process ends with its parent or its socket. Imports nothing heavy.
+Every process ends with its parent or its socket. Imports nothing heavy, and of other packages only those of
+interpreter.py.
 """
 
 import asyncio
@@ -139,8 +140,8 @@ def load_all(setup: Setup) -> dict[str, Served]:
 def ready(served: dict[str, Served]) -> Ready:
     """The report that all is imported, which of it is awaited, and which tools there are."""
     awaited = [name for name, each in served.items() if each.is_async]
-    tools = [tool for each in served.values() for tool in getattr(each, "tools", ())]
-    return Ready("", awaited, tools, any(getattr(each, "rewards", False) for each in served.values()))
+    tools = {name: list(getattr(each, "tools", ())) for name, each in served.items()}
+    return Ready("", awaited, tools, [n for n, each in served.items() if getattr(each, "rewards", False)])
 
 
 def result(call: Call, t0: float, error: BaseException) -> Result:
@@ -269,8 +270,9 @@ def _child(
             for descriptor in (fd, told):
                 os.set_inheritable(descriptor, True)
             kind = "together" if together else "one_by_one"
+            ours = len(sys.orig_argv) - len(sys.argv) + 1  # how this interpreter was started, without words
             words = [kind, str(fd), str(server), str(told)]
-            os.execv(sys.executable, [sys.executable, "-m", __spec__.name, *words])
+            os.execv(sys.executable, [*sys.orig_argv[:ours], *words])
         reward_keeper.keep(server, told, lambda: _worker(fd, together, rewards))
     except BaseException:
         traceback.print_exc()

@@ -4,26 +4,16 @@ once for each list of tools."""
 import asyncio
 import json
 from collections import OrderedDict
-from dataclasses import dataclass
 from pathlib import Path
 
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.data.tokens import load_tokenizer
 from laminar_hpc.turns.calls import CallParser
-from laminar_hpc.turns.conversation import Conversation
+from laminar_hpc.turns.dialogue import Dialogue
 from laminar_hpc.turns.model import conversation, with_tools
 
 _KEPT = 64  # lists of tools
 _PROBE = {"name": "probe", "description": "Nothing.", "parameters": {"type": "object", "properties": {}}}
-
-
-@dataclass(frozen=True)
-class Dialogue:
-    """`no_user`: why a user's words cannot follow an answer; "" where they can."""
-
-    conversation: Conversation
-    parser: CallParser | None
-    no_user: str
 
 
 class Dialogues:

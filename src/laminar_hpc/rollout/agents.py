@@ -18,7 +18,7 @@ from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.environments.reward_pool import Score
 from laminar_hpc.environments.reward_protocol import Result
 from laminar_hpc.gateway.chat import MODEL, Chat, Refused, Turn, completion
-from laminar_hpc.gateway.dialogues import Dialogue, Dialogues
+from laminar_hpc.gateway.dialogues import Dialogues
 from laminar_hpc.gateway.server import Gateway
 from laminar_hpc.gateway.session import Question
 from laminar_hpc.gateway.session import Session as Door
@@ -26,6 +26,7 @@ from laminar_hpc.rollout.batch import Turn as Draw
 from laminar_hpc.rollout.episodes import Episodes
 from laminar_hpc.rollout.work import Outcome, Work, logprobs_of, tokens_of
 from laminar_hpc.turns.calls import Malformed, ToolCall
+from laminar_hpc.turns.dialogue import Dialogue
 from laminar_hpc.turns.episode import Episode
 from laminar_hpc.turns.pool import EnvironmentFailed
 from laminar_hpc.turns.tools import is_error

@@ -25,11 +25,11 @@ from laminar_hpc.messages.data import Partial, VersionSpan
 from laminar_hpc.messages.rollouts import Increment
 from laminar_hpc.rollout.batch import Turn
 from laminar_hpc.rollout.work import Outcome, Work, tokens_of
-from laminar_hpc.turns.calls import CallParser, Malformed, ToolCall
-from laminar_hpc.turns.conversation import Conversation, ToolResult
+from laminar_hpc.turns.calls import Malformed, ToolCall
+from laminar_hpc.turns.conversation import ToolResult
+from laminar_hpc.turns.dialogue import Dialogue, with_answers
 from laminar_hpc.turns.episode import Episode
-from laminar_hpc.turns.model import conversation, with_tools
-from laminar_hpc.turns.pool import EnvironmentFailed, EnvironmentPool
+from laminar_hpc.turns.pool import EnvironmentFailed, EnvironmentPool, environment_of
 from laminar_hpc.turns.tools import error_text, is_error
 
 logger = logging.getLogger(__name__)
@@ -56,16 +56,16 @@ class Episodes:
         self.pool = EnvironmentPool(self.limits)
         self._stop_ids, self._model = frozenset(stop_ids), Path(context.config.model.path)
         self._decoder = TextDecoder(self._model)
-        self._conversation: Conversation | None = None
-        self._parser: CallParser | None = None
+        self._talks: dict[str, Dialogue] = {}  # by name of the environment
 
     async def start(self) -> None:
         """Raises LaminarError for environments, templates and call formats that cannot be used."""
         await self.pool.start()
-        path, tools = str(self._model), self.pool.tools
-        self._conversation = await asyncio.to_thread(conversation, path, tools)
-        self._parser = await asyncio.to_thread(CallParser, tools, with_tools(path, tools))
-        logger.info("tool calls are read by SGLang's parser '%s'", self._parser.name)
+        for name, tools in self.pool.tools.items():
+            made = await asyncio.to_thread(with_answers, str(self._model), tools)
+            self._talks[name] = made
+            assert made.parser is not None
+            logger.info("tool calls are read by SGLang's parser '%s'", made.parser.name)
 
     async def close(self) -> None:
         """Ends all environments."""
@@ -124,8 +124,7 @@ class Episodes:
         t0 = time.time()
         work.session = await self.pool.open(work.group.row)
         if self.bound:
-            assert self._conversation is not None
-            opening = self._conversation.opening(work.session.observation or "")
+            opening = self._dialogue(work).conversation.opening(work.session.observation or "")
             if len(opening) >= work.room:
                 raise EnvironmentFailed(f"reset: its text leaves no room of {work.room} tokens to answer")
             work.give(opening)
@@ -137,7 +136,7 @@ class Episodes:
         for at, span in enumerate(part.spans):
             following = part.spans[at + 1].start if at + 1 < len(part.spans) else part.count
             if following > span.end:
-                found = self._calls(part, span)
+                found = self._calls(work, span)
                 episode.turns += 1
                 episode.calls += len(found) if isinstance(found, list) else 0
         return "its replica ended while it waited for a tool" if part.called else None
@@ -152,7 +151,7 @@ class Episodes:
         may be made: it has ended."""
         if work.finish_reason != "stop":
             return False
-        found = self._calls(work.partial, work.partial.spans[-1])
+        found = self._calls(work, work.partial.spans[-1])
         if not found:
             return False
         names = [call.name for call in found] if isinstance(found, list) else []
@@ -166,8 +165,7 @@ class Episodes:
         failed = sum(is_error(result.content) for result in results)
         episode.called(names, failed, time.time() - t0)
         self._record(work, t0, ",".join(names) or "malformed")
-        assert self._conversation is not None
-        given = self._conversation.between(int(tokens_of(work.partial)[-1]), results)
+        given = self._dialogue(work).conversation.between(int(tokens_of(work.partial)[-1]), results)
         if len(given) >= work.room:
             work.finish_reason = "length"
             return False
@@ -182,12 +180,16 @@ class Episodes:
         assert work.session is not None
         return [ToolResult(call.name, await work.session.call(call.name, call.arguments)) for call in found]
 
-    def _calls(self, partial: Partial, span: VersionSpan) -> list[ToolCall] | Malformed:
+    def _dialogue(self, work: Work) -> Dialogue:
+        return self._talks[environment_of(self.limits, work.group.row)]
+
+    def _calls(self, work: Work, span: VersionSpan) -> list[ToolCall] | Malformed:
         """Of one turn, whose stop token is no part of a call."""
-        tokens = tokens_of(partial)[span.start : span.end].tolist()
+        tokens = tokens_of(work.partial)[span.start : span.end].tolist()
         said = tokens[:-1] if tokens[-1] in self._stop_ids else tokens
-        assert self._parser is not None
-        return self._parser.calls(self._decoder.text(said, specials=True))
+        parser = self._dialogue(work).parser
+        assert parser is not None
+        return parser.calls(self._decoder.text(said, specials=True))
 
     def _tell(self, work: Work) -> None:
         """The pool knows all of it: what stands between a whole turn and its result tells of a call that may

@@ -6,6 +6,7 @@
 
     environment.tools    plain: each call has a process to itself; async: calls share an event loop
     environment.factory  plain: each session has a process to itself; async: sessions share an event loop
+                         several: each session is of the one that its row names
     environment.agent    as a factory; run(...) is its whole life, and who asked for it bounds it
 
 What the user's tool raises is told to the model. What is nobody's answer (a process that died, a factory's
@@ -21,13 +22,13 @@ from typing import Any
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import EnvironmentConfig
 from laminar_hpc.environments.fork_server import ForkServer, Worker, WorkerLost
+from laminar_hpc.environments.interpreter import OURS, Interpreter
 from laminar_hpc.environments.reward_crews import Crew, SharedCrew
 from laminar_hpc.environments.reward_protocol import Call, Result, Setup, Spec
 from laminar_hpc.turns.tools import error_text
 
 SESSIONS_MAX = 1024  # at once; others wait for one to end
 _CALLS_MAX = 256  # processes of plain functions
-_FACTORY = "environment"
 _RUN = "run"  # an agent's only method
 _UNBOUNDED = 1e9  # seconds, for a worker
 
@@ -40,36 +41,38 @@ class EnvironmentFailed(Exception):
 
 
 class Session:
-    """One trajectory's. `observation`: what reset returned."""
+    """One trajectory's, of the environment called `name`. `observation`: what reset returned."""
 
-    def __init__(self, number: int, ask: Ask, close: Close) -> None:
+    def __init__(self, name: str, number: int, ask: Ask, close: Close) -> None:
         self.observation: str | None = None
-        self._number, self._ask, self._close = number, ask, close
+        self._name, self._number, self._ask, self._close = name, number, ask, close
 
     async def reset(self, row: dict) -> None:
         """Raises EnvironmentFailed."""
-        call = Call(0, _FACTORY, row=row, session=self._number, method="reset")
-        self.observation = (await self._sure(call, "reset")).text
+        self.observation = (await self._sure("reset", row=row)).text
 
     async def call(self, name: str, arguments: dict) -> str:
         """What the model reads. Raises EnvironmentFailed."""
-        call = Call(0, _FACTORY, session=self._number, method=name, arguments=arguments)
-        return (await self._sure(call, name)).text or ""
+        return (await self._sure(name, arguments=arguments)).text or ""
 
     async def reward(self) -> Result:
         """Raises EnvironmentFailed."""
-        return await self._sure(Call(0, _FACTORY, session=self._number, method="get_reward"), "get_reward")
+        return await self._sure("get_reward")
 
     async def run(self, **arguments: str) -> Result:
         """An agent's, to its end. Raises EnvironmentFailed."""
-        call = Call(0, _FACTORY, session=self._number, method=_RUN, arguments=arguments)
-        return await self._sure(call, "the agent")
+        return await self._sure(_RUN, arguments=dict(arguments), what="the agent")
 
     def close(self) -> None:
         """For good; once."""
         self._close()
 
-    async def _sure(self, call: Call, what: str) -> Result:
+    async def _sure(
+        self, method: str, row: dict | None = None, arguments: dict | None = None, what: str = ""
+    ) -> Result:
+        """`what`: errors call the method so."""
+        call, what = Call(0, self._name, session=self._number, method=method), what or method
+        call.row, call.arguments = row or {}, arguments or {}
         try:
             result = await self._ask(call)
         except WorkerLost:
@@ -98,20 +101,22 @@ class _FunctionSession(Session):
 
 
 class EnvironmentPool:
-    """`start`, use, `close`. `tools` and `rewards` (it has get_reward) are known after `start`. `quiet`: what
-    the user's code prints is dropped."""
+    """`start`, use, `close`. Known after `start`: `tools`, by name of the environment, and `rewards`, the
+    names of those that have get_reward. `quiet`: what the user's code prints is dropped."""
 
     def __init__(self, config: EnvironmentConfig, quiet: bool = False) -> None:
-        self._limit, self._factory = config.timeout_seconds, config.factory or config.agent
+        self._config, self._limit = config, config.timeout_seconds
+        self._functions = not (config.factory or config.agent)
         bound = _UNBOUNDED if config.agent else self._limit
-        self._server = ForkServer(Setup(_specs(config), bound, ""), quiet)
+        python = Interpreter("environment.python", config.python) if config.python else OURS
+        self._server = ForkServer(Setup(_specs(config), bound, ""), quiet, python)
         self._crew = Crew(self._server, 1, _CALLS_MAX, self._limit)
         self._shared = SharedCrew(self._server, 1, self._limit)
         self._ids = itertools.count(1)
         self._free = asyncio.Semaphore(SESSIONS_MAX)
         self._ending: set[asyncio.Task[None]] = set()
-        self.tools: list[dict] = []
-        self.rewards = False
+        self.tools: dict[str, list[dict]] = {}
+        self.rewards: list[str] = []
 
     async def start(self) -> None:
         """Raises LaminarError for what cannot be imported, or is no tool or environment."""
@@ -119,13 +124,12 @@ class EnvironmentPool:
             await self._server.start()
             ready = self._server.ready
             self.tools, self.rewards = ready.tools, ready.rewards
-            names = [tool["function"]["name"] for tool in self.tools]
-            if double := {name for name in names if names.count(name) > 1}:
-                raise LaminarError(f"environment.tools: several are called {min(double)}; rename all but one")
             if ready.asynchronous:
                 await self._shared.start()
-            if not self._factory and len(ready.asynchronous) < len(names):
-                await self._crew.start()
+            if self._functions:
+                self.tools = {"": [tool for tools in ready.tools.values() for tool in tools]}
+                if len(ready.asynchronous) < len(ready.tools):
+                    await self._crew.start()
         except BaseException:
             await self.close()
             raise
@@ -134,18 +138,19 @@ class EnvironmentPool:
         """A session whose reset has returned. Raises EnvironmentFailed; LaminarError only when no worker can
         be started any more."""
         await self._free.acquire()
-        number, worker = next(self._ids), None
+        name, number, close = environment_of(self._config, row), next(self._ids), None
         try:
-            if not self._factory:
-                return _FunctionSession(number, self._ask_any, self._released)
-            alone = not self._server.ready.asynchronous
+            if self._functions:
+                return _FunctionSession(name, number, self._ask_any, self._released)
+            alone = name not in self._server.ready.asynchronous
             worker = await (self._server.fork(False) if alone else self._shared.worker())
-            session = Session(number, self._asks(worker, alone), self._closes(worker, number, alone))
+            close = self._closes(worker, name, number, alone)
+            session = Session(name, number, self._asks(worker, alone), close)
             await session.reset(row)
             return session
         except BaseException as error:
-            if worker is not None:
-                self._closes(worker, number, alone)()
+            if close is not None:
+                close()
             else:
                 self._free.release()
             if isinstance(error, WorkerLost):
@@ -176,18 +181,19 @@ class EnvironmentPool:
 
         async def ask(call: Call) -> Result:
             call.id = next(self._ids)
-            return await worker.ask(call, self._limit if alone and call.method != _RUN else None)
+            unbounded = self._config.agent and call.method == _RUN
+            return await worker.ask(call, self._limit if alone and not unbounded else None)
 
         return ask
 
-    def _closes(self, worker: Worker, number: int, alone: bool) -> Close:
+    def _closes(self, worker: Worker, name: str, number: int, alone: bool) -> Close:
         """Nobody waits for the end of a session."""
 
         async def end() -> None:
             if alone:
                 return await self._server.reap(worker)
             with contextlib.suppress(WorkerLost, TimeoutError):  # it is gone, and the session with it
-                await worker.ask(Call(next(self._ids), _FACTORY, session=number), self._limit)
+                await worker.ask(Call(next(self._ids), name, session=number), self._limit)
             return None
 
         def close() -> None:
@@ -199,11 +205,32 @@ class EnvironmentPool:
         return close
 
 
+def environment_of(config: EnvironmentConfig, row: dict, where: str = "a row") -> str:
+    """The name of a row's environment; "" where there are not several. Raises LaminarError for a row, found
+    at `where`, that names none."""
+    names = config.factories
+    if "" in names or not names:
+        return ""
+    if (name := row.get("environment")) not in names:
+        said = f"is {name!r:.60}" if "environment" in row else "is not there"
+        raise LaminarError(
+            f"{where}: its field 'environment' {said}, and environment.factory has {', '.join(names)}; "
+            "name one of them in the row"
+        )
+    return str(name)
+
+
 def _specs(config: EnvironmentConfig) -> list[Spec]:
-    for key, path, style in (("factory", config.factory, "environment"), ("agent", config.agent, "agent")):
-        if path:
-            return [Spec(_FACTORY, f"environment.{key}='{path}'", path, "", style, "")]
+    if config.agent:
+        return [Spec("", f"environment.agent='{config.agent}'", config.agent, "", "agent", "")]
+    if not config.factory:
+        names = [path.rpartition(".")[2] for path in config.tools]
+        if double := {name for name in names if names.count(name) > 1}:
+            raise LaminarError(f"environment.tools: several are called {min(double)}; rename all but one")
+        labels = [f"environment.tools: {path}" for path in config.tools]
+        return [Spec(*each, "", "tool", "") for each in zip(names, labels, config.tools, strict=True)]
+    keys = {name: f"environment.factory{name and f'.{name}'}" for name in config.factories}
     return [
-        Spec(path.rpartition(".")[2], f"environment.tools: {path}", path, "", "tool", "")
-        for path in config.tools
+        Spec(name, f"{keys[name]}='{path}'", path, "", "environment", "")
+        for name, path in config.factories.items()
     ]

@@ -7,45 +7,54 @@ from pathlib import Path
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.rewards import reward_functions
 from laminar_hpc.config.schema import RunConfig
-from laminar_hpc.data.chat_template import Messages, Render, load_chat_template
+from laminar_hpc.data.chat_template import Messages, load_chat_template
+from laminar_hpc.data.prompts import RowRender
 from laminar_hpc.turns.model import check_first_token, conversation
-from laminar_hpc.turns.pool import EnvironmentPool
+from laminar_hpc.turns.pool import EnvironmentPool, environment_of
+
+Tools = dict[str, list[dict]]
 
 
-def check_environment(config: RunConfig) -> list[dict]:
-    """The tools, as JSON schemas. Raises LaminarError for what cannot work; a dry run's model need not be
-    there."""
+def check_environment(config: RunConfig) -> Tools:
+    """The tools, as JSON schemas, by name of the environment. Raises LaminarError for what cannot work; a dry
+    run's model need not be there."""
     tools, rewards = asyncio.run(_served(config))
     environment, own = config.environment, bool(reward_functions(config.reward))
-    if environment.factory and rewards == own:
-        which = "get_reward, and reward.function is set too: leave one of the two out"
-        neither = "no get_reward: add it, or set reward.function"
-        raise LaminarError(f"environment.factory={environment.factory} has {which if own else neither}")
+    for name, path in environment.factories.items():
+        if (name in rewards) == own:
+            which = "get_reward, and reward.function is set too: leave one of the two out"
+            neither = "no get_reward: add it, or set reward.function"
+            raise LaminarError(f"environment.factory: {path} has {which if own else neither}")
     if (Path(config.model.path) / "config.json").exists() or not config.dry_run:
         if environment.agent:  # it has tools of its own, which are tried when it comes with them
             check_first_token(config.model.path)
         else:
-            conversation(config.model.path, tools)
+            for each in tools.values():
+                conversation(config.model.path, each)
     return tools
 
 
-async def _served(config: RunConfig) -> tuple[list[dict], bool]:
+async def _served(config: RunConfig) -> tuple[Tools, list[str]]:
     pool = EnvironmentPool(config.environment, quiet=True)
     await pool.start()
     await pool.close()
     return pool.tools, pool.rewards
 
 
-def prompt_render(config: RunConfig) -> Render:
-    """Of a run's prompts. With a factory they end where the last user's words do, as reset may add to them;
-    the rest is Conversation.opening. With an agent only their first token is used."""
+def prompt_render(config: RunConfig) -> RowRender:
+    """Of a run's prompts, each with the tools of its row's environment. With a factory they end where the
+    last user's words do, as reset may add to them; the rest is Conversation.opening. With an agent only their
+    first token is used."""
+    environment, model = config.environment, config.model.path
     tools = check_environment(config)
-    render, closing = load_chat_template(config.model.path, tools), ""
-    if config.environment.factory:
-        closing = conversation(config.model.path, tools).closing
+    renders = {name: load_chat_template(model, each) for name, each in tools.items()}
+    closings = dict.fromkeys(tools, "")
+    if environment.factory:
+        closings = {name: conversation(model, each).closing for name, each in tools.items()}
 
-    def text(messages: Messages, where: str) -> str:
-        whole = render(messages, where)
+    def text(messages: Messages, where: str, row: dict) -> str:
+        name = environment_of(environment, row, where)
+        whole, closing = renders[name](messages, where), closings[name]
         if not whole.endswith(closing):
             raise LaminarError(
                 f"{where}: with environment.factory a prompt ends with the user's words; mend the row"
