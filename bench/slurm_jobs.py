@@ -17,6 +17,9 @@ import psutil
 from roles import ENGINE, below, is_engine, is_rank, steps_done
 from slurm_cluster import SlurmCluster
 
+from laminar_hpc.cluster.lock_owner import read_owner
+from laminar_hpc.cluster.run_lock import LOCK_FILE
+
 JOBS = ("controller", "trainer", "rollout")
 _JOB_NAMES = {"laminar-control": "controller", "laminar-trainer": "trainer", "laminar-rollouts": "rollout"}
 _JOB_OF = {"relay": "rollout", ENGINE: "rollout"}  # of processes that are in another role's job
@@ -88,7 +91,8 @@ class SlurmRun:
         role = _JOB_OF.get(target, target)
         here = sorted((e for e in self.elements(role) if e.state == "RUNNING"), key=lambda e: e.node)
         if role == "controller":
-            here = [each for each in here if self.processes(role, each.node)]  # not the spare
+            holder = read_owner(self.run_dir / LOCK_FILE)  # not the spare
+            here = [each for each in here if holder and each.node == holder[0].host]
         return draw.choice(here) if here else None
 
     def processes(self, kind: str, node: str) -> list[psutil.Process]:

@@ -10,7 +10,20 @@
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/site.sh"
 
-say() { echo "$(date +%T) laminar: $*"; }
+say() { echo "$(date +%T) laminar: $*" || true; }   # the disk of the log may be full
+
+# with_room COMMAND...: what writes into the run's folder is done again until there is room.
+with_room() {
+  local why waits=
+  until why=$(LC_ALL=C; "$@" 2>&1); do
+    case $why in *"No space left"* | *"quota exceeded"*) ;; *) echo "laminar: error: $why" >&2; return 1 ;; esac
+    [ -n "$waits" ] || say "waits for room in $RUN_DIR"
+    waits=1
+    sleep 1
+  done
+}
+
+put() { echo "$2" >"$1"; }
 
 # Slurm's own words on this job; an array's first element would get those of all.
 job_field() { scontrol -o show job "$SLURM_JOB_ID" | grep "^JobId=$SLURM_JOB_ID " | sed -n "s/.* $1=\([^ ]*\) .*/\1/p"; }
@@ -21,21 +34,21 @@ run_job() {
   for word in "$@"; do case $word in run_dir=*) RUN_DIR=${word#run_dir=} ;; esac; done
   export RUN_DIR STORE_DIR LAMINAR_LIFE=$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0} LAMINAR_JOB_END
   LAMINAR_JOB_END=$(end_of_time)
-  mkdir -p "$RUN_DIR/jobs"
+  with_room mkdir -p "$RUN_DIR/jobs"
   end=$RUN_DIR/jobs/end.$LAMINAR_LIFE term=$RUN_DIR/jobs/term.$LAMINAR_LIFE
   again=$RUN_DIR/jobs/again.$LAMINAR_LIFE mine=$RUN_DIR/jobs/$role.$LAMINAR_LIFE failed=$RUN_DIR/jobs/failed
   head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
   trap 'told limit' USR1
   trap judge TERM
   trap tidy EXIT
-  echo "$head" >"$mine"
+  with_room put "$mine" "$head"
   say "$role on $SLURM_JOB_NUM_NODES nodes, the first is $head; run $RUN_DIR"
   code=0
   await_others && start_nodes "$@" || code=$?
   if [ -e "$again" ] || { [ $code = 0 ] && [ -n "$nothing_began" ]; }; then requeue; fi
   if [ $code != 0 ] && [ "$role" = controller ] && [ "$(job_field JobState)" = RUNNING ]; then
     rm -f "$mine"                                 # a second one that was refused leaves the first one's jobs alone
-    goes_on controller || date >"$failed"
+    goes_on controller || with_room put "$failed" "$(date)"
   fi
   say "$role ended with exit code $code"
   exit $code
@@ -51,7 +64,7 @@ end_of_time() {
 told() {
   local before
   before=$(cat "$end" 2>/dev/null || true)
-  if [ -z "$before" ] || [ "$1 after $before" = "now after limit" ]; then say "told to end ($1)"; echo "$1" >"$end"; fi
+  if [ -z "$before" ] || [ "$1 after $before" = "now after limit" ]; then say "told to end ($1)"; with_room put "$end" "$1"; fi
 }
 
 # TERM at preemption, or by scancel, is to stop; that of a job which Slurm has requeued already, because a node of it died, is not:

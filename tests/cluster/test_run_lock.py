@@ -14,7 +14,9 @@ import msgspec
 import pytest
 
 from laminar_hpc.cluster import run_lock
-from laminar_hpc.cluster.run_lock import LOCK_FILE, Owner, RunLock, refuse_if_held
+from laminar_hpc.cluster.lease import LEASE_SHARE, Lease
+from laminar_hpc.cluster.lock_owner import Owner, read_owner
+from laminar_hpc.cluster.run_lock import LOCK_FILE, LockLost, RunLock, refuse_if_held
 from laminar_hpc.config.errors import Refused
 
 HOLD = """
@@ -49,12 +51,14 @@ def says(process: subprocess.Popen[str]) -> str:
     return process.stdout.readline().strip()
 
 
-def lock_of_another_host(folder: Path, age: float) -> Path:
+def lock_of_another_host(folder: Path, age: float, stale_after: float = 8.0) -> Path:
     """A lock that a process on a host that is not this one renewed so many seconds ago."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / LOCK_FILE
     path.write_bytes(
-        msgspec.json.encode(Owner("far", "ann", "node7", 4711, "1", "boot pid:[1]", time.time() - 3600))
+        msgspec.json.encode(
+            Owner("far", "ann", "node7", 4711, "1", "boot pid:[1]", time.time() - 3600, stale_after)
+        )
     )
     os.utime(path, (time.time() - age, time.time() - age))
     return path
@@ -67,7 +71,7 @@ def left_in(folder: Path) -> set[str]:
 @pytest.fixture
 def quick(monkeypatch):
     """The same rules with shorter times."""
-    for name, seconds in (("RENEW", 0.1), ("FRESH", 0.3), ("STALE", 0.8), ("_LOOK", 0.05)):
+    for name, seconds in (("STALE", 0.8), ("_LOOK", 0.05)):
         monkeypatch.setattr(run_lock, f"{name}_SECONDS", seconds)
 
 
@@ -158,7 +162,7 @@ def test_takeovers_by_many_threads_never_overlap(tmp_path, monkeypatch):
         nonlocal most, wins
         for _ in range(40):
             try:
-                owner = run_lock._take(tmp_path, lambda text: None)
+                owner = run_lock.take(tmp_path, lambda text: None, 8.0, Lease(8.0), {})
             except Refused:
                 continue
             with guard:
@@ -180,7 +184,7 @@ def test_takeovers_by_many_threads_never_overlap(tmp_path, monkeypatch):
 def test_another_hosts_lock_is_held_while_it_is_renewed(tmp_path):
     """Promise: a process elsewhere counts as alive by its renewals, and the refusal names the file to
     remove."""
-    path = lock_of_another_host(tmp_path, age=3)
+    path = lock_of_another_host(tmp_path, age=3, stale_after=600.0)
     with pytest.raises(
         Refused, match=rf"on node7, since .* 3 s ago: if you know that it is gone, .*remove {path}"
     ):
@@ -191,9 +195,9 @@ def test_another_hosts_lock_is_held_while_it_is_renewed(tmp_path):
 
 
 def test_another_hosts_lock_that_is_renewed_no_more_is_taken_over(tmp_path, quick):
-    """Promise: it is stale when it was not renewed for the limit and stays so while it is watched; a line
-    says that we wait."""
-    lock_of_another_host(tmp_path, age=0.5)
+    """Promise: it is stale when it stays as it is while it is watched for the time that it says itself,
+    whatever the clocks say; a line says that we wait."""
+    lock_of_another_host(tmp_path, age=-86_400, stale_after=0.8)
     refuse_if_held(tmp_path)
     lines: list[str] = []
     lock = RunLock([tmp_path], lines.append)
@@ -204,7 +208,7 @@ def test_another_hosts_lock_that_is_renewed_no_more_is_taken_over(tmp_path, quic
 def test_another_hosts_lock_that_is_renewed_late_is_left_alone(tmp_path, quick):
     """Promise: clocks that differ break no lock: one that looks a day old is not stale if it changes while we
     watch."""
-    path = lock_of_another_host(tmp_path, age=86_400)
+    path = lock_of_another_host(tmp_path, age=86_400, stale_after=60.0)
     timer = threading.Timer(0.1, lambda: os.utime(path, (time.time() - 80_000, time.time() - 80_000)))
     timer.start()
     with pytest.raises(Refused):
@@ -212,19 +216,121 @@ def test_another_hosts_lock_that_is_renewed_late_is_left_alone(tmp_path, quick):
     timer.join()
 
 
-def test_the_holder_renews_its_lock_and_notices_its_loss(tmp_path, quick):
-    """Promise: the time of the file goes on; a lock removed by hand comes back; one that another run took
-    ends this one."""
+def test_the_holder_renews_its_lock(tmp_path, quick):
+    """Promise: the time of the file goes on by itself."""
     lock = RunLock([tmp_path], print)
     path = tmp_path / LOCK_FILE
     os.utime(path, (1, 1))
-    assert _soon(lambda: path.exists() and path.stat().st_mtime > 1)
+    assert _soon(lambda: path.stat().st_mtime > 1)
+    lock.release()
+
+
+def test_the_holder_notices_the_loss_of_its_lock(tmp_path):
+    """Promise: a lock removed by hand comes back; one that another run took ends this one."""
+    lock = RunLock([tmp_path], print, stale_after=600.0)
+    [held] = lock._held.values()
+    path = tmp_path / LOCK_FILE
     path.unlink()
-    assert _soon(path.exists) and not lock.lost
+    assert held.renew() == "" and path.exists() and lock.is_sure
     lock_of_another_host(tmp_path, age=0)
-    assert _soon(lambda: "another run" in lock.lost and "node7" in lock.lost)
+    lock.lost = held.renew()
+    assert "another run" in lock.lost and "node7" in lock.lost
+    with pytest.raises(LockLost, match="node7"):
+        lock.assure()
     lock.release()
     assert path.exists(), "the other run's lock stays"
+
+
+class Clock:
+    """Of one machine: it can be set forward."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_holder_is_sure_for_less_time_than_others_wait():
+    """Promise (docs/architecture.md#one-controller): a holder counts from the beginning of a renewal, and one
+    that ends too late counts for nothing."""
+    clock = Clock()
+    lease = Lease(8.0, clock)
+    assert not lease.is_sure and lease.has_run_out
+    lease.taken(lease.begin())
+    assert lease.is_sure
+    begun = lease.begin()
+    clock.now += 5.0
+    lease.renewed(begun)  # a slow file system
+    clock.now += 8.0 * LEASE_SHARE - 5.0
+    assert not lease.is_sure and lease.has_run_out
+    lease.renewed(lease.begin())
+    assert not lease.is_sure, "others may have succeeded it"
+
+
+def test_who_took_a_lock_slowly_waits_until_the_one_before_has_noticed():
+    """Promise (docs/architecture.md#one-controller): whoever stood still half-way through a takeover may have
+    been succeeded, and have replaced the lock of its successor: it does nothing before that one is unsure."""
+    clock = Clock()
+    lease = Lease(8.0, clock)
+    begun = lease.begin()
+    clock.now += 60.0
+    lease.taken(begun)
+    lease.taken(lease.begin())
+    assert not lease.is_sure
+    clock.now += 5.9
+    lease.taken(lease.begin())
+    assert not lease.is_sure
+    clock.now += 2.2
+    assert lease.is_sure
+
+
+def standing_still(lock: RunLock, seconds: float) -> None:
+    """As if the process had been stopped for so long."""
+    for held in lock._held.values():
+        held.lease._sure_until -= seconds
+
+
+def test_a_holder_that_stood_still_takes_its_lock_again(tmp_path):
+    """Promise (docs/architecture.md#one-controller): a holder that could not renew in time is unsure at once,
+    and sure again when it has succeeded itself as any other would."""
+    lock = RunLock([tmp_path], print, stale_after=60.0)
+    [held] = lock._held.values()
+    before = read_owner(tmp_path / LOCK_FILE)
+    standing_still(lock, 60.0)
+    assert not lock.is_sure
+    assert held.renew() == "" and lock.is_sure
+    after = read_owner(tmp_path / LOCK_FILE)
+    assert before and after and before[0].token != after[0].token and left_in(tmp_path) == {LOCK_FILE}
+    lock.assure()
+    lock.release()
+    assert left_in(tmp_path) == set()
+
+
+@pytest.mark.parametrize("successor", ["half-way", "done", "done and gone"])
+def test_a_holder_that_stood_still_and_was_succeeded(tmp_path, successor):
+    """Promise (docs/architecture.md#one-controller): it never takes its lock again from a successor, be that
+    about to come, there, or gone again."""
+    lock = RunLock([tmp_path], print, stale_after=60.0)
+    [held] = lock._held.values()
+    standing_still(lock, 60.0)
+    path = tmp_path / LOCK_FILE
+    if successor == "half-way":
+        place = tmp_path / f"{LOCK_FILE}.{held.owner.token}"
+        lock_of_another_host(tmp_path / "far", age=0).rename(place)
+        assert held.renew() == "" and not lock.is_sure
+        place.replace(path)
+    elif successor == "done":
+        lock_of_another_host(tmp_path, age=0)
+    else:
+        path.unlink()
+    assert ("node7" in held.renew()) == (successor != "done and gone")
+    assert held.renew() and not lock.is_sure
+    lock.lost = held.renew()
+    with pytest.raises(LockLost):
+        lock.assure()
+    lock.release()
+    assert path.exists() == (successor != "done and gone"), "the successor's lock stays"
 
 
 def test_a_folder_that_is_moved_leaves_its_lock(tmp_path):

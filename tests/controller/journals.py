@@ -2,6 +2,7 @@
 
 import shutil
 import sqlite3
+from collections.abc import Callable
 from pathlib import Path
 
 from laminar_hpc.controller import journal
@@ -22,12 +23,18 @@ class Place:
     def path(self, machine: str = "a") -> Path:
         return self.root / machine / "store.sqlite"
 
-    def start(self, machine: str = "a") -> Store:
+    def start(
+        self,
+        machine: str = "a",
+        era: int = 0,
+        is_sure: Callable[[], bool] = lambda: True,
+        assure: Callable[[], None] = lambda: None,
+    ) -> Store:
         """As a controller does it."""
-        settle(self.folder, self.path(machine), self.lines.append)
-        return Store(
-            self.path(machine).parent, journal=Journal(self.folder, self.path(machine), self.lines.append)
-        )
+        path = self.path(machine)
+        settle(self.folder, path, self.lines.append, era=era)
+        written = Journal(self.folder, path, self.lines.append, era, is_sure)
+        return Store(path.parent, journal=written, assure=assure)
 
     def write(self, *numbers: int, machine: str = "a") -> None:
         """A controller's life with a transaction for each number."""

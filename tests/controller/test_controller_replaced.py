@@ -3,17 +3,22 @@ trajectory's and a step's life; its workers go on and join the next one, and not
 
 import os
 import re
+import shutil
 import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from crew import Crew, Relay, Rollout, Trainer
 
 from audits import assert_clean
+from laminar_hpc.cluster.address import ADDRESS_FILE
 from laminar_hpc.cluster.folders import slots_root
+from laminar_hpc.cluster.lock_owner import Owner
+from laminar_hpc.cluster.run_lock import LOCK_FILE
 from laminar_hpc.cluster.stop import left_request, request_stop
 from laminar_hpc.cluster.waiting import who_waits
 from laminar_hpc.config.load import dump_config
@@ -33,6 +38,7 @@ from laminar_hpc.messages.training import (
     TakeBatch,
     TrainerDone,
 )
+from laminar_hpc.observability import jsonl
 from laminar_hpc.policies.metrics import batch_metrics
 from laminar_hpc.rollout.work import tokens_of
 
@@ -158,6 +164,32 @@ def test_a_controller_dies_in_every_window(lives: Lives) -> None:
     assert len(ids) >= 2 and epochs == sorted(epochs)
     trained = lives.select("id FROM trajectories WHERE consumed_step = 0")
     assert sorted(i for (i,) in trained) == sorted(t.trajectory_id for t in trajectories_of(batch))
+    for worker in crew.workers:
+        worker.channel.close()
+
+
+def test_a_controller_that_has_lost_its_lock_says_nothing_more(lives: Lives) -> None:
+    """Promise (docs/architecture.md#one-controller): it ends without a word in the run's records and to the
+    workers, and leaves address and slots to its successor, whom all join."""
+    lives.begin("", "")
+    trainer, relay = Trainer(lives.run_dir, "trainer", 0), Relay(lives.run_dir, "relay", 0)
+    slots = slots_root("/dev/shm", relay.channel.welcome.slots)
+    slots.mkdir(exist_ok=True)
+    one, two = Rollout(lives.run_dir, 0), Rollout(lives.run_dir, 1)
+    crew = Crew(trainer, relay, one, two)
+    trainer.channel.send(Restored(None))
+    relay.takes(trainer.publishes(0))
+    crew.until(lambda: one.generating and two.generating, "grants")
+    owner = Owner("far", "ann", "n7", 4711, "1", "boot pid:[1]", 0.0, stale_after=0.5)
+    (lives.run_dir / "successor").write_bytes(msgspec.json.encode(owner))
+    (lives.run_dir / "successor").replace(lives.run_dir / LOCK_FILE)
+    crew.until(lambda: "ended 1" in lives.out.read_text(), "the end of the one that was replaced")
+    assert "end" not in [record["kind"] for record in jsonl.read(lives.run_dir / "metrics.jsonl")]
+    assert (lives.run_dir / ADDRESS_FILE).exists() and slots.exists()
+    crew.until(lambda: all(each.is_back() for each in (relay, one, two)), "the successor")
+    assert not any(each.has_left for each in (relay, one, two)) and not one.dropped + two.dropped
+    lives.kill()
+    shutil.rmtree(slots, ignore_errors=True)
     for worker in crew.workers:
         worker.channel.close()
 

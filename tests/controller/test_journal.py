@@ -7,6 +7,8 @@ import signal
 import sqlite3
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -18,9 +20,10 @@ from laminar_hpc.cluster.full_disk import is_full_disk
 from laminar_hpc.config.errors import Refused
 from laminar_hpc.controller import journal, journal_watch, rebuild
 from laminar_hpc.controller.journal import take_snapshot
-from laminar_hpc.controller.journal_files import Position, segment_name, segments, snapshots
+from laminar_hpc.controller.journal_files import Position, claim_era, segment_name, segments, snapshots
 from laminar_hpc.controller.journal_watch import JournalWatch
 from laminar_hpc.controller.recovery import identity, journal_id, retire, settle
+from laminar_hpc.controller.store import Store
 
 
 def waited(condition, what: str, seconds: float = 20) -> None:
@@ -401,3 +404,106 @@ def test_a_slow_or_hanging_shared_disk_is_said(tmp_path, monkeypatch):
         pass
     watch.close()
     assert len(lines) == 3
+
+
+# ---- a controller that was replaced ------------------------------------------------------------------------
+
+
+class Replaced(Exception):
+    """What the lock of the run raises."""
+
+
+def test_eras_are_given_once(tmp_path):
+    """Promise (docs/architecture.md#one-controller): whoever comes later has a later era, also if those
+    before have written nothing."""
+    folder = tmp_path / "journal"
+    assert [claim_era(folder) for _ in range(3)] == [1, 2, 3] and claim_era(folder, after=9) == 10
+    with ThreadPoolExecutor(8) as pool:
+        eras = list(pool.map(lambda _: claim_era(folder), range(64)))
+    assert len(set(eras)) == 64 and min(eras) == 11
+
+
+def test_a_commit_of_a_controller_that_was_replaced_is_refused(tmp_path):
+    """Promise (docs/architecture.md#one-controller): it neither returns nor changes the store, so nobody is
+    told; the next one is told nothing of it either once it has begun."""
+    place, replaced = Place(tmp_path), list[str]()
+
+    def assure() -> None:
+        if replaced:
+            raise Replaced
+
+    place.write(0)
+    store = place.start(assure=assure)
+    transaction(store, 1)
+    successor = place.start("b")
+    transaction(successor, 7)
+    replaced.append("by b")
+    for _ in range(2):
+        with pytest.raises(Replaced):
+            transaction(store, 2)
+        store.roll_back()
+        store._db.execute("BEGIN IMMEDIATE")
+    store.roll_back()
+    store.close()
+    successor.close()
+    assert groups(tables(place.path())) == [0, 1]
+    assert groups(place.rebuilt()) == [0, 1, 7]
+
+
+class Controllers:
+    """Lives of controllers of one run, of which all but the newest may do anything at any time: they have
+    stood still, and have not noticed that they were replaced. `told`: what was acknowledged."""
+
+    def __init__(self, place: Place) -> None:
+        self.place, self.told = place, set[int]()
+        self.eras: dict[int, int] = {}
+        self.stores: dict[int, Store] = {}
+
+    def is_newest(self, life: int) -> bool:
+        return self.eras[life] == max(self.eras.values())
+
+    def begin(self, life: int) -> None:
+        self.eras[life] = claim_era(self.place.folder)
+        self.stores.pop(life, None)
+
+    def store(self, life: int) -> Store:
+        """Read from the journal when it is first used."""
+        if life not in self.stores:
+            era = self.eras[life]
+            self.stores[life] = self.place.start(f"machine{era}", era, lambda: self.is_newest(life))
+        return self.stores[life]
+
+    def write(self, life: int, number: int) -> None:
+        transaction(self.store(life), number)
+        if self.is_newest(life):
+            self.told.add(number)
+
+    def snapshot(self, life: int) -> None:
+        path, era = self.store(life).path, self.eras[life]
+        with mock.patch.object(journal, "newest_era", lambda _: 0):  # it has looked before
+            take_snapshot(path, self.place.folder, threading.Event(), era, lambda: self.is_newest(life))
+
+
+LIVES = st.lists(st.tuples(st.integers(0, 2), st.sampled_from(["begin", "write", "write", "snapshot"])))
+
+
+@settings(max_examples=60, deadline=None)
+@given(steps=LIVES)
+def test_whatever_replaced_controllers_still_write(tmp_path_factory, steps):
+    """Promise (docs/architecture.md#one-controller): what a controller has acknowledged before it was
+    replaced is known to all that come later, and whatever it writes when it wakes up, transactions, segments
+    or snapshots, changes nothing of what its successors have written."""
+    place = Place(tmp_path_factory.mktemp("eras"))
+    lives = Controllers(place)
+    steps = [(0, "begin"), (0, "write"), *steps, (3, "begin"), (3, "write")]
+    with mock.patch.object(journal, "_SEGMENT_BYTES", 3_000):
+        for number, (life, step) in enumerate(steps):
+            if step == "begin" or life not in lives.eras:
+                lives.begin(life)
+            elif step == "write":
+                lives.write(life, number)
+            else:
+                lives.snapshot(life)
+    held = place.rebuilt()
+    assert lives.told <= set(groups(held))
+    assert held == tables(lives.stores[3].path)

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 import checkpoint_files
-from laminar_hpc.cluster import run_lock
 from laminar_hpc.cluster.checkpoints import checkpoint_path
 from laminar_hpc.cluster.run_lock import RunLock
 from laminar_hpc.cluster.waiting import Sign, who_waits
@@ -20,9 +19,10 @@ from laminar_hpc.config.errors import Refused
 from laminar_hpc.config.load import load_config
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.controller import rundir
+from laminar_hpc.controller.beginning import take_run_dir
 from laminar_hpc.controller.journal import Journal
+from laminar_hpc.controller.journal_files import segments
 from laminar_hpc.controller.recovery import identity, settle
-from laminar_hpc.controller.run import take_run_dir
 from laminar_hpc.controller.rundir import (
     cause_of_death,
     completed_step,
@@ -144,14 +144,14 @@ def test_a_run_of_which_roles_are_alive_is_not_moved_aside(roles):
 
 
 @pytest.mark.parametrize("age, alive", [(2.0, True), (3600.0, False)])
-def test_roles_on_other_machines_are_told_by_their_renewal(roles, monkeypatch, age, alive):
+def test_roles_on_other_machines_are_told_by_their_renewal(roles, age, alive):
     """Promise: a sign of another machine counts while it is renewed; one that is not is left behind."""
     run_dir, _ = roles
     path = run_dir / "waiting" / "relay_3.life"
     owner = json.loads(path.read_bytes())
-    path.write_text(json.dumps(owner | {"host": "another-machine"}))
+    stale_after = 600.0 if alive else 0.4
+    path.write_text(json.dumps(owner | {"host": "another-machine", "stale_after": stale_after}))
     os.utime(path, (time.time() - age,) * 2)
-    monkeypatch.setattr(run_lock, "RENEW_SECONDS", 0.2)
     assert bool(who_waits(run_dir)) == alive == path.exists()
 
 
@@ -290,9 +290,9 @@ def test_the_controller_rebuilds_a_store_that_is_missing_or_damaged(tmp_path):
         assert written(config) == store_id and f"{path} was rebuilt from" in said[-1]
     never = config_of(tmp_path / "run", f"store_dir={tmp_path}/stores", "resume=never")
     lock = RunLock([tmp_path / "run", path.parent], said.append)
-    moved = take_run_dir(never, lock, said.append).moved_to
+    moved = take_run_dir(never, lock, said.append)[0].moved_to
     lock.release()
-    assert moved and (moved / "journal").is_dir() and not (tmp_path / "run" / "journal").exists()
+    assert moved and segments(moved / "journal") and not segments(tmp_path / "run" / "journal")
     assert written(never) != store_id
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from laminar_hpc.cluster import run_lock
-from laminar_hpc.cluster.run_lock import LOCK_FILE, Owner, refuse_if_held
+from laminar_hpc.cluster.lock_owner import Owner
+from laminar_hpc.cluster.run_lock import LOCK_FILE, refuse_if_held
 from laminar_hpc.config.errors import Refused
 from laminar_hpc.jobs import node
 from laminar_hpc.jobs.ending import is_final
@@ -24,8 +24,13 @@ from laminar_hpc.jobs.spare import Turn, await_turn, other_lives
 def lock(tmp_path: Path) -> Path:
     """Of a controller on another machine, renewed just now."""
     lock = tmp_path / LOCK_FILE
-    lock.write_bytes(msgspec.json.encode(Owner("far", "ann", "n7", 4711, "1", "boot pid:[1]", time.time())))
+    lock.write_bytes(held_by_another(stale_after=600.0))
     return lock
+
+
+def held_by_another(stale_after: float) -> bytes:
+    owner = Owner("far", "ann", "n7", 4711, "1", "boot pid:[1]", time.time(), stale_after)
+    return msgspec.json.encode(owner)
 
 
 def wait(run_dir: Path, look: Callable[[int], None], told: Callable[[], bool] = lambda: False) -> Turn:
@@ -45,17 +50,15 @@ def end(run_dir: Path, reason: str) -> None:
         file.write(json.dumps({"kind": "end", "reason": reason}, separators=(",", ":")) + "\n")
 
 
-def test_the_lock_of_a_lost_node_is_waited_for(
-    tmp_path: Path, lock: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_lock_of_a_lost_node_is_waited_for(tmp_path: Path, lock: Path) -> None:
     """Promise (docs/architecture.md#failure-domains): a controller that Slurm has started on another node
     within seconds is not refused because of the one that its node's end has killed, nor does it take a lock
     of which it is not yet clear that nobody renews it."""
-    monkeypatch.setattr(run_lock, "RENEW_SECONDS", 0.05)
     end(tmp_path, "SIGUSR1")  # long ago
     with pytest.raises(Refused):
         refuse_if_held(tmp_path)
-    lost = time.time() - run_lock.STALE_SECONDS - 1
+    lock.write_bytes(held_by_another(stale_after=0.2))
+    lost = time.time() - 30
     os.utime(lock, times=(lost, lost))
     looks = list[int]()
 
@@ -82,16 +85,16 @@ def test_the_spare_takes_over(tmp_path: Path, lock: Path, capsys: pytest.Capture
     ]
 
 
-def test_a_lock_that_was_renewed_and_is_no_more(
-    tmp_path: Path, lock: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lock_that_was_renewed_and_is_no_more(tmp_path: Path, lock: Path) -> None:
     """Promise: the spare takes over from a controller that it has seen alive, without waiting for its lock to
     be removed."""
-    monkeypatch.setattr(run_lock, "RENEW_SECONDS", 0.05)
+    lock.write_bytes(held_by_another(stale_after=0.3))
+    lost = time.time() - 30
+    os.utime(lock, times=(lost, lost))
 
     def look(n: int) -> None:
         if n <= 3:
-            renewed = time.time() - run_lock.STALE_SECONDS - 10 + n  # another time of the file: it lives
+            renewed = lost + n  # another time of the file: it lives
             os.utime(lock, times=(renewed, renewed))
         time.sleep(0.06)
 

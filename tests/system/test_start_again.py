@@ -17,6 +17,7 @@ from runs import SHORT, Run, consumed, metrics, summary
 
 import checkpoint_files
 from laminar_hpc.cluster.launch import PERMANENT
+from laminar_hpc.cluster.lock_owner import read_owner
 from laminar_hpc.cluster.run_lock import LOCK_FILE
 
 MAIN = [sys.executable, "-m", "laminar_hpc"]
@@ -24,6 +25,13 @@ TRAIN = [sys.executable, "-m", "laminar_hpc.cli", "train"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
 TORCHRUN += ["--nproc-per-node=4"]
 ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}  # as torchrun starts the one rank of a role
+
+
+def holder_of(run_dir: Path) -> tuple[int, float]:
+    """Its process, and since when; the token changes when it renews its lock late."""
+    record = read_owner(run_dir / LOCK_FILE)
+    assert record
+    return record[0].pid, record[0].since
 
 
 def words(run_dir: Path, *more: str) -> list[str]:
@@ -122,8 +130,8 @@ def test_a_live_run_is_left_alone(tmp_path):
     run_dir = tmp_path / "run"
     with controller(run_dir, f"store_dir={tmp_path}/stores", log=tmp_path / "log") as live:
         wait_for(lambda: (run_dir / "metrics.jsonl").exists() and (run_dir / "status.json").exists(), live)
-        kept = [run_dir / name for name in ("metrics.jsonl", "controller.json", LOCK_FILE)]
-        before = [path.read_bytes() for path in kept]
+        kept = [run_dir / name for name in ("metrics.jsonl", "controller.json")]
+        before, holder = [path.read_bytes() for path in kept], holder_of(run_dir)
         for resume in ("auto", "never"):
             lines, code, seconds = start(TRAIN, run_dir, f"resume={resume}", f"store_dir={tmp_path}/stores")
             assert code == 2 and len(lines) == 1 and seconds < 20, lines
@@ -133,6 +141,7 @@ def test_a_live_run_is_left_alone(tmp_path):
             "its store is not touched either"
         )
         assert [path.read_bytes() for path in kept] == before and live.poll() is None
+        assert holder_of(run_dir) == holder
         assert sorted(path.name for path in tmp_path.iterdir()) == ["log", "run", "stores"]
         live.send_signal(signal.SIGTERM)
         assert live.wait(60) == 0

@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from laminar_hpc.cluster.address import ControllerAddress, new_address, write_address
+from laminar_hpc.cluster.address import ControllerAddress, new_address, read_address, write_address
 from laminar_hpc.cluster.admission import Admission
 from laminar_hpc.cluster.delivery import DeliveryError, Header, Receiver, Sender, decode_header, encode_header
 from laminar_hpc.cluster.spool import Spool, SpoolFull
@@ -108,6 +108,12 @@ class Hub:
         self._received.update(received)
         self._address.store_id = store_id
         write_address(self._run_dir, self._address)
+
+    def show_address(self) -> None:
+        """Again, if a controller that was replaced has written its own late."""
+        shown = read_address(self._run_dir)
+        if shown is None or shown.run_id != self._address.run_id:
+            write_address(self._run_dir, self._address)
 
     # ---- what comes ----------------------------------------------------------------------------------------
 

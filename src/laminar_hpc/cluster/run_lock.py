@@ -1,12 +1,16 @@
 """The lock of a folder: one live controller per run directory, also on NFS and Lustre.
 
-`run.lock` says who holds it. The holder renews the file's time every few seconds, so that everybody can tell
+`run.lock` says who holds it. The holder renews the file's time again and again, so that everybody can tell
 from anywhere whether it is alive. Only link(), rename() and O_EXCL have to be atomic: advisory locks (flock,
 fcntl) are off, local to a machine, or forgotten by the server on many clusters.
 
 A lock is stale if its process is gone (same host, boot and PID namespace: told by PID and start time), or, if
-the process cannot be seen from here, if the file was not renewed for STALE_SECONDS by the file system's own
-clock and is not renewed while we watch it.
+the process cannot be seen from here, if we have seen its time unchanged for `Owner.stale_after` seconds of
+our own clock. Whatever the file's time is: clocks that differ break no lock.
+
+Holding it. The holder is sure of its lock for a part of that time after each renewal (cluster/lease.py), and
+does what only the holder may do while it is sure (`RunLock.assure`). When it could not renew in time it takes
+the lock again as a successor of itself, or finds that it has lost it. So there are never two.
 
 Taking over. The successor of the stale lock with token T is whoever creates `run.lock.T`: only one process
 can. It replaces `run.lock` by its own, then removes `run.lock.T`. Whoever comes late finds `run.lock.T`, or
@@ -18,94 +22,153 @@ import errno
 import logging
 import os
 import secrets
-import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
 
-from laminar_hpc.cluster.processes import process_started, process_world, user_name
-from laminar_hpc.config.errors import Refused
+from laminar_hpc.cluster.lease import Lease
+from laminar_hpc.cluster.lock_owner import Owner, Watched, is_alive, read_owner
+from laminar_hpc.config.errors import LaminarError, Refused
 
 log = logging.getLogger(__name__)
 LOCK_FILE = "run.lock"
-RENEW_SECONDS = 5.0
-FRESH_SECONDS = 12.0  # a lock renewed within this is held; an older one is watched
-STALE_SECONDS = 30.0
-_LOOK_SECONDS = 0.5
+STALE_SECONDS = 8.0  # of the lock of a run: the time until a spare controller takes over
+_RENEWALS = 8  # within the time after which a lock is stale
+_LOOK_SECONDS = 0.25
+_SURE_SECONDS = 0.05  # between two looks of one who waits to be sure
+_CLOSE_SECONDS = 10.0  # for a renewal under way
 _MOST_MOVES = 20
 _NO_HARD_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
-Watched = dict[str, tuple[float, float]]  # token -> the renewal first seen, and when that was (monotonic)
 
 
-class Owner(msgspec.Struct):
-    """Who holds a lock. `started` and `world` make the PID name one process for good."""
-
-    token: str
-    user: str
-    host: str
-    pid: int
-    started: str
-    world: str
-    since: float  # seconds since the epoch
-
-    def __str__(self) -> str:
-        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
-        return f"pid {self.pid} of {self.user} on {self.host}, since {since}"
-
-    @staticmethod
-    def this_process() -> "Owner":
-        """From now on."""
-        pid, token = os.getpid(), secrets.token_hex(8)
-        started, world = process_started(pid), process_world()
-        return Owner(token, user_name(), socket.gethostname(), pid, started, world, time.time())
-
-    @property
-    def is_visible(self) -> bool:
-        """Whether its process would be seen from here if it ran."""
-        return self.host == socket.gethostname() and self.world == process_world()
+class LockLost(LaminarError):
+    """Another process has the lock."""
 
 
 class RunLock:
-    """The locks of a run's folders, held by this process until `release`. `lost` says why they no longer
-    are."""
+    """The locks of a run's folders, held by this process until `release`, unless another one takes them."""
 
-    def __init__(self, folders: list[Path], say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        folders: list[Path],
+        say: Callable[[str], None],
+        stale_after: float | None = None,
+        watched: Watched | None = None,
+    ) -> None:
         """Takes all of them or none. Raises Refused when a live process holds one, OSError when one cannot be
-        written. Waits up to STALE_SECONDS if it is unclear whether a holder on another machine is alive."""
-        self.lost = ""
-        self._say, self._owners, self._released = say, dict[Path, Owner](), threading.Event()
+        written. Waits up to the holder's `stale_after` if it is unclear whether one on another machine is
+        alive, less what was `watched` before. `stale_after`: of these locks."""
+        self.lost = ""  # why they are no longer held
+        self._say, self._held = say, dict[Path, _Held]()
+        self._stale_after = stale_after or STALE_SECONDS
+        self._watched: Watched = {} if watched is None else watched
+        self._released, self._renewing = threading.Event(), threading.Lock()
         try:
             for folder in folders:
-                self._owners[folder] = self._owners.get(folder) or _take(folder, say)
+                self._held[folder] = self._held.get(folder) or self._take(folder)
         except BaseException:
             self.release()
             raise
         threading.Thread(target=self._keep, name="run lock", daemon=True).start()
+        self.assure()
+
+    def _take(self, folder: Path) -> "_Held":
+        lease = Lease(self._stale_after)
+        owner = take(folder, self._say, self._stale_after, lease, self._watched)
+        return _Held(folder, owner, lease)
+
+    @property
+    def is_sure(self) -> bool:
+        """Whether all are certainly held at this moment."""
+        return not self.lost and all(held.lease.is_sure for held in self._held.values())
+
+    def assure(self) -> None:
+        """Returns when they are certainly held. Waits as long as the file system does not answer. Raises
+        LockLost."""
+        while not self.is_sure and not self._released.is_set():
+            if self.lost:
+                raise LockLost(self.lost)
+            time.sleep(_SURE_SECONDS)
 
     def moved(self, folder: Path, to: Path) -> None:
         """`folder` was renamed with its lock inside: releases that one and takes the lock of a new
         `folder`."""
-        _release(to, self._owners.pop(folder))
-        self._owners[folder] = _take(folder, self._say)
+        with self._renewing:
+            _release(to, self._held.pop(folder).owner)
+            self._held[folder] = self._take(folder)
 
     def release(self) -> None:
         self._released.set()
-        for folder, owner in self._owners.items():
-            _release(folder, owner)
-        self._owners = {}
+        done = self._renewing.acquire(timeout=_CLOSE_SECONDS)
+        for folder, held in self._held.items():
+            _release(folder, held.owner)
+        self._held = {}
+        if done:
+            self._renewing.release()
 
     def _keep(self) -> None:
-        while not self._released.wait(RENEW_SECONDS) and not self.lost:
-            for folder, owner in list(self._owners.items()):
-                try:
-                    self.lost = self.lost or _renew(folder, owner)
-                except OSError as error:  # a file server may be away for a while
-                    log.warning("%s could not be renewed: %s", folder / LOCK_FILE, error)
+        while not self._released.wait(self._stale_after / _RENEWALS) and not self.lost:
+            with self._renewing:
+                for folder, held in () if self._released.is_set() else list(self._held.items()):
+                    try:
+                        self.lost = self.lost or held.renew()
+                    except OSError as error:  # a file server may be away for a while
+                        log.warning("%s could not be renewed: %s", folder / LOCK_FILE, error)
+
+
+class _Held:
+    """One lock of this process."""
+
+    def __init__(self, folder: Path, owner: Owner, lease: Lease) -> None:
+        self.owner, self.lease = owner, lease
+        self._folder, self._watched = folder, Watched()
+
+    def renew(self) -> str:
+        """Shows that the holder is alive. Returns why the lock is no longer held, or "".
+
+        If somebody has removed the lock of a holder that is sure of it, it is made again."""
+        begun, path = self.lease.begin(), self._folder / LOCK_FILE
+        record, late = read_owner(path), self.lease.has_run_out
+        if (record is None and late) or (record is not None and record[0].token != self.owner.token):
+            by = f"taken by another run ({record[0]})" if record else "removed"
+            return f"{path} was {by}: this one had shown no sign of life, or its lock was removed"
+        if late:
+            self._take_again(begun)
+        elif record is not None:
+            os.utime(path)
+            self.lease.renewed(begun)
+        else:
+            with _claim(self._folder, self.owner) as claim:
+                if _create(path, claim):
+                    self.lease.renewed(begun)
+        return ""
+
+    def _take_again(self, begun: float) -> None:
+        """As a successor of itself, of whom there can be only one. Not if another one is about to be that."""
+        again = msgspec.structs.replace(self.owner, token=secrets.token_hex(8))
+        with _claim(self._folder, again) as claim, suppress(Refused):
+            now = claim.stat().st_mtime
+            stale = _stale_owners(self._folder, now, self._watched, mine=self.owner.token)
+            if stale and _succeed(self._folder, claim, stale):
+                log.warning("%s was renewed late, and taken again", self._folder / LOCK_FILE)
+                self.owner = again
+                self.lease.taken(begun)
+
+
+@contextmanager
+def _claim(folder: Path, owner: Owner) -> Iterator[Path]:
+    """A file of the owner's own that says who it is."""
+    claim = folder / f".{LOCK_FILE}.{owner.token}"
+    try:
+        claim.write_bytes(msgspec.json.encode(owner))
+        yield claim
+    finally:
+        claim.unlink(missing_ok=True)
 
 
 def refuse_if_held(folder: Path, watched: Watched | None = None) -> bool:
@@ -124,45 +187,45 @@ def refuse_if_held(folder: Path, watched: Watched | None = None) -> bool:
     return True
 
 
-def _take(folder: Path, say: Callable[[str], None]) -> Owner:
+def take(
+    folder: Path, say: Callable[[str], None], stale_after: float, lease: Lease, watched: Watched
+) -> Owner:
     """Takes the lock of `folder`, which is made if need be. Raises as RunLock does."""
-    mine = Owner.this_process()
-    claim = folder / f".{LOCK_FILE}.{mine.token}"
-    watched: Watched = {}
+    mine = Owner.this_process(stale_after)
     told, moves = False, 0
-    try:
-        while True:
-            try:
-                folder.mkdir(parents=True, exist_ok=True)
-                claim.write_bytes(msgspec.json.encode(mine))
+    while True:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with _claim(folder, mine) as claim:
+                begun = lease.begin()
                 stale = _stale_owners(folder, claim.stat().st_mtime, watched)
-                if stale is None:
-                    if not told:
-                        lock = folder / LOCK_FILE
-                        say(f"{lock} was not renewed lately: watching it for {STALE_SECONDS:.0f} s at most")
-                    told = True
-                    time.sleep(_LOOK_SECONDS)
-                elif _succeed(folder, claim, stale):
+                if stale is not None and _succeed(folder, claim, stale):
+                    lease.taken(begun)
                     for owner in stale:
                         say(f"the lock of a process that is gone was taken over ({owner})")
                     return mine
-            except FileNotFoundError:  # another start has just moved the folder away: once more, in a new one
-                moves += 1
-                if moves > _MOST_MOVES:
-                    raise
-    finally:
-        claim.unlink(missing_ok=True)
+        except FileNotFoundError:  # another start has just moved the folder away: once more, in a new one
+            moves += 1
+            if moves > _MOST_MOVES:
+                raise
+            continue
+        if stale is None:
+            if not told:
+                say(f"{folder / LOCK_FILE} was not renewed lately: watching it for a while")
+            told = True
+            time.sleep(_LOOK_SECONDS)
 
 
-def _stale_owners(folder: Path, now: float, watched: Watched) -> list[Owner] | None:
+def _stale_owners(folder: Path, now: float, watched: Watched, mine: str = "") -> list[Owner] | None:
     """The owners whom we may succeed, oldest first: empty if the folder is free. None while that is unclear.
 
-    `now` is the file system's time. Raises Refused when the holder is alive."""
+    `now` is the file system's time; `mine`: the token of a lock that is our own. Raises Refused when the
+    holder is alive."""
     stale: list[Owner] = []
     place = folder / LOCK_FILE
     while (record := read_owner(place)) is not None:
         owner, renewed = record
-        alive = is_alive(owner, renewed, now, watched)
+        alive = owner.token != mine and is_alive(owner, renewed, now, watched)
         if alive is None:
             return None
         if alive:
@@ -170,17 +233,6 @@ def _stale_owners(folder: Path, now: float, watched: Watched) -> list[Owner] | N
         stale.append(owner)
         place = folder / f"{LOCK_FILE}.{owner.token}"
     return stale
-
-
-def is_alive(owner: Owner, renewed: float, now: float, watched: Watched) -> bool | None:
-    """None while it cannot be told. `renewed` and `now` are the file system's times."""
-    if owner.is_visible:
-        return process_started(owner.pid) == owner.started
-    first, since = watched.setdefault(owner.token, (renewed, time.monotonic()))
-    if now - renewed < FRESH_SECONDS or renewed != first:
-        return True
-    unchanged = time.monotonic() - since  # a clock that is off cannot make a live holder look stale
-    return False if now - renewed > STALE_SECONDS and unchanged > 2 * RENEW_SECONDS else None
 
 
 def _refusal(folder: Path, owner: Owner, age: float) -> str:
@@ -192,7 +244,7 @@ def _refusal(folder: Path, owner: Owner, age: float) -> str:
         return text
     return (
         f"{text}; its last sign of life came {max(0.0, age):.0f} s ago: if you know that it is gone, start "
-        f"again {STALE_SECONDS:.0f} s after its end, or remove {folder / LOCK_FILE}"
+        f"again {owner.stale_after:.0f} s after its end, or remove {folder / LOCK_FILE}"
     )
 
 
@@ -229,43 +281,6 @@ def _create(place: Path, claim: Path) -> bool:
     except FileExistsError:
         return False
     return True
-
-
-def read_owner(path: Path) -> tuple[Owner, float] | None:
-    """A lock's owner and when it was renewed, by the file system's clock. None if there is no lock.
-
-    open() makes an NFS client ask the server, stat() alone may give what it remembers."""
-    try:
-        with open(path, "rb") as file:
-            content, renewed = file.read(), os.fstat(file.fileno()).st_mtime
-    except FileNotFoundError:
-        return None
-    try:
-        return msgspec.json.decode(content, type=Owner), renewed
-    except msgspec.DecodeError:  # being written (without hard links), or damaged: judged by its age
-        token = f"unreadable-{renewed:.0f}"
-        return Owner(token, "an unknown user", "an unknown host", 0, "", "", renewed), renewed
-
-
-def _renew(folder: Path, owner: Owner) -> str:
-    """Shows that the holder is alive. Returns why the lock is no longer held, or "".
-
-    If somebody has removed the lock of this live holder, it is made again."""
-    path = folder / LOCK_FILE
-    record = read_owner(path)
-    if record is not None and record[0].token != owner.token:
-        why = "this one had shown no sign of life, or its lock was removed"
-        return f"{path} was taken by another run ({record[0]}): {why}"
-    if record is not None:
-        os.utime(path)
-        return ""
-    claim = folder / f".{LOCK_FILE}.{owner.token}"
-    try:
-        claim.write_bytes(msgspec.json.encode(owner))
-        _create(path, claim)
-    finally:
-        claim.unlink(missing_ok=True)
-    return ""
 
 
 def _release(folder: Path, owner: Owner) -> None:

@@ -2,7 +2,7 @@
 
 A role shows its sign as long as its controller is silent, and renews it, so that whoever starts or stops a
 run without a live controller sees from any machine who still works there. A sign is judged as the lock of a
-run is (run_lock.py): by its process on this machine, elsewhere by its renewal.
+run is (lock_owner.py): by its process on this machine, elsewhere by its renewal.
 """
 
 import logging
@@ -12,11 +12,12 @@ from pathlib import Path
 
 import msgspec
 
-from laminar_hpc.cluster.run_lock import Owner, Watched, is_alive, read_owner
+from laminar_hpc.cluster.lock_owner import Owner, Watched, is_alive, read_owner
 from laminar_hpc.messages.membership import Hello
 
 log = logging.getLogger(__name__)
 _RENEW_SECONDS = 2.0
+_STALE_SECONDS = 16.0
 _LOOK_SECONDS = 0.25
 # after the death of a controller each of its roles shows its sign: it looks once a second, and on another
 # machine after 3 s of silence
@@ -36,7 +37,7 @@ class Sign:
         """Makes it, or renews it from time to time."""
         if self._shown_at is not None and now - self._shown_at < _RENEW_SECONDS:
             return
-        self._shown_at, self._owner = now, self._owner or Owner.this_process()
+        self._shown_at, self._owner = now, self._owner or Owner.this_process(_STALE_SECONDS)
         try:
             try:
                 os.utime(self._path)

@@ -27,6 +27,7 @@ import msgspec
 from laminar_hpc.controller.journal_files import (
     Header,
     Position,
+    claim_era,
     frame,
     newest_era,
     segment_name,
@@ -54,10 +55,18 @@ _encode = msgspec.msgpack.Encoder(enc_hook=lambda value: value.item()).encode  #
 class Journal:
     """Appends transactions in the folder, in an era of its own. Snapshots are taken by a thread beside it."""
 
-    def __init__(self, folder: Path, store: Path, say: Callable[[str], None]) -> None:
-        """Writes nothing yet. `store` and journal have been brought together (`recovery.settle`)."""
+    def __init__(
+        self,
+        folder: Path,
+        store: Path,
+        say: Callable[[str], None],
+        era: int = 0,
+        is_sure: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """Writes nothing yet. `store` and journal have been brought together (`recovery.settle`). `era`: this
+        controller's; 0: the next one. `is_sure`: whether it certainly has not been replaced."""
         self._folder, self._store, self._say = folder, store, say
-        self._era, self._position = newest_era(folder) + 1, Position()
+        self._era, self._position, self._is_sure = era, Position(), is_sure
         self._file = -1
         self._statements: dict[str, int] = {}
         self._segment_bytes = 0
@@ -92,6 +101,7 @@ class Journal:
     def _append(self, db: RecordedConnection) -> None:
         if self._file < 0:
             mark = position_of(db)
+            self._era = self._era or claim_era(self._folder, mark.era)
             self._position = Position(self._era, mark.number, mark.checksum)
             db.execute("INSERT OR REPLACE INTO meta VALUES(?, ?)", (RUN_DIR, str(self.run_dir)))
             self._begin_segment(db)
@@ -126,9 +136,6 @@ class Journal:
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
-        elif not self._folder.is_dir():
-            self._folder.mkdir(parents=True)
-            sync_folder(self._folder.parent)
         name = segment_name(self._position)
         self._file = os.open(self._folder / f".{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
         self._segment_bytes, self._statements = 0, {}
@@ -154,7 +161,9 @@ class Journal:
     def _take_snapshot(self) -> None:
         try:
             begun = time.monotonic()
-            self._snapshot_bytes = take_snapshot(self._store, self._folder, self._closing, self._era)
+            self._snapshot_bytes = take_snapshot(
+                self._store, self._folder, self._closing, self._era, self._is_sure
+            )
             text = "the journal has a snapshot of %s, made in %.1f s"
             log.info(text, console.size(self._snapshot_bytes), time.monotonic() - begun)
         except (OSError, sqlite3.Error) as error:
@@ -194,8 +203,15 @@ def _meta(db: sqlite3.Connection, key: str) -> str:
     return row[0] if row else ""
 
 
-def take_snapshot(store: Path, folder: Path, closing: threading.Event, era: int) -> int:
-    """Copies what is committed into `folder`, then removes what it makes superfluous. Returns its size.
+def take_snapshot(
+    store: Path,
+    folder: Path,
+    closing: threading.Event,
+    era: int,
+    is_sure: Callable[[], bool] = lambda: True,
+) -> int:
+    """Copies what is committed into `folder`, then removes what it makes superfluous, if this controller is
+    sure that no other one has begun to read without it. Returns its size.
 
     SQLite neither locks nor logs there, as a network file system can do neither. Raises OSError or
     sqlite3.Error, also when `closing` is set before it is whole or when a later `era` has begun."""
@@ -230,7 +246,8 @@ def take_snapshot(store: Path, folder: Path, closing: threading.Event, era: int)
     finally:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
-    _remove_before(folder, position)
+    if is_sure():
+        _remove_before(folder, position)
     return size
 
 

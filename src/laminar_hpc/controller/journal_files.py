@@ -3,14 +3,18 @@
 
     segment_ERA_NUMBER.log             transactions after NUMBER, until the next segment begins
     snapshot_ERA_NUMBER_DIGEST.sqlite  the whole store after transaction NUMBER
+    era_ERA                            this era has been given to a controller
 
-ERA counts the controllers that wrote here. A file is a row of frames: magic, length, number, CRC-32 of these
-three, checksum, body. The checksum covers the frame and the checksum before it, so it names one history up to
-this transaction. The first frame of a segment is its header.
+ERA counts the controllers that came here. No two have the same, and one that was replaced has a lower one
+than its successor: a controller is given its era while it is sure of the run's lock, before it reads.
+
+A file is a row of frames: magic, length, number, CRC-32 of these three, checksum, body. The checksum covers
+the frame and the checksum before it, so it names one history up to this transaction. The first frame of a
+segment is its header.
 
 A death leaves a prefix of the last frame: what ends the last segment, with no whole frame behind it, was
 never acknowledged and is left out. Anything else that does not fit is damage. What a controller of an
-earlier era wrote after its successor had begun does not count.
+earlier era wrote after its successor had begun does not count, be it transactions, segments or snapshots.
 """
 
 import itertools
@@ -31,6 +35,7 @@ _CRC = struct.Struct("<I")
 _CHECKSUM_BYTES = 8
 _HEAD_BYTES = _FRAME.size + _CRC.size + _CHECKSUM_BYTES
 _SEGMENT = re.compile(r"segment_(\d+)_(\d+)\.log")
+_ERA = re.compile(r"era_(\d+)")
 _SNAPSHOT = re.compile(r"snapshot_(\d+)_(\d+)_([0-9a-f]+)\.sqlite")
 
 
@@ -187,22 +192,63 @@ def snapshot_name(position: Position, digest: str) -> str:
 
 
 def segments(folder: Path) -> list[File]:
-    """All segments, in the order in which they were begun."""
-    matches = [(p, _SEGMENT.fullmatch(p.name)) for p in (folder.iterdir() if folder.is_dir() else ())]
-    files = [File(path, int(m[1]), int(m[2])) for path, m in matches if m]
-    return sorted(files, key=lambda file: (file.era, file.number))
+    """All segments that count, in the order in which they were begun."""
+    return _in_order(_look(folder)[0])
 
 
 def snapshots(folder: Path) -> list[File]:
-    """All snapshots, the newest last."""
-    matches = [(p, _SNAPSHOT.fullmatch(p.name)) for p in (folder.iterdir() if folder.is_dir() else ())]
-    files = [File(path, int(m[1]), int(m[2]), m[3]) for path, m in matches if m]
-    return sorted(files, key=lambda file: (file.era, file.number))
+    """All snapshots that count, the newest last."""
+    segments, snapshots = _look(folder)
+    begun = [(file.era, file.number) for file in (*segments, *snapshots)]
+    return [f for f in snapshots if not any(era > f.era and number < f.number for era, number in begun)]
+
+
+def _look(folder: Path) -> tuple[list[File], list[File]]:
+    """All segments, and all snapshots."""
+    names = sorted(path.name for path in (folder.iterdir() if folder.is_dir() else ()))
+    segments = [m for m in map(_SEGMENT.fullmatch, names) if m]
+    snapshots = [m for m in map(_SNAPSHOT.fullmatch, names) if m]
+    return (
+        sorted((File(folder / m[0], int(m[1]), int(m[2])) for m in segments), key=_place),
+        sorted((File(folder / m[0], int(m[1]), int(m[2]), m[3]) for m in snapshots), key=_place),
+    )
+
+
+def _place(file: File) -> tuple[int, int]:
+    return file.era, file.number
+
+
+def _in_order(files: list[File]) -> list[File]:
+    """Without the segments that a controller has begun behind its successor's first one."""
+    kept: list[File] = []
+    first: dict[int, int] = {}  # era -> where its first segment begins
+    for file in reversed(files):
+        if all(number > file.number for era, number in first.items() if era > file.era):
+            kept.insert(0, file)
+        first[file.era] = file.number
+    return kept
 
 
 def newest_era(folder: Path) -> int:
     """0 if nobody wrote here."""
-    return max((file.era for file in (*segments(folder), *snapshots(folder))), default=0)
+    return max((file.era for files in _look(folder) for file in files), default=0)
+
+
+def claim_era(folder: Path, after: int = 0) -> int:
+    """One that nobody else gets, later than `after` and than all that were given. For a controller that is
+    sure of the run's lock when this has returned."""
+    folder.mkdir(parents=True, exist_ok=True)
+    given = [int(m[1]) for path in folder.iterdir() if (m := _ERA.fullmatch(path.name))]
+    era = max(newest_era(folder), after, *given, 0) + 1
+    while True:
+        try:
+            os.close(os.open(folder / f"era_{era:06d}", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
+        except FileExistsError:
+            era += 1
+            continue
+        sync_folder(folder)
+        sync_folder(folder.parent)
+        return era
 
 
 def since(files: list[File], position: Position) -> list[File]:

@@ -44,14 +44,14 @@ class Found:
     run_dir: str  # of the run that wrote it last, with a journal
 
 
-def settle(folder: Path, store: Path, say: Callable[[str], None], damage: str = "") -> None:
+def settle(folder: Path, store: Path, say: Callable[[str], None], damage: str = "", era: int = 0) -> None:
     """Afterwards the store is at the end of the journal, or neither holds anything. `damage`: what is known
-    to be wrong with the store. Raises Refused, with nothing changed, when they do not belong together or the
-    journal cannot be read."""
+    to be wrong with the store; `era`: of this controller, 0 for the next one. Raises Refused, with nothing
+    changed, when they do not belong together or the journal cannot be read."""
     known, found = journal_id(folder), None if damage else identity(store)
     if not known:
         if found:
-            _begin_anew(folder, store, say, "has no journal yet")
+            _begin_anew(folder, store, say, "has no journal yet", era)
         elif not damage:
             _discard(folder)
     elif found and found.store_id != known:
@@ -59,10 +59,16 @@ def settle(folder: Path, store: Path, say: Callable[[str], None], damage: str = 
     elif found is None or found.position is None:
         _rebuild(folder, store, say)
     else:
-        _continue(folder, store, found.position, say)
+        _continue(folder, store, found.position, say, era)
 
 
-def _continue(folder: Path, store: Path, position: Position, say: Callable[[str], None]) -> None:
+def own_era(folder: Path, store: Path) -> int:
+    """For a controller that goes on from them, or begins them: see `claim_era`."""
+    found = identity(store)
+    return files.claim_era(folder, found.position.era if found and found.position else 0)
+
+
+def _continue(folder: Path, store: Path, position: Position, say: Callable[[str], None], era: int) -> None:
     """`store`, which has been written with this journal, goes on if it can."""
     last_writer = position.era >= files.newest_era(folder)
     snapshot = max((file.number for file in files.snapshots(folder)), default=0)
@@ -78,13 +84,13 @@ def _continue(folder: Path, store: Path, position: Position, say: Callable[[str]
         _catch_up(folder, store, position, say)
     except OtherHistory:
         if last_writer:
-            _begin_anew(folder, store, say, "is ahead of its journal, which has lost its end")
+            _begin_anew(folder, store, say, "is ahead of its journal, which has lost its end", era)
         else:
             _rebuild(folder, store, say)
     except Damaged as error:
         if not last_writer:
             raise Refused([refusal(folder, error, None)]) from None
-        _begin_anew(folder, store, say, f"is whole and its journal is not ({error})")
+        _begin_anew(folder, store, say, f"is whole and its journal is not ({error})", era)
     return None
 
 
@@ -181,16 +187,17 @@ def _rebuild(folder: Path, store: Path, say: Callable[[str], None]) -> None:
     say(console.line("set-up", f"{what}, {console.size(read)} in {console.duration(seconds)}{moved}"))
 
 
-def _begin_anew(folder: Path, store: Path, say: Callable[[str], None], why: str) -> None:
-    """The store is the truth: the journal begins with a snapshot of it, in the next era."""
+def _begin_anew(folder: Path, store: Path, say: Callable[[str], None], why: str, era: int) -> None:
+    """The store is the truth: the journal begins with a snapshot of it, in a new era."""
     begun = time.monotonic()
     db = sqlite3.connect(store, isolation_level=None)
     try:
         db.execute("PRAGMA journal_mode=WAL")
         db.execute("PRAGMA synchronous=FULL")
         known = max((f.number for f in (*files.segments(folder), *files.snapshots(folder))), default=0)
-        era, mark = files.newest_era(folder), position_of(db)
-        position = Position(max(era, mark.era) + 1, max(known, mark.number) + 1, os.urandom(8))
+        mark = position_of(db)
+        era = era or files.claim_era(folder, mark.era)
+        position = Position(era, max(known, mark.number) + 1, os.urandom(8))
         db.execute("INSERT OR IGNORE INTO meta VALUES('store_id', ?)", (secrets.token_hex(8),))
         db.execute("INSERT OR REPLACE INTO meta VALUES(?, ?)", (MARK, str(position)))
         size = take_snapshot(store, folder, threading.Event(), position.era)

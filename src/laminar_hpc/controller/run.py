@@ -21,101 +21,51 @@ from laminar_hpc.cluster.channel import RUN_FAILED
 from laminar_hpc.cluster.folders import slots_root
 from laminar_hpc.cluster.hub import Hub
 from laminar_hpc.cluster.loop_watch import LoopWatch
-from laminar_hpc.cluster.open_files import allow_connections
-from laminar_hpc.cluster.run_lock import RunLock, refuse_if_held
+from laminar_hpc.cluster.run_lock import RunLock
 from laminar_hpc.cluster.stop import forget_request, left_request, request_is_left
 from laminar_hpc.cluster.waiting import who_waits
-from laminar_hpc.config.check import Derived, check, check_machine, derived_values, warnings
 from laminar_hpc.config.errors import LaminarError, PermanentFailure, before_it_begins
 from laminar_hpc.config.load import dump_config
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.controller import snapshot
+from laminar_hpc.controller.beginning import Begun, start_up
 from laminar_hpc.controller.collector import collect_rarely
 from laminar_hpc.controller.ending import finish
 from laminar_hpc.controller.evaluations import Evaluations
 from laminar_hpc.controller.journal import Journal
 from laminar_hpc.controller.loop import Controller
 from laminar_hpc.controller.members import Members
-from laminar_hpc.controller.recovery import retire, settle
 from laminar_hpc.controller.rewards import try_rewards
 from laminar_hpc.controller.rundir import (
-    Start,
     cause_of_death,
     journal_folder,
     note_restart,
-    prepare,
     store_directory,
     store_path,
     torchrun_identity,
-    unusable,
     was_restarted,
 )
 from laminar_hpc.controller.shared import NUMBERS
 from laminar_hpc.controller.store import Store
-from laminar_hpc.controller.store_check import check_store, damage_of
 from laminar_hpc.controller.tracker import TrajectoryTracker
 from laminar_hpc.data.prompts import Prompt, load_run_prompts
 from laminar_hpc.observability import console, status
 from laminar_hpc.observability.durations import read_durations
 from laminar_hpc.observability.metrics import MetricsWriter
 from laminar_hpc.observability.trace import Trace
-from laminar_hpc.observability.wandb_mirror import WandbMirror, check_wandb
+from laminar_hpc.observability.wandb_mirror import WandbMirror
 from laminar_hpc.policies.sampling import GroupSize, prompt_index
 from laminar_hpc.policies.stopping import stop_limit
 from laminar_hpc.pretrained import recorded_name
 
 log = logging.getLogger(__name__)
 _STATUS_SECONDS = 1.0
-_STORE_CHECK_SECONDS = 60.0
 _TURN_SECONDS = 10.0  # of the loop at least, before it is said to stand still
-
-
-def start_up(config: RunConfig, say: Callable[[str], None]) -> tuple[Derived, Start, RunLock]:
-    """Checks everything that can be checked without the others, then takes the run directory and its lock."""
-    run_dir = Path(config.run_dir)
-    refuse_if_held(run_dir)
-    derived = check(config)
-    check_machine(config, derived)
-    members = derived.trainer_ranks + derived.rollout_ranks * (1 + derived.relay_ranks_per_machine)
-    allow_connections(members, meshes=False)
-    check_wandb(config.observability.wandb)
-    under_way = config.role != "all" and config.resume == "auto" and read_address(run_dir) is not None
-    for text in [] if under_way else console.derived_block(derived_values(config, derived)):
-        say(text)  # else the controller that has died has said it
-    for text in warnings(config, derived):
-        say(console.line("warning", text))
-    try:
-        lock = RunLock([run_dir, store_directory(config)], lambda text: say(console.line("set-up", text)))
-    except OSError as error:
-        raise unusable(run_dir, error) from error
-    try:
-        return derived, take_run_dir(config, lock, say), lock
-    except BaseException:
-        lock.release()
-        raise
-
-
-def take_run_dir(config: RunConfig, lock: RunLock, say: Callable[[str], None]) -> Start:
-    """A fresh run directory, or the earlier run's, of which the store is known to be sound."""
-    start = prepare(config, lock)
-    if start.moved_to:
-        text = f"an earlier run was moved to {start.moved_to} (resume=auto goes on with it instead)"
-        say(console.line("set-up", text))
-    store, journal, replay = store_path(config), journal_folder(config), config.source != "rollout"
-    seconds = _STORE_CHECK_SECONDS
-    if journal.is_dir() or config.store_dir:
-        unite = settle if config.store_dir else retire
-        damage = damage_of(store, seconds)
-        unite(journal, store, say, damage)
-        seconds = seconds if damage else 0.0  # all of it was read just now
-    check_store(store, Path(config.run_dir), start.restored_step or 0, replay, seconds)
-    return start
 
 
 def build(
     config: RunConfig,
-    derived: Derived,
-    start: Start,
+    begun: Begun,
     hub: Hub,
     relays: int,
     machine: str,
@@ -125,7 +75,8 @@ def build(
     with before_it_begins():
         prompts, held_out = load_run_prompts(config, say)
         try_rewards(config, say, prompts)
-    store = Store(store_directory(config), journal=_journal(config, say))
+    start, lock = begun.start, begun.lock
+    store = Store(store_directory(config), journal=_journal(config, begun, say), assure=lock.assure)
     epoch = store.get("restore_epoch", -1) + 1
     store.put("restore_epoch", epoch)
     tracker = _tracker(config, store, prompts)
@@ -141,7 +92,7 @@ def build(
     store.put_text("slots", slots)
     controller = Controller(
         config,
-        derived,
+        begun.derived,
         hub,
         store,
         tracker,
@@ -159,9 +110,12 @@ def build(
     return controller
 
 
-def _journal(config: RunConfig, say: Callable[[str], None]) -> Journal | None:
+def _journal(config: RunConfig, begun: Begun, say: Callable[[str], None]) -> Journal | None:
     """Of a store that lies apart from the run directory."""
-    return Journal(journal_folder(config), store_path(config), say) if config.store_dir else None
+    if not config.store_dir:
+        return None
+    lock = begun.lock
+    return Journal(journal_folder(config), store_path(config), say, begun.era, lambda: lock.is_sure)
 
 
 def _tracker(config: RunConfig, store: Store, prompts: list[Prompt]) -> TrajectoryTracker:
@@ -215,7 +169,8 @@ def run(
     """The whole life of the controller. Raises LaminarError when the run fails; returns when it is done or
     was stopped."""
     with before_it_begins():
-        derived, start, lock = start_up(config, say)
+        begun = start_up(config, say)
+    lock = begun.lock
     with ExitStack() as at_the_end:
         at_the_end.callback(lock.release)
         run_dir, controller = Path(config.run_dir), None
@@ -226,7 +181,7 @@ def run(
         run_id = f"{run_dir.resolve().name}-{secrets.token_hex(4)}"
         hub = Hub(run_dir, run_id, config.cluster.host, config.cluster.port, machine)
         try:
-            controller = build(config, derived, start, hub, relays, machine, say)
+            controller = build(config, begun, hub, relays, machine, say)
             collect_rarely()
             received: list[str] = []
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
@@ -237,18 +192,20 @@ def run(
             at_the_end.callback(watch.close)
             take_up_request(controller, run_dir, waiting)
             loop(controller, received, lock, watch)
+            lock.assure()
             state = controller.state
             reason = f"failed: {state.failure}" if state.failure else state.stopping or "done"
             controller.metrics.write("end", reason=reason, step=state.trainer_step)
         except BaseException as error:
-            if controller is not None:
+            if controller is not None and lock.is_sure:
                 step = controller.state.trainer_step
                 with suppress(OSError):  # a full disk: `error` itself is what the user should read
                     controller.metrics.write("end", reason=f"failed: {error}", step=step)
             raise
         finally:
-            close(controller, hub, run_dir)
-            if controller is not None:  # a relay that was killed could not
+            replaced = not lock.is_sure
+            close(controller, hub, run_dir, replaced)
+            if controller is not None and not replaced:  # a relay that was killed could not
                 shutil.rmtree(slots_root(config.relay.shm_dir, controller.slots), ignore_errors=True)
         finish(run_dir, state.stopping, say)
         if state.failure:
@@ -278,13 +235,13 @@ def loop(controller: Controller, received: list[str], lock: RunLock, watch: Loop
     joined, joining_until = False, time.monotonic() + cluster.join_timeout_seconds
     stop_until, stop_seconds, shown = None, 0.0, 0.0
     while not state.finished:
+        lock.assure()
         controller.turn()
         watch.turned()
-        if lock.lost:
-            raise LaminarError(lock.lost)
         if time.monotonic() - shown > _STATUS_SECONDS:
             shown = time.monotonic()
             status.write(Path(controller.config.run_dir), snapshot.status(controller))
+            controller.hub.show_address()
         if received:
             controller.request_stop(received[0])
         if state.stopping and (members.at("trainer") or not state.gang):
@@ -320,11 +277,15 @@ def _stop_limit(config: RunConfig) -> float:
     return stop_limit(*measured, config.cluster.stop_timeout_seconds, config.cluster.join_timeout_seconds)
 
 
-def close(controller: Controller | None, hub: Hub, run_dir: Path) -> None:
-    """Tells whoever is left to leave, and lets go of files and sockets; also after a failure."""
-    if controller is not None:
+def close(controller: Controller | None, hub: Hub, run_dir: Path, replaced: bool) -> None:
+    """Tells whoever is left to leave, and lets go of files and sockets; also after a failure. One that may
+    have been `replaced` says and writes nothing: the run is another's."""
+    if controller is not None and replaced:
+        controller.store.roll_back()
+    elif controller is not None:
         controller.tell_all_to_leave(RUN_FAILED if not controller.state.finished else "done")
         controller.send_all()
+    if controller is not None:
         closes = [controller.store.close, controller.metrics.close, controller.trace.close]
         if controller.archiving:
             closes.insert(0, controller.archiving.close)
@@ -334,6 +295,6 @@ def close(controller: Controller | None, hub: Hub, run_dir: Path) -> None:
             except (OSError, sqlite3.Error):  # a full disk: the others are closed all the same
                 log.exception("%s could not be done", close_part.__qualname__)
     hub.close()
-    now = read_address(run_dir)
+    now = None if replaced else read_address(run_dir)
     if now is not None and now.run_id == hub.address.run_id:  # another's stays
         (run_dir / ADDRESS_FILE).unlink(missing_ok=True)

@@ -11,7 +11,7 @@ deleted.
 
 import secrets
 import sqlite3
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from laminar_hpc.cluster.full_disk import is_full_disk
@@ -32,10 +32,17 @@ from laminar_hpc.payload.writer import FOLDER as PAYLOADS
 class Store:
     """All SQL of the controller. Every method works inside the open transaction; `commit` ends it."""
 
-    def __init__(self, directory: Path, read_only: bool = False, journal: Journal | None = None) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        read_only: bool = False,
+        journal: Journal | None = None,
+        assure: Callable[[], None] = lambda: None,
+    ) -> None:
         """`read_only`: that of another run, which may be a live one, for a replay; only `batch`,
-        `consumed_groups`, `archived_steps` and `run_dir` work. `journal`: gets each transaction first."""
-        self.path, self._journal = directory / "store.sqlite", journal
+        `consumed_groups`, `archived_steps` and `run_dir` work. `journal`: gets each transaction first.
+        `assure` raises an error in a controller that was replaced: see `commit`."""
+        self.path, self._journal, self._assure = directory / "store.sqlite", journal, assure
         try:
             if read_only:
                 uri = f"{self.path.resolve().as_uri()}?mode=ro"
@@ -85,13 +92,15 @@ class Store:
         return self._db.execute("SELECT value FROM meta WHERE key = 'store_id'").fetchone()[0]
 
     def commit(self) -> None:
-        """Raises OSError when the journal cannot be written."""
+        """Raises OSError when the journal cannot be written. When it returns no other controller had begun
+        to read at the time the transaction was in the journal: each successor knows it."""
         self._end_transaction()
         self._db.execute("BEGIN IMMEDIATE")
 
     def _end_transaction(self) -> None:
         if self._journal and isinstance(self._db, RecordedConnection):
             self._journal.append(self._db)
+        self._assure()
         self._db.execute("COMMIT")
 
     def roll_back(self) -> None:

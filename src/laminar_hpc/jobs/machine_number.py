@@ -10,6 +10,7 @@ from laminar_hpc.config.errors import LaminarError, Refused
 from laminar_hpc.config.system_schema import RANKS_MAX
 
 _FOLDER = "machines"
+_STALE_SECONDS = 16.0  # without a sign of life another machine may have the number
 
 
 class MachineNumber:
@@ -23,7 +24,7 @@ class MachineNumber:
                 raise LaminarError(f"{run_dir / _FOLDER}: all {number} numbers of machines are taken")
             folder = run_dir / _FOLDER / str(number)
             try:
-                self._lock = RunLock([folder], lambda _: None)
+                self._lock = RunLock([folder], lambda _: None, _STALE_SECONDS)
             except Refused:  # another machine's
                 continue
             except OSError as error:

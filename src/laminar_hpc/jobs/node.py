@@ -24,11 +24,14 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from pathlib import Path
 
 from laminar_hpc.cluster.address import ADDRESS_FILE
 from laminar_hpc.cluster.launch import DEAF, REFUSED
+from laminar_hpc.cluster.lock_owner import Watched
 from laminar_hpc.cluster.processes import die_with_parent
+from laminar_hpc.cluster.turn import VARIABLE, give_turn
 from laminar_hpc.config.errors import LaminarError, print_lines
 from laminar_hpc.config.file_systems import NETWORK_FILE_SYSTEMS, file_system
 from laminar_hpc.config.load import load_config
@@ -136,13 +139,22 @@ def replicas_here(config: RunConfig) -> int:
 class Child:
     """One launcher of this node, started again after a death where nobody else does it."""
 
-    def __init__(self, role: str, command: list[str]) -> None:
+    def __init__(self, role: str, command: list[str], turn: Path | None) -> None:
+        self._environment = {**os.environ, DEAF: "1", **({VARIABLE: str(turn)} if turn else {})}
         self.role, self._command, self._restarts = role, command, Restarts(_RESTARTS_PER_HOUR)
         self._start()
 
     def _start(self) -> None:
-        environment = {**os.environ, DEAF: "1"}
-        self._process = subprocess.Popen(self._command, env=environment, preexec_fn=die_with_parent)
+        self._process = subprocess.Popen(self._command, env=self._environment, preexec_fn=die_with_parent)
+
+    @property
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
+
+    def kill(self) -> None:
+        """With all that it has started, which die with their parents."""
+        self._process.kill()
+        self._process.wait()
 
     def code(self, left: bool, again: bool) -> int | None:
         """Its exit code; None while it runs, or, if the run goes on (`again`), runs again. `left`: it was
@@ -166,19 +178,29 @@ class Child:
 
 
 class Node:
-    """The processes of this node, and whether they were told to leave."""
+    """The processes of this node, and whether they were told to leave. `turn`: the file of which they wait
+    for their turn, if they do."""
 
-    def __init__(self, place: Place, started: dict[str, list[str]]) -> None:
+    def __init__(self, place: Place, started: dict[str, list[str]], turn: Path | None = None) -> None:
         self._place, self._told_at, self._left = place, 0.0, False
         self._stop_at: float | None = None
         signal.signal(signal.SIGTERM, lambda *_: self._on_term())
         for number in (signal.SIGINT, signal.SIGUSR1):
             signal.signal(number, lambda *_: None)  # not ignored, which the children would inherit
-        self._children = [Child(role, command) for role, command in started.items()]
+        self._children = [Child(role, command, turn) for role, command in started.items()]
 
     @property
     def told(self) -> bool:
         return self._stop_at is not None
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether one of its processes has."""
+        return any(child.has_ended for child in self._children)
+
+    def kill(self) -> None:
+        for child in self._children:
+            child.kill()
 
     def _on_term(self) -> None:
         with suppress(OSError):
@@ -230,18 +252,39 @@ class Node:
 def run_in_turn(place: Place, started: Callable[[], dict[str, list[str]]]) -> tuple[int, bool]:
     """Starts what this node is for, as soon as no controller of another job lives, and waits for its end.
     Exit code, and whether the job is to be requeued."""
-    waits = place.role in ("controller", "all") and place.node == 0
-    seconds = math.inf if place.role == "controller" else ONE_WORLD_SECONDS
-    while True:
-        turn = await_turn(place.run_dir, place.file("end").exists, seconds) if waits else Turn.START
-        if turn is not Turn.START:
-            return 0, not is_final(last_word(place.run_dir))
-        node = Node(place, started())
-        code = node.run()
-        if code != REFUSED:
-            return code, place.node == 0 and has_more_to_do(place.role, place.run_dir, node.told)
-        if place.role != "controller" or not other_lives(place.run_dir):  # else both began at once
-            return code, False
+    with tempfile.TemporaryDirectory(prefix="laminar-turn-") as folder:
+        for number in count():
+            turn, node = _in_turn(place, started, Path(folder) / str(number))
+            if turn is not Turn.START:
+                return 0, not is_final(last_word(place.run_dir))
+            node = node or Node(place, started())
+            code = node.run()
+            if code != REFUSED:
+                return code, place.node == 0 and has_more_to_do(place.role, place.run_dir, node.told)
+            if place.role != "controller" or not other_lives(place.run_dir):  # else both began at once
+                break
+    return REFUSED, False
+
+
+def _in_turn(
+    place: Place, started: Callable[[], dict[str, list[str]]], file: Path
+) -> tuple[Turn, Node | None]:
+    """Returns when it is this job's turn, with the controller that was started meanwhile to be ready: it
+    waits for `file`."""
+    if place.role not in ("controller", "all") or place.node != 0:
+        return Turn.START, None
+    told, watched, ready = place.file("end").exists, Watched(), list[Node]()
+    if place.role == "all":  # the ranks on other nodes would wait for this one's torchrun
+        return await_turn(place.run_dir, told, ONE_WORLD_SECONDS), None
+    turn = await_turn(
+        place.run_dir, told, begin=lambda: ready.append(Node(place, started(), file)), watched=watched
+    )
+    if ready and turn is Turn.START and not ready[0].has_ended:
+        give_turn(file, watched)
+        return turn, ready[0]
+    for node in ready:
+        node.kill()
+    return turn, None
 
 
 def main(arguments: list[str]) -> int:

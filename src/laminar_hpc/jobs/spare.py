@@ -9,13 +9,14 @@ from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
 
-from laminar_hpc.cluster.run_lock import Watched, refuse_if_held
+from laminar_hpc.cluster.lock_owner import Watched
+from laminar_hpc.cluster.run_lock import refuse_if_held
 from laminar_hpc.config.errors import Refused
 from laminar_hpc.jobs.ending import last_word
 from laminar_hpc.observability import console
 
 ONE_WORLD_SECONDS = 60.0  # of one torchrun world, whose other nodes wait for the first one
-_LOOK_SECONDS = 0.5
+_LOOK_SECONDS = 0.25
 _SAY_AFTER_SECONDS = 15.0  # longer than the lock of a dead controller looks alive
 
 
@@ -41,9 +42,12 @@ def await_turn(
     told: Callable[[], bool],
     seconds: float = math.inf,
     sleep: Callable[[float], None] = time.sleep,
+    begin: Callable[[], None] = lambda: None,
+    watched: Watched | None = None,
 ) -> Turn:
-    """Until no other controller lives, for at most so many seconds; whoever starts then is refused."""
-    watched: Watched = {}
+    """Until no other controller lives, for at most so many seconds; whoever starts then is refused. Calls
+    `begin` when there is something to wait for, and keeps in `watched` what it sees of the lock."""
+    watched = {} if watched is None else watched
     before, waited = last_word(run_dir), 0.0
     while waited < seconds:
         if told():
@@ -52,9 +56,10 @@ def await_turn(
             if refuse_if_held(run_dir, watched):
                 break
         except Refused as refused:
-            watched.clear()  # what was seen of a lock counts from its last renewal on
             if waited == _SAY_AFTER_SECONDS:
                 print(console.line("spare", str(refused).partition(",")[0]), flush=True)
+        if not waited:
+            begin()
         sleep(_LOOK_SECONDS)
         waited += _LOOK_SECONDS
     now = last_word(run_dir)
