@@ -139,7 +139,7 @@ def replicas_here(config: RunConfig) -> int:
 class Child:
     """One launcher of this node, started again after a death where nobody else does it."""
 
-    def __init__(self, role: str, command: list[str], turn: Path | None) -> None:
+    def __init__(self, role: str, command: list[str], turn: Path | None = None) -> None:
         self._environment = {**os.environ, DEAF: "1", **({VARIABLE: str(turn)} if turn else {})}
         self.role, self._command, self._restarts = role, command, Restarts(_RESTARTS_PER_HOUR)
         self._start()
