@@ -89,3 +89,28 @@ def test_curves_do_not_block_the_controller(tmp_path):
     for step in range(20):
         metrics.write("step", step=step, loss=0.5, entropy=0.1)
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 21
+
+
+class Full:
+    """The file of a disk that is full."""
+
+    def write(self, data: bytes) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def flush(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.timeout(60)
+def test_curves_that_can_no_longer_be_written_do_not_block_the_controller(tmp_path):
+    """Promise: that thread may die while the points of one line come."""
+    metrics = MetricsWriter(tmp_path)
+    metrics.write("start", restored_step=-1)
+    assert metrics._board is not None
+    writer = metrics._board.file_writer.event_writer
+    writer._ev_writer._py_recordio_writer._writer = Full()
+    metrics.write("step", step=1, **{f"loss{number}": 0.5 for number in range(2000)})
+    writer._worker.join(30)
+    assert not writer._worker.is_alive()
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2

@@ -17,11 +17,13 @@ from audits import assert_clean
 from engines import LoopThread
 from laminar_hpc.cluster.hub import Hub
 from laminar_hpc.cluster.processes import machine_name
+from laminar_hpc.cluster.run_lock import RunLock
 from laminar_hpc.config.check import check
 from laminar_hpc.config.load import dump_config
 from laminar_hpc.config.models import model_config
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.controller import run as controller_run
+from laminar_hpc.controller.beginning import Begun
 from laminar_hpc.controller.loop import Controller
 from laminar_hpc.controller.rundir import prepare as prepare_run_dir
 from laminar_hpc.controller.stored import stored_trajectories
@@ -129,7 +131,9 @@ class Stand:
         start = prepare_run_dir(config)
         (run_dir / "config.yaml").write_text(dump_config(config))
         hub = Hub(run_dir, f"stand-{random.randrange(1 << 40):x}", config.cluster.host, 0, machine)
-        controller = controller_run.build(config, derived, start, hub, 1, machine, self.lines.append)
+        lock = RunLock([run_dir], self.lines.append)
+        begun = Begun(derived, start, lock, 0)
+        controller = controller_run.build(config, begun, hub, 1, machine, self.lines.append)
         handed: queue.SimpleQueue = queue.SimpleQueue()
         threads = [
             threading.Thread(target=part, args=args, daemon=True)
@@ -157,7 +161,8 @@ class Stand:
         finally:
             self.ending = True
             self.controller = controller
-            controller_run.close(controller, hub, run_dir)
+            controller_run.close(controller, hub, run_dir, not lock.is_sure)
+            lock.release()
             for thread in threads:
                 thread.join(10)
             self.loop.run(self.pool.close())

@@ -47,6 +47,7 @@ NOT_CURVES = frozenset(
     }
 )
 TENSORBOARD_FLUSH_SECONDS = 5
+_QUEUE = 1_000_000  # points: a full queue of which the reader has died would block us for good
 
 
 class MetricsWriter:
@@ -77,7 +78,7 @@ class MetricsWriter:
             board = self._board or self._open_board(None)
             self._newest_step = max(self._newest_step, step)
             points = list(curves(record))
-            # on a full disk the thread behind it dies, and its queue would block us for good
+            # on a full disk the thread behind it dies; what is in its queue then is lost
             if board.file_writer.event_writer._worker.is_alive():
                 for tag, value in points:
                     board.add_scalar(tag, value, global_step=step, walltime=record["time"])
@@ -103,6 +104,7 @@ class MetricsWriter:
             str(self._run_dir / "tensorboard"),
             purge_step=purge,
             flush_secs=TENSORBOARD_FLUSH_SECONDS,
+            max_queue=_QUEUE,
             filename_suffix=f".{os.getpid()}",
         )
         return self._board
