@@ -463,8 +463,14 @@ class Controllers:
         return self.eras[life] == max(self.eras.values())
 
     def begin(self, life: int) -> None:
+        self.end(life)
         self.eras[life] = claim_era(self.place.folder)
-        self.stores.pop(life, None)
+
+    def end(self, life: int) -> None:
+        """Dies with an open transaction."""
+        if store := self.stores.pop(life, None):
+            store.roll_back()
+            store.close()
 
     def store(self, life: int) -> Store:
         """Read from the journal when it is first used."""
@@ -507,3 +513,5 @@ def test_whatever_replaced_controllers_still_write(tmp_path_factory, steps):
     held = place.rebuilt()
     assert lives.told <= set(groups(held))
     assert held == tables(lives.stores[3].path)
+    for life in list(lives.stores):
+        lives.end(life)

@@ -107,6 +107,8 @@ class MetricsWriter:
             max_queue=_QUEUE,
             filename_suffix=f".{os.getpid()}",
         )
+        # nor is what nobody reads waited for at the end of the process
+        self._board.file_writer.event_writer._event_queue.cancel_join_thread()
         return self._board
 
 
