@@ -54,6 +54,7 @@ class SlurmRun:
     spare: bool = False
     environment: dict[str, str] = field(default_factory=dict)
     submissions: int = 0
+    said: str = ""  # by the last `laminar submit`
 
     @property
     def run_dir(self) -> Path:
@@ -65,19 +66,28 @@ class SlurmRun:
         array = f"--rollouts=--array=0-{self.rollouts - 1} --exclude=n1,n2 --cpus-per-task=3"
         output = f"--slurm=--output={self.cluster.folder}/{self.name}-%x-%A_%a.log"
         command = [sys.executable, "-m", "laminar_hpc.cli", "submit", "--apart", *_OPTIONS, array, output]
-        settings = {
+        words = [f"run_dir={self.run_dir}", *self.words, *again]
+        self.said = self.cluster.command(*command, *words, seconds=180, **self._settings())
+        if self.spare:
+            self._again("control", " sbatch ", " sbatch --exclude=n1 ")
+        self.submissions += 1
+
+    def add_rollouts(self, elements: str) -> None:
+        """More of the array, as `0-3`."""
+        self._again("rollouts", f"--array=0-{self.rollouts - 1}", f"--array={elements}")
+
+    def _again(self, script: str, old: str, new: str) -> None:
+        """The line that `laminar submit` has printed, with a change."""
+        line = next(line for line in self.said.splitlines() if f"/{script}.sbatch " in line)
+        self.cluster.command("sh", "-c", line.replace(old, new, 1), **self._settings())
+
+    def _settings(self) -> dict[str, str]:
+        return {
             "OMP_NUM_THREADS": "1",
             "STORE_DIR": "/dev/shm/laminar-store",
             "VENV": sys.prefix,
             **self.environment,
         }
-        words = [f"run_dir={self.run_dir}", *self.words, *again]
-        said = self.cluster.command(*command, *words, seconds=180, **settings)
-        if self.spare:
-            line = next(line for line in said.splitlines() if "/control.sbatch " in line)
-            line = line.replace(" sbatch ", " sbatch --exclude=n1 ", 1)
-            self.cluster.command("sh", "-c", line, **settings)
-        self.submissions += 1
 
     def elements(self, role: str | None = None) -> list[Element]:
         """The jobs that are not over, of one role or of all."""
