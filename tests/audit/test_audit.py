@@ -244,6 +244,15 @@ def test_planted_damage_is_found(copy, what):
     assert any(re.search(text, culprit) for culprit in found.culprits), found.culprits
 
 
+def test_a_clock_that_was_set_back_is_no_damage(copy):
+    """Nor one of another machine that is behind: no check believes in times."""
+    sql(
+        "UPDATE weights SET published_at = published_at + 600 WHERE id = 0",
+        "UPDATE groups SET granted_at = granted_at + 600 WHERE id = (SELECT MIN(id) FROM groups)",
+    )(copy)
+    assert not [found.name for found in findings(copy).values() if found.wrong]
+
+
 def test_the_command_says_clean_or_names_culprits(copy, tmp_path, capsys):
     """Exit codes and --json; of many culprits the first are shown. Nothing is written to the run."""
     before = {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()}

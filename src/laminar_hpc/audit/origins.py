@@ -6,16 +6,14 @@ from laminar_hpc.audit.records import Records, StoreRecords
 
 
 def weight_ids_rise(_: Records, store: StoreRecords) -> Iterator[str | None]:
-    """Over restore epochs and in time."""
-    epoch, published_at = 0, 0.0
+    """Over restore epochs; not in time, as a clock may be set back, or another machine's be behind."""
+    epoch = 0
     for weights in store.weights:
         if weights.restore_epoch < epoch:
             yield f"weight id {weights.id}: of epoch {weights.restore_epoch}, after one of epoch {epoch}"
-        elif weights.published_at < published_at:
-            yield f"weight id {weights.id}: made before the id before it"
         else:
             yield None
-        epoch, published_at = max(epoch, weights.restore_epoch), max(published_at, weights.published_at)
+        epoch = max(epoch, weights.restore_epoch)
     last = int(store.meta.get("restore_epoch", epoch))
     yield f"weight ids of epoch {epoch}, the store is at epoch {last}" if epoch > last else None
 

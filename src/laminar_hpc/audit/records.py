@@ -68,7 +68,6 @@ class WeightsRow(msgspec.Struct):
     id: int
     restore_epoch: int
     step: int
-    published_at: float
 
 
 @dataclass
@@ -214,7 +213,7 @@ def _store(connection: sqlite3.Connection, run_dir: Path) -> StoreRecords:
     trajectories = [msgspec.convert(row, TrajectoryRow) for row in _named(rows)]
     columns = "id, state, weight_step, finish_order, consumed_step, reason"
     groups = connection.execute(f"SELECT {columns} FROM groups ORDER BY id")
-    weights = connection.execute("SELECT id, restore_epoch, step, published_at FROM weights ORDER BY id")
+    weights = connection.execute("SELECT id, restore_epoch, step FROM weights ORDER BY id")
     old_steps = connection.execute(
         "SELECT consumed_step, trajectories, tokens, id_sum, digest_sum FROM old_steps"
     )
