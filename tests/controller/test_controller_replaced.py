@@ -182,6 +182,7 @@ def test_a_controller_that_has_lost_its_lock_says_nothing_more(lives: Lives) -> 
     crew.until(lambda: one.generating and two.generating, "grants")
     owner = Owner("far", "ann", "n7", 4711, "1", "boot pid:[1]", 0.0, stale_after=0.5)
     (lives.run_dir / "successor").write_bytes(msgspec.json.encode(owner))
+    os.utime(lives.run_dir / "successor", (1, 1))  # not fresh: the next one watches it for half a second
     (lives.run_dir / "successor").replace(lives.run_dir / LOCK_FILE)
     crew.until(lambda: "ended 1" in lives.out.read_text(), "the end of the one that was replaced")
     assert "end" not in [record["kind"] for record in jsonl.read(lives.run_dir / "metrics.jsonl")]

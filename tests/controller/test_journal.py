@@ -493,7 +493,7 @@ class Controllers:
 LIVES = st.lists(st.tuples(st.integers(0, 2), st.sampled_from(["begin", "write", "write", "snapshot"])))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(steps=LIVES)
 def test_whatever_replaced_controllers_still_write(tmp_path_factory, steps):
     """Promise (docs/architecture.md#one-controller): what a controller has acknowledged before it was
