@@ -45,6 +45,7 @@ run_job() {
   say "$role on $SLURM_JOB_NUM_NODES nodes, the first is $head; run $RUN_DIR"
   code=0
   await_others && start_nodes "$@" || code=$?
+  if [ "$role" = hetjob ] && [ $code != 0 ]; then rm -f "$again"; fi   # what the others left because of that
   if [ -e "$again" ] || { [ $code = 0 ] && [ -n "$nothing_began" ]; }; then requeue; fi
   if [ $code != 0 ] && [ "$role" = controller ] && [ "$(job_field JobState)" = RUNNING ]; then
     rm -f "$mine"                                 # a second one that was refused leaves the first one's jobs alone
@@ -111,6 +112,7 @@ missing() {
 }
 
 # One process on each node, until all have ended. They are told by the file `end`: srun's own signals reach more than them.
+# Of a heterogeneous job, in which rollouts come and go, the end of its controller or of its trainers with an error ends the rest.
 start_nodes() {
   [ -z "$nothing_began" ] || return 0
   [ -z "$VENV" ] || export PATH=$VENV/bin:$PATH
@@ -118,15 +120,37 @@ start_nodes() {
     echo "laminar: error: no python in VENV=$VENV: run make setup there, or set VENV or a container in slurm/site.sh" >&2
     return 2
   fi
-  [ -z "${SLURM_CPUS_PER_TASK:-}" ] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
-  srun -N "$SLURM_JOB_NUM_NODES" -n "$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=1 \
-    ${SRUN[@]+"${SRUN[@]}"} ${CONTAINER[@]+"${CONTAINER[@]}"} python -m laminar_hpc.jobs.node "$role" "$@" &
-  local step=$!
-  while kill -0 $step 2>/dev/null; do
+  local part code failed=0
+  declare -A steps=()
+  if [ "$role" = hetjob ]; then
+    start_step controller 0 "$@"; start_step trainer 1 "$@"; start_step rollouts 2 "$@"
+  else
+    start_step "$role" "" "$@"
+  fi
+  while [ ${#steps[@]} -gt 0 ]; do
     if [ -e "$term" ]; then judge; fi
-    sleep 1 & wait $! || true                     # a signal ends the wait, not the step
+    for part in "${!steps[@]}"; do
+      if kill -0 "${steps[$part]}" 2>/dev/null; then continue; fi
+      code=0; wait "${steps[$part]}" || code=$?
+      unset "steps[$part]"
+      if [ $code = 0 ]; then continue; fi
+      if [ "$role" != hetjob ]; then failed=$code; continue; fi
+      say "$part ended with exit code $code"
+      if [ "$part" != rollouts ]; then failed=$code; told now; fi
+    done
+    [ ${#steps[@]} = 0 ] || { sleep 1 & wait $! || true; }   # a signal ends the wait, not the step
   done
-  wait $step
+  return $failed
+}
+
+start_step() { # ROLE COMPONENT [overrides]   COMPONENT of a heterogeneous job, from 0; empty for any other job
+  local part=$1 group=$2 nodes cpus
+  shift 2
+  nodes=SLURM_JOB_NUM_NODES${group:+_HET_GROUP_$group} cpus=SLURM_CPUS_PER_TASK${group:+_HET_GROUP_$group}
+  srun ${group:+--het-group="$group"} -N "${!nodes}" -n "${!nodes}" --ntasks-per-node=1 --cpu-bind=none \
+    ${!cpus:+--cpus-per-task="${!cpus}"} --kill-on-bad-exit="$([ "$part" = rollouts ]; echo $?)" \
+    ${SRUN[@]+"${SRUN[@]}"} ${CONTAINER[@]+"${CONTAINER[@]}"} python -m laminar_hpc.jobs.node "$part" "$@" &
+  steps[$part]=$!
 }
 
 # Only a job that runs: one that was cancelled, or whose time is over, stays ended.

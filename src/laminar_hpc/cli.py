@@ -57,6 +57,7 @@ def plan_help() -> str:
 submit_options = (
     "--dry-run",
     "--apart",
+    "--hetjob",
     "--plan FILE",
     "--gpus-per-node N",
     "--slurm OPTIONS",

@@ -1,6 +1,7 @@
 """`laminar submit`: every experiment has its jobs on the nodes and GPUs that its file names. No Slurm is
 needed: the sbatch lines are read."""
 
+import dataclasses
 import os
 import re
 import shlex
@@ -84,6 +85,26 @@ def test_every_experiment_has_its_jobs(name: str, capsys: pytest.CaptureFixture[
         assert sorted(used) == list(range(gpus))
 
 
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_every_experiment_is_one_heterogeneous_job(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Promise: with --hetjob it is one sbatch, whose three components have the nodes and GPUs that a job of
+    each role would have; what is for one role, and for all, is in its component."""
+    words = [f"experiment={name}", "--slurm=--time=9", "--rollouts=--qos=low"]
+    if name == "one_gpu":
+        with pytest.raises(LaminarError, match=r"--hetjob: .* the same GPUs"):
+            cli.run(["submit", "--dry-run", "--hetjob", *words])
+        return
+    apart = lines(capsys, "--apart", *words)
+    ((script, (variables, sbatch)),) = lines(capsys, "--hetjob", *words).items()
+    assert script == "laminar_hetjob" and variables["ROLLOUTS"] == apart["rollouts"][0]["ROLLOUTS"]
+    options = sbatch[1 : next(at for at, word in enumerate(sbatch) if word.endswith(".sbatch"))]
+    parts = [part.split() for part in " ".join(options).split(" : ")]
+    expected = [nodes_and_gpus(apart[role][1]) for role in ("control", "trainer", "rollouts")]
+    assert [nodes_and_gpus(part) for part in parts] == expected
+    assert all("--time=9" in part for part in parts) and ["--qos=low" in part for part in parts] == [0, 0, 1]
+    assert sbatch[-1] == apart["trainer"][1][-1] == f"experiment={name}"
+
+
 def config_of(trainer: tuple[int, int, int], replicas: int, size: int) -> RunConfig:
     config = load_config(["experiment=demo", "dry_run=true"])
     t = config.trainer
@@ -123,6 +144,10 @@ def test_what_has_no_place_is_refused() -> None:
     shared = load_config(["experiment=one_gpu", "dry_run=true"])
     with pytest.raises(LaminarError, match=r"--apart: .* the same GPUs"):
         layout(shared, derive(shared), 8, True)
+    replay = load_config(["experiment=demo", "dry_run=true"])
+    replayed = dataclasses.replace(derive(replay), rollout_ranks=0)
+    with pytest.raises(LaminarError, match="--hetjob: a replay has no rollouts"):
+        layout(replay, replayed, 8, False, True)
     place = Place("trainer", 0, 2, Path("run"), "1.0", None)
     with pytest.raises(LaminarError, match=r"1 trainers .* do not divide into 2 nodes"):
         commands(place, config, [], "10.0.0.1")

@@ -2,7 +2,8 @@
 
 A run that fits one node, or whose trainers and engines share GPUs, is one job there (laminar_single.sbatch).
 Any other has a job per failure domain: the controller without a GPU, the trainers on whole nodes, and an
-array of rollouts with one element for each node. cluster/devices.py places the ranks on a node's GPUs.
+array of rollouts with one element for each node; or these three are the components of one heterogeneous job
+(laminar_hetjob.sbatch). cluster/devices.py places the ranks on a node's GPUs.
 """
 
 import math
@@ -17,11 +18,13 @@ GPUS_PER_NODE = 8
 
 @dataclass(frozen=True)
 class Job:
-    """A job script of slurm/, sbatch's options for it, and the environment that it needs."""
+    """A job script of slurm/, sbatch's options for it, and the environment that it needs. A heterogeneous job
+    has its options in its components, each named after the script of a job of its own."""
 
     script: str
     options: tuple[str, ...]
     environment: tuple[tuple[str, str], ...] = ()
+    components: tuple["Job", ...] = ()
 
 
 def gpus_by_default(config: RunConfig) -> int:
@@ -35,25 +38,31 @@ def shares_gpus(config: RunConfig) -> bool:
     return bool(set(config.trainer.devices or ()) & set(config.rollout.devices or ()))
 
 
-def layout(config: RunConfig, derived: Derived, gpus: int, apart: bool) -> list[Job]:
+def layout(config: RunConfig, derived: Derived, gpus: int, apart: bool, hetjob: bool = False) -> list[Job]:
     """The jobs, in the order in which they are submitted. `gpus` of each node, 0 = run on the CPU; `apart`:
-    a job for each role although one node would do.
+    a job for each role although one node would do; `hetjob`: one heterogeneous job of all roles.
 
     Raises LaminarError for what has no place on such nodes."""
-    used = derived.gpus_unless_shared
+    used, replay, by_role = derived.gpus_unless_shared, not derived.rollout_ranks, hetjob or apart
     if shares_gpus(config):
         used = len({*(config.trainer.devices or ()), *(config.rollout.devices or ())})
-        if apart:
+        if by_role:
             raise LaminarError(
-                "--apart: trainer.devices and rollout.devices name the same GPUs; leave both at null"
+                f"--{'hetjob' if hetjob else 'apart'}: trainer.devices and rollout.devices name the same "
+                "GPUs; leave both at null"
             )
-    replay = not derived.rollout_ranks
-    if not apart and (replay or used <= gpus or not gpus) and (nodes := _nodes(derived, gpus)) == 1:
+    if hetjob and replay:
+        raise LaminarError("--hetjob: a replay has no rollouts; leave the option away")
+    if not by_role and (replay or used <= gpus or not gpus) and (nodes := _nodes(derived, gpus)) == 1:
         return [_single(derived, nodes, min(used, gpus))]
     trainer = _trainer(config, derived, gpus)
     if replay:
         return [Job("control.sbatch", (), (("WAIT_FOR", "trainer"),)), trainer]
-    return [Job("control.sbatch", ()), trainer, _rollouts(config, derived, gpus)]
+    rollouts = _rollouts(config, derived, gpus, hetjob)
+    if hetjob:
+        parts = (Job("control.sbatch", ("--nodes=1",)), trainer, rollouts)
+        return [Job("laminar_hetjob.sbatch", (), rollouts.environment, parts)]
+    return [Job("control.sbatch", ()), trainer, rollouts]
 
 
 def _nodes(derived: Derived, gpus: int) -> int:
@@ -87,14 +96,15 @@ def _trainer(config: RunConfig, derived: Derived, gpus: int) -> Job:
     return Job("trainer.sbatch", (f"--nodes={nodes}", *_gpus(each if gpus else 0)))
 
 
-def _rollouts(config: RunConfig, derived: Derived, gpus: int) -> Job:
+def _rollouts(config: RunConfig, derived: Derived, gpus: int, hetjob: bool) -> Job:
     """As many replicas on each node as its GPUs hold, one without GPUs; as equally many as possible."""
     size = config.rollout.tensor_parallel
     if gpus and size > gpus:
         raise LaminarError(
             f"rollout.tensor_parallel={size}: an engine is on one node, and --gpus-per-node={gpus}; lower it"
         )
-    elements = math.ceil(derived.rollout_ranks / (gpus // size if gpus else 1))
-    each = math.ceil(derived.rollout_ranks / elements)
-    options = (f"--array=0-{elements - 1}", *_gpus(each * size if gpus else 0))
+    nodes = math.ceil(derived.rollout_ranks / (gpus // size if gpus else 1))
+    each = math.ceil(derived.rollout_ranks / nodes)
+    place = f"--nodes={nodes}" if hetjob else f"--array=0-{nodes - 1}"
+    options = (place, *_gpus(each * size if gpus else 0))
     return Job("rollouts.sbatch", options, (("ROLLOUTS", str(each)),))

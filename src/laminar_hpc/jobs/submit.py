@@ -37,6 +37,7 @@ class Options:
 
     dry_run: bool = False
     apart: bool = False
+    hetjob: bool = False
     gpus: int | None = None
     slurm: list[str] = field(default_factory=list)
     parts: dict[str, list[str]] = field(default_factory=dict)
@@ -48,7 +49,7 @@ def take_options(words: Sequence[str]) -> tuple[Options, list[str]]:
     taken, rest, left = Options(), list[str](), iter(words)
     for word in left:
         flag, equals, value = word.partition("=")
-        if flag in ("--dry-run", "--apart"):
+        if flag in ("--dry-run", "--apart", "--hetjob"):
             setattr(taken, flag[2:].replace("-", "_"), True)
         elif flag in ("--plan", "--gpus-per-node", "--slurm", *(f"--{part}" for part in _PARTS)):
             value = value if equals else next(left, "")
@@ -99,7 +100,7 @@ def main(arguments: list[str]) -> int:
     settings = [word for word in words if word.partition("=")[0] not in OURS]
     loaded, config, derived = prepare([*words, *["dry_run=true"][: options.dry_run]], print)
     gpus = gpus_by_default(config) if options.gpus is None else options.gpus
-    jobs = layout(config, derived, gpus, options.apart)
+    jobs = layout(config, derived, gpus, options.apart, options.hetjob)
     if not options.dry_run and shutil.which("sbatch") is None:
         raise LaminarError(
             "there is no sbatch here; run this on a login node of the cluster, or add --dry-run"
@@ -153,14 +154,17 @@ def command_of(
     needs."""
     lead = lead_seconds(run_dir)
     early = [f"--signal=B:USR1@{lead:.0f}"] if lead > LEAD_SECONDS and "rollouts" not in job.script else []
-    own = options.parts.get(job.script, [])
-    script = str(shipped_directory("slurm") / job.script)
+    words = ["sbatch"]
+    for number, part in enumerate(job.components or (job,)):
+        own = options.parts.get(part.script, [])  # the first component is the one whose script is told
+        words += [*[":"][:number], *part.options, *early, *options.slurm, *own]
+        early = []
     environment = {
         "RUN_DIR": str(run_dir),
         "VENV": os.environ.get("VENV", sys.prefix),
         **dict(job.environment),
     }
-    return environment, ["sbatch", *job.options, *early, *options.slurm, *own, script, *settings]
+    return environment, [*words, str(shipped_directory("slurm") / job.script), *settings]
 
 
 def submitted(environment: dict[str, str], command: list[str], before: Sequence[str]) -> str:
