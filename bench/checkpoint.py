@@ -5,20 +5,26 @@ written, how fast the rest is, and how long a load takes.
     python bench/checkpoint.py --layers 4              a third of it: fewer layers behind the same embedding
 
 The weights are random, the optimizer is Adam with main parameters in float32, the checkpoint lies in --folder
-(default: the folder for temporary files). The first save also makes the buffers that the others use again; it
-is a row of the table and of no figure. The memcpy is of as many bytes as the state has, between buffers that
-have been touched, by as many threads as the trainer has.
+(default: the folder for temporary files). The buffers of the copies are made before the first save, beside the
+training as in a run; at the end a save of another trainer makes its own. The memcpy is of as many bytes as the
+state has, between buffers that have been touched, by as many threads as the trainer has, once before and once
+after each save: their mean counts.
 
 Figures, medians: `save_stall_over_memcpy`, the time in which training stands still over the memcpy (goal at
-most 1.5); `bytes_over_state`, bytes of all files over those of weights, main parameters and moments (goal at
-most 1.05); `pace_beside_save`, matrix products per second beside the writing over those without.
+most 1.5); `first_stall_over_memcpy`, that of the first save, and `unprepared_stall_over_memcpy`, of one that
+makes its buffers; `bytes_over_state`, bytes of all files over those of weights, main parameters and moments
+(goal at most 1.05); `pace_beside_save` and `pace_beside_making`, matrix products per second beside the writing,
+and beside the making of the buffers, over those without.
 """
 
+import argparse
 import shutil
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import common
 import psutil
@@ -39,6 +45,7 @@ ROOM = (2.0, 32.0)  # GB, and bytes per parameter: weights, gradients, optimizer
 CHUNK = 1 << 28  # bytes that the memcpy copies at once
 PRODUCT = 768  # rows of the matrices
 IDLE_SECONDS = 3.0
+MAKING = "checkpoint buffers"  # the thread
 COLUMNS = ("save", "stall s", "memcpy s", "stall over memcpy", "until named s", "pace beside")
 
 
@@ -56,65 +63,95 @@ def main() -> None:
         measure(options, shapes.make_model(Path(folder) / "model", shape), Path(folder))
 
 
-def measure(options: object, model: Path, folder: Path) -> None:
+def measure(options: argparse.Namespace, model: Path, folder: Path) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     config, saved = RunConfig(), list[Saved]()
     config.model.path, config.model.dtype, config.checkpoint.keep = str(model), "bfloat16", 1
     policy = MegatronPolicy(config)
-    checkpointer = Checkpointer(folder, policy, Learner(config, policy), saved=saved.append)
+    learner = Learner(config, policy)
+    checkpointer = Checkpointer(folder, policy, learner, saved=saved.append)
     weights = sum(p.nbytes for p in policy.gpt.parameters())
     state = weights + sum(tensor.nbytes for _, tensor in named_state(policy.optimizer))
-    copy, pace, rows = memcpy(state), products(), []
-    for step in range(1 + options.repeats):
-        begun = time.perf_counter()
-        checkpointer.begin(step)
-        stalled = time.perf_counter() - begun
-        beside = pace(lambda step=step: len(saved) <= step)
-        checkpointer.finish()
-        begun = time.perf_counter()
-        copy()
-        copied = time.perf_counter() - begun
-        end = time.perf_counter() + IDLE_SECONDS
-        rows.append(
-            {
-                "save": step,
-                "stall s": stalled,
-                "memcpy s": copied,
-                "stall over memcpy": stalled / copied,
-                "until named s": saved[step].seconds,
-                "pace beside": beside / pace(lambda end=end: time.perf_counter() < end),
-            }
-        )
+    save = Save(saved, memcpy(state), products())
+    alone = save.idle_pace()
+    begun = time.perf_counter()
+    checkpointer.prepare()
+    planned = time.perf_counter() - begun
+    making = save.pace(lambda: any(thread.name == MAKING for thread in threading.enumerate()))
+    made = time.perf_counter() - begun
+    rows = [save.row(step, checkpointer) for step in range(1 + options.repeats)]
     path = checkpoint_path(folder, options.repeats)
     written = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
     begun = time.perf_counter()
     assert checkpointer.restore().step == options.repeats
-    load = time.perf_counter() - begun
-    begun = time.perf_counter()
+    restored = time.perf_counter()
     checkpointer.load(options.repeats)
+    loaded = time.perf_counter()
+    checkpointer.close()
+    del checkpointer  # and its buffers
+    checkpointer = Checkpointer(folder, policy, learner, saved=saved.append)
+    rows.append(save.row(options.repeats + 1, checkpointer))
     figures = {
-        "save_stall_over_memcpy": common.median([row["stall over memcpy"] for row in rows[1:]]),
+        "save_stall_over_memcpy": common.median([row["stall over memcpy"] for row in rows[1:-1]]),
+        "first_stall_over_memcpy": rows[0]["stall over memcpy"],
+        "unprepared_stall_over_memcpy": rows[-1]["stall over memcpy"],
         "bytes_over_state": written / state,
-        "pace_beside_save": common.median([row["pace beside"] for row in rows[1:]]),
+        "pace_beside_save": common.median([row["pace beside"] for row in rows[1:-1]]),
+        "pace_beside_making": making / alone,
         "state_gb": state / 1e9,
-        "stall_seconds": common.median([row["stall s"] for row in rows[1:]]),
-        "until_named_seconds": common.median([row["until named s"] for row in rows[1:]]),
-        "restore_seconds": load,
-        "load_seconds": time.perf_counter() - begun,
+        "stall_seconds": common.median([row["stall s"] for row in rows[1:-1]]),
+        "until_named_seconds": common.median([row["until named s"] for row in rows[1:-1]]),
+        "prepare_seconds": planned,
+        "making_seconds": made,
+        "restore_seconds": restored - begun,
+        "load_seconds": loaded - restored,
     }
     checkpointer.close()
     shutil.rmtree(folder / "checkpoints")
     common.finish(options, figures, rows, COLUMNS)
 
 
-def memcpy(nbytes: int) -> Callable[[], None]:
-    """Copies so many bytes."""
+class Save(NamedTuple):
+    """What saves, copies and multiplies: see `row`. `saved` gets each checkpoint that has its name."""
+
+    saved: list[Saved]
+    copy: Callable[[], float]
+    pace: Callable[[Callable[[], bool]], float]
+
+    def row(self, step: int, checkpointer: Checkpointer) -> dict[str, float]:
+        """Of one save, with a memcpy before and one after it."""
+        count, before = len(self.saved), self.copy()
+        begun = time.perf_counter()
+        checkpointer.begin(step)
+        stalled = time.perf_counter() - begun
+        beside = self.pace(lambda: len(self.saved) == count)
+        checkpointer.finish()
+        copied = (before + self.copy()) / 2
+        return {
+            "save": step,
+            "stall s": stalled,
+            "memcpy s": copied,
+            "stall over memcpy": stalled / copied,
+            "until named s": self.saved[-1].seconds,
+            "pace beside": beside / self.idle_pace(),
+        }
+
+    def idle_pace(self) -> float:
+        end = time.perf_counter() + IDLE_SECONDS
+        return self.pace(lambda: time.perf_counter() < end)
+
+
+def memcpy(nbytes: int) -> Callable[[], float]:
+    """Copies so many bytes, and gives the seconds."""
     source, target = torch.ones(CHUNK, dtype=torch.uint8), torch.zeros(CHUNK, dtype=torch.uint8)
 
-    def copy() -> None:
+    def copy() -> float:
+        begun = time.perf_counter()
         for begin in range(0, nbytes, CHUNK):
             target[: nbytes - begin].copy_(source[: nbytes - begin])
+        return time.perf_counter() - begun
 
+    copy()
     return copy
 
 

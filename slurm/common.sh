@@ -38,6 +38,7 @@ run_job() {
   end=$RUN_DIR/jobs/end.$LAMINAR_LIFE term=$RUN_DIR/jobs/term.$LAMINAR_LIFE
   again=$RUN_DIR/jobs/again.$LAMINAR_LIFE mine=$RUN_DIR/jobs/$role.$LAMINAR_LIFE failed=$RUN_DIR/jobs/failed
   head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+  rm -f "$RUN_DIR/jobs"/*."$SLURM_JOB_ID".*       # of earlier lives that were killed
   trap 'told limit' USR1
   trap judge TERM
   trap tidy EXIT

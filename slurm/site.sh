@@ -4,6 +4,7 @@
 VENV=${VENV:-$SLURM_SUBMIT_DIR/.venv}
 SRUN=()          # more options of srun, as for Pyxis: (--container-image=/shared/laminar.sqsh --container-mounts=/shared:/shared)
 CONTAINER=()     # before each command on a node, as for Apptainer: (apptainer exec --nv --bind /shared /shared/laminar.sif)
+                 # or Charliecloud: (ch-run --write --bind /shared:/shared /shared/laminar --)
 # with either of them: VENV=
 
 # ---- the controller's store: a folder on a local disk of its node, never on NFS or Lustre -----------------------------

@@ -1,4 +1,4 @@
-"""A real Slurm of two nodes for the tests of this folder, by the three scripts beside this file.
+"""A real Slurm of two or three nodes for the tests of this folder, by the three scripts beside this file.
 
 It needs root and, where Slurm is not installed, apt-get. On a machine without them the tests are skipped and
 say why; with CI=true in the environment they fail instead, so that CI never passes by leaving them out.
@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -31,7 +32,7 @@ ENDED = {
 
 
 class SlurmCluster:
-    """A running Slurm with nodes n1 and n2. `folder` is its state folder; a job's output is in
+    """A running Slurm with nodes n1, n2, ... `folder` is its state folder; a job's output is in
     folder/JOB.out."""
 
     def __init__(self, folder: Path) -> None:
@@ -112,9 +113,9 @@ def _obstacle() -> str:
     return ""
 
 
-@pytest.fixture(scope="session")
-def slurm_cluster() -> Iterator[SlurmCluster]:
-    """Two nodes of four declared CPUs; Debian's Slurm packages are installed first where they are
+@contextmanager
+def _running(nodes: int) -> Iterator[SlurmCluster]:
+    """Of nodes with four declared CPUs; Debian's Slurm packages are installed first where they are
     missing."""
     if obstacle := _obstacle():
         if os.environ.get("CI"):
@@ -123,7 +124,7 @@ def slurm_cluster() -> Iterator[SlurmCluster]:
     folder = Path(
         tempfile.mkdtemp(prefix="slurm", dir="/tmp")
     )  # short: unix sockets below it must fit in 108 bytes
-    command = [str(HERE / "slurm_up.sh"), str(folder), "--nodes", "2", "--cpus", "4", "--gpus", "0"]
+    command = [str(HERE / "slurm_up.sh"), str(folder), "--nodes", str(nodes), "--cpus", "4", "--gpus", "0"]
     try:
         # a file takes its output: the daemons it starts inherit the descriptors, and a pipe would never close
         with open(folder / "up.log", "w") as log:
@@ -139,3 +140,17 @@ def slurm_cluster() -> Iterator[SlurmCluster]:
             timeout=120,
             check=False,
         )
+
+
+@pytest.fixture(scope="session")
+def slurm_cluster() -> Iterator[SlurmCluster]:
+    """Two nodes."""
+    with _running(2) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def three_nodes() -> Iterator[SlurmCluster]:
+    """One for each component of a heterogeneous job."""
+    with _running(3) as cluster:
+        yield cluster

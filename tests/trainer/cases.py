@@ -95,6 +95,7 @@ def save_in_shares(model: str, settings: dict, run_dir: str) -> dict[str, object
         learner = Learner(policy.config, policy)
         checkpointer = Checkpointer(Path(run_dir), policy, learner)
         learner.train(tiny.step_batch(tiny.make_batch(seed=1)), 0, lambda: None)
+        checkpointer.prepare()
         _, state_hash = checkpointer.save(1)
     finally:
         files.FILE_BYTES = FILE_BYTES

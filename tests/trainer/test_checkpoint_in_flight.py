@@ -1,12 +1,14 @@
 """A checkpoint is written beside the training: it is of the step that it was begun at, has its name only when
 all ranks' bytes are on the disk, and whatever goes wrong is raised or leaves no name."""
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from checkpointing import Trainer
 
@@ -14,6 +16,7 @@ from laminar_hpc.cluster.checkpoints import steps
 from laminar_hpc.cluster.durable import FileSum
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.trainer.checkpointing import copies, in_flight
+from laminar_hpc.trainer.checkpointing.copies import Wanted
 from laminar_hpc.trainer.checkpointing.hf_files import HfFiles
 from laminar_hpc.trainer.checkpointing.in_flight import InFlight
 from laminar_hpc.trainer.checkpointing.reports import Part, Reports
@@ -131,6 +134,58 @@ def test_without_room_for_a_copy_training_waits(
     trainer.train(1, 2)
     trainer.checkpointer.load(1)
     assert trainer.checkpointer.state_hash() == saved_hash
+
+
+@pytest.mark.parametrize("distributed", [False, True], ids=["replicated", "distributed"])
+def test_the_buffers_are_there_before_the_first_one(
+    distributed: bool, tied_model: Path, tmp_path: Path, world: None
+) -> None:
+    """docs/architecture.md#beside-training: `prepare` makes them all; what is saved in them is the state at
+    `begin`, to the last bit that of a checkpoint without them."""
+    hashes, files = [], []
+    for prepared in (True, False):
+        settings = {"model__dtype": "bfloat16", "trainer__distributed_optimizer": distributed}
+        trainer = Trainer(tied_model, tmp_path / str(prepared), **settings)
+        checkpointer, kept = trainer.checkpointer, trainer.checkpointer._copies._kept
+        trainer.train(0, 1)
+        if prepared:
+            checkpointer.prepare()
+            checkpointer._copies._join()
+        before = {name: buffer.data_ptr() for name, buffer in kept.items()}
+        trainer.train(1, 2)
+        path, state_hash = checkpointer.save(2)
+        assert bool(before) == prepared
+        assert not prepared or before == {name: buffer.data_ptr() for name, buffer in kept.items()}
+        trainer.train(2, 3)
+        checkpointer.load(2)
+        hashes += [state_hash, checkpointer.state_hash()]
+        files.append(
+            {name: (path / name).read_bytes() for name in ("hf/model.safetensors", "megatron/__0_0.distcp")}
+        )
+    assert len(set(hashes)) == 1 and files[0] == files[1]
+
+
+def test_buffers_that_cannot_be_made_are_no_error(
+    tied_model: Path, tmp_path: Path, world: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside the training: without room none is made, and one that cannot be had is said by who needs it."""
+    huge = Wanted("huge", (1 << 60,), torch.float32)
+    kept = copies.HostCopies(1)
+    kept.make([huge])
+    with pytest.raises(RuntimeError):
+        kept.buffer(huge)
+    monkeypatch.setattr(copies, "usable_memory", lambda: 1000)
+    trainer = Trainer(tied_model, tmp_path)
+    trainer.checkpointer.prepare()
+    assert trainer.checkpointer._copies._thread is None and not trainer.checkpointer._copies._kept
+
+
+def test_the_making_of_buffers_ends_with_the_process() -> None:
+    """In its midst."""
+    kept, number = copies.HostCopies(1), itertools.count()
+    kept.make(Wanted(f"{n}", (1,), torch.float32) for n in number)
+    kept.close()
+    assert kept._thread is None and next(number) == len(kept._kept) + 2
 
 
 # ---- several ranks, as threads over one store --------------------------------------------------------------

@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import shutil
+import tempfile
 import time
 import uuid
 from collections.abc import Callable
@@ -90,6 +91,19 @@ class Checkpointer:
 
     # ---- saving --------------------------------------------------------------------------------------------
 
+    def prepare(self) -> None:
+        """Plans what each rank writes, and lets a thread make the buffers of the copies, which the first
+        checkpoint would else wait for; all others have them anyway."""
+        with tempfile.TemporaryDirectory() as folder:
+            shards = self._plan(Path(folder))
+        wanted = [*shards.wanted, *self._hf.wanted]
+        if self._copies.have_room(wanted):
+            self._copies.make(wanted)
+
+    def _plan(self, folder: Path) -> Shards:
+        with cuda_as_cpu():
+            return self._shards.plan(self._live.sharded(loading=False), folder)
+
     def begin(self, step: int) -> str:
         """Copies what this rank writes of the checkpoint of `step`, and returns its state hash: the rest
         happens beside the training. Where the machine has no room for the copies it returns when the
@@ -126,12 +140,12 @@ class Checkpointer:
         return state_hash
 
     def _take(self, partial: Path) -> _Content:
-        with cuda_as_cpu():
-            shards = self._shards.plan(self._live.sharded(loading=False), partial / "megatron")
-        nbytes = shards.nbytes + self._hf.nbytes
-        copies = self._copies if self._copies.have_room(nbytes) else None
+        shards = self._plan(partial / "megatron")
+        wanted = [*shards.wanted, *self._hf.wanted]
+        copies = self._copies if self._copies.have_room(wanted) else None
         if copies is None:
             text = "no room for a copy of %.1f GB beside the training, which waits until %s is written"
+            nbytes = sum(each.nbytes for each in wanted)
             log.warning(text, nbytes / 1e9, partial.name.removeprefix("."))
         else:
             shards.copy_to(copies)
@@ -161,6 +175,7 @@ class Checkpointer:
     def close(self) -> None:
         """At the end of this process, whatever it ends with: a checkpoint on its way has some seconds, then
         it gets no name."""
+        self._copies.close()
         flight, self._flight = self._flight, None
         if flight is not None:
             flight.give_up(_LAST_SECONDS)

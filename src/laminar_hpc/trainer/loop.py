@@ -93,6 +93,8 @@ def _steps(
             with context.trace.span("checkpoint", step=step):
                 checkpointer.begin(step)
             saved = step
+        elif step == (restored or 0) + 1:  # now all processes of the machine have the memory that they need
+            checkpointer.prepare()
         done.metrics["train_seconds"] = done.ended - ended - done.metrics["wait_seconds"]
         done.metrics["seconds"] = time.monotonic() - ended
         ended = time.monotonic()

@@ -20,7 +20,7 @@ from laminar_hpc.kernels.slices import LocalSlice
 from laminar_hpc.trainer.canonical.exchange import bounded
 from laminar_hpc.trainer.canonical.files import plan_files
 from laminar_hpc.trainer.canonical.plan import HeldSlice
-from laminar_hpc.trainer.checkpointing.copies import HostCopies
+from laminar_hpc.trainer.checkpointing.copies import HostCopies, Wanted
 from laminar_hpc.trainer.megatron.policy import MegatronPolicy
 from laminar_hpc.weights.hf import copy_side_files, safetensors_parts, write_index
 
@@ -39,7 +39,7 @@ class HfFiles:
         size, stage_ranks = self._dtype.itemsize, dist.get_world_size() // stages
         self._files = plan_files(self._slices, size, stage_ranks, len(self._ranks))
         mine = [name for file in self._files if file.writer == self._rank for name in file.tensors]
-        self.nbytes = sum(size * math.prod(self._slices[name][0].shape) for name in mine)
+        self.wanted = [self._copy_of(name) for name in mine]  # for copies of what this rank writes
 
     def collect(self, copies: HostCopies | None) -> Collected:
         """The tensors of this rank's files, whole and in host memory: in `copies`, or without them views of
@@ -61,12 +61,8 @@ class HfFiles:
         if writer == self._rank:
             if copies is None and len(slices) == 1 and self._holder(slices[0]) == writer:
                 return own[name].value().to(self._dtype).contiguous().cpu()
-            shape = slices[0].shape
-            whole = (
-                torch.empty(shape, dtype=self._dtype)
-                if copies is None
-                else copies.buffer(name, shape, self._dtype)
-            )
+            here = self._copy_of(name)
+            whole = torch.empty(here.shape, dtype=here.dtype) if copies is None else copies.buffer(here)
         for s in slices:
             values, holder = None, self._holder(s)
             if holder == self._rank:
@@ -76,6 +72,9 @@ class HfFiles:
             if whole is not None and values is not None:
                 whole.narrow(s.dim, s.start, s.length).copy_(values, non_blocking=True)
         return whole
+
+    def _copy_of(self, name: str) -> Wanted:
+        return Wanted(name, self._slices[name][0].shape, self._dtype)
 
     def _holder(self, s: HeldSlice) -> int:
         """The rank of this tensor-parallel group that holds what `s.rank` of the first replica does."""

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 
 from laminar_hpc.cluster.durable import FileSum, SealedFile
-from laminar_hpc.trainer.checkpointing.copies import HostCopies
+from laminar_hpc.trainer.checkpointing.copies import HostCopies, Wanted
 
 
 class Written(msgspec.Struct, array_like=True):
@@ -54,14 +54,16 @@ class Shards(FileSystemWriterAsync):
         self._items: list[tuple[WriteItem, Any]] = [(item, planner.resolve_data(item)) for item in plan.items]
 
     @property
-    def nbytes(self) -> int:
-        """Of the tensors that this rank writes."""
-        return sum(data.nbytes for _, data in self._items if isinstance(data, torch.Tensor))
+    def wanted(self) -> list[Wanted]:
+        """For copies of the tensors that this rank writes."""
+        return [
+            _copy_of(n, data) for n, (_, data) in enumerate(self._items) if isinstance(data, torch.Tensor)
+        ]
 
     def copy_to(self, copies: HostCopies) -> None:
         """From here on training may change the tensors, once the device has been synchronized."""
         self._items = [
-            (item, copies.copy(f"shard {n}", data) if isinstance(data, torch.Tensor) else data)
+            (item, copies.copy(_copy_of(n, data), data) if isinstance(data, torch.Tensor) else data)
             for n, (item, data) in enumerate(self._items)
         ]
 
@@ -90,6 +92,10 @@ class Shards(FileSystemWriterAsync):
         results = [[_result(each) for each in part] for part in written]
         self.finish(self.metadata, results)
         save_config(CheckpointingConfig("torch_dist", 1), str(self.checkpoint_dir))
+
+
+def _copy_of(number: int, tensor: torch.Tensor) -> Wanted:
+    return Wanted(f"shard {number}", tuple(tensor.shape), tensor.dtype)
 
 
 def _with_storage_of_its_own(tensor: torch.Tensor) -> torch.Tensor:
