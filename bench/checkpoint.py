@@ -5,16 +5,16 @@ written, how fast the rest is, and how long a load takes.
     python bench/checkpoint.py --layers 4              a third of it: fewer layers behind the same embedding
 
 The weights are random, the optimizer is Adam with main parameters in float32, the checkpoint lies in --folder
-(default: the folder for temporary files). The buffers of the copies are made before the first save, beside the
-training as in a run; at the end a save of another trainer makes its own. The memcpy is of as many bytes as the
-state has, between buffers that have been touched, by as many threads as the trainer has, once before and once
-after each save: their mean counts.
+(default: the folder for temporary files). The buffers of the copies are made before the first save, beside
+the training as in a run; at the end a save of another trainer makes its own. The memcpy is of as many bytes
+as the state has, between buffers that have been touched, by as many threads as the trainer has, once before
+and once after each save: their mean counts.
 
 Figures, medians: `save_stall_over_memcpy`, the time in which training stands still over the memcpy (goal at
 most 1.5); `first_stall_over_memcpy`, that of the first save, and `unprepared_stall_over_memcpy`, of one that
 makes its buffers; `bytes_over_state`, bytes of all files over those of weights, main parameters and moments
-(goal at most 1.05); `pace_beside_save` and `pace_beside_making`, matrix products per second beside the writing,
-and beside the making of the buffers, over those without.
+(goal at most 1.05); `pace_beside_save` and `pace_beside_making`, matrix products per second beside the
+writing, and beside the making of the buffers, over those without.
 """
 
 import argparse
