@@ -29,8 +29,9 @@ from laminar_hpc.rollout.work import Outcome, Work, logprobs_of, tokens_of
 from laminar_hpc.turns.calls import Malformed, ToolCall
 from laminar_hpc.turns.dialogue import Dialogue
 from laminar_hpc.turns.episode import Episode
-from laminar_hpc.turns.pool import EnvironmentFailed
+from laminar_hpc.turns.pool import EnvironmentFailed, EnvironmentPool
 from laminar_hpc.turns.tools import is_error
+from laminar_hpc.verifiers.pool import VerifiersPool
 
 logger = logging.getLogger(__name__)
 _LIMITS = {"turns": "max_turns", "calls": "max_tool_calls", "time": "max_seconds"}
@@ -41,20 +42,25 @@ class AgentEpisodes(Episodes):
 
     def __init__(self, context: RoleContext, stop_ids: Sequence[int]) -> None:
         super().__init__(context, stop_ids)
+        self._agents: EnvironmentPool | VerifiersPool = self.pool
+        if self.limits.verifiers:
+            self._agents = VerifiersPool(self.limits)
         self.gateway = Gateway(context.config.sampling.max_response_tokens)
         self._dialogues = Dialogues(self._model)
         self.vocabulary = self._dialogues.vocabulary
 
     async def start(self) -> None:
         """Raises LaminarError for an agent that cannot be used."""
-        await asyncio.gather(self.pool.start(), self.gateway.start())
+        await asyncio.gather(self._agents.start(), self.gateway.start())
         if why := await self._dialogues.start():
             logger.warning("agents of this run can have no tools: %s", why)
 
     async def close(self) -> None:
         """Ends all agents."""
         await self.gateway.close()
-        await super().close()
+        await self._agents.close()
+        if self._agents is not self.pool:
+            await super().close()
 
     # ---- one trajectory ------------------------------------------------------------------------------------
 
@@ -62,7 +68,7 @@ class AgentEpisodes(Episodes):
         work.episode = Episode(self.limits, work.partial.time_started or time.time())
         work.bound, work.finish_reason = self.bound, ""
         t0 = time.time()
-        work.session = await self.pool.open(work.group.row)
+        work.session = await self._agents.open(work.group.row)
         work.episode.waited(time.time() - t0)
         door = self.gateway.open()
         agent = asyncio.create_task(work.session.run(base_url=door.url, api_key=door.key, model=MODEL))
