@@ -8,15 +8,15 @@ import subprocess
 from pathlib import Path
 
 
-def load_environment(words: int = 3) -> "Guessing":
+def load_environment(words: int = 3, turns: int = 9) -> "Guessing":
     if words < 0:
         raise ValueError("fewer than none")
-    return Guessing(words)
+    return Guessing(words, turns)
 
 
 class Guessing:
-    def __init__(self, words: int) -> None:
-        self._words = words
+    def __init__(self, words: int, turns: int) -> None:
+        self._words, self._turns = words, turns
         Path("environment.json").write_text(json.dumps(dict(os.environ)))
 
     def get_dataset(self, n: int = -1) -> list[dict]:
@@ -25,7 +25,7 @@ class Guessing:
 
     async def run_rollout(self, row: dict, client: object, model: str, sampling_args: dict) -> dict:
         messages = list(row["prompt"])
-        while len(messages) < 2 * row.get("turns", 9):
+        while len(messages) < 2 * row.get("turns", self._turns):
             create = client.client.chat.completions.create  # type: ignore[attr-defined]
             answer = await create(model=model, messages=messages)
             said = answer.choices[0].message.content

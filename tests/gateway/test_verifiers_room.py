@@ -16,6 +16,7 @@ from laminar_hpc.cluster.processes import process_is_alive
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.rules import broken_rules
 from laminar_hpc.config.schema import EnvironmentConfig, RunConfig
+from laminar_hpc.data.prompts import load_run_prompts
 from laminar_hpc.rollout.work import Outcome, Work
 from laminar_hpc.verifiers.pool import VerifiersPool
 from laminar_hpc.verifiers.rows import run_rows
@@ -50,7 +51,7 @@ def test_a_runs_rows_are_written_once(folder: Path) -> None:
     """All tasks, or as many as were asked for; the run that goes on has those of its first start."""
     config = EnvironmentConfig(verifiers="guessing", python=sys.executable)
     file = run_rows(config, str(folder / "run"))
-    rows = [json.loads(line) for line in open(file)]
+    rows = [json.loads(line) for line in Path(file).read_text().splitlines()]
     assert [row["prompt"] for row in rows] == ["guess 0", "guess 1", "guess 2"]
     assert [row["task"]["word"] for row in rows] == ["w0", "w1", "w2"]
     config.python = "/nowhere"
@@ -58,7 +59,7 @@ def test_a_runs_rows_are_written_once(folder: Path) -> None:
     words = {"taskset": {"id": "guessing", "words": 9}, "select": {"limit": 4}}
     command = [sys.executable, "-m", "laminar_hpc.verifiers.rows", sys.executable, json.dumps(words), "four"]
     said = subprocess.run(command, capture_output=True, text=True)
-    assert said.stdout.strip().endswith("four: 4 rows") and len(open("four").readlines()) == 4
+    assert said.stdout.strip().endswith("four: 4 rows") and Path("four").read_text().count("\n") == 4
     said = subprocess.run(command[:-1], capture_output=True, text=True)
     assert said.returncode == 2 and said.stderr.startswith("usage: python -m laminar_hpc.verifiers.rows")
 
@@ -101,8 +102,6 @@ async def test_what_fails_begins_again(folder: Path) -> None:
         assert await rollout.run(limited, lambda text: f"no{END}") == Outcome()
         assert limited.score is not None and limited.score.reward == -1.0
         assert limited.finish_reason == "turns" and "environment.max_turns" in limited.score.error
-        with pytest.raises(LaminarError, match="guessing: a row has no task; leave data.train out"):
-            await rollout.run(rollout.works(""), saying("yes"))
 
     await with_agents(folder, "", test, **ENVIRONMENT)
 
@@ -114,6 +113,7 @@ async def test_what_fails_begins_again(folder: Path) -> None:
             {"verifiers": "guessing", "python": "/nowhere/python"},
             "environment.python=/nowhere/python is no program",
         ),
+        ({"python": "/bin/false"}, "guessing: /bin/false ended"),
         ({"verifiers": "missing"}, "missing is a taskset of v1, for verifiers 0.4.; here is 0.3.1"),
         ({"verifiers": {"taskset": {"id": "guessing", "words": -1}}}, "ValueError: fewer than none"),
         ({"verifiers": {"taskset": {"id": "guessing"}, "agent": {}}}, "an environment of v0 has no 'agent'"),
@@ -124,6 +124,21 @@ async def test_what_cannot_be_used_is_one_line(folder: Path, given: dict, words:
     with pytest.raises(LaminarError) as error:
         await VerifiersPool(EnvironmentConfig(**{**ENVIRONMENT, **given})).start()
     assert words in str(error.value) and "\n" not in str(error.value)
+
+
+def test_rows_without_tasks_are_refused(folder: Path) -> None:
+    """With their place, before a run."""
+    config = RunConfig(run_dir=str(folder / "other"))
+    config.environment = EnvironmentConfig(**ENVIRONMENT)
+    config.model.path, config.data.chat_template = str(Rollout(folder, "").model), True
+    config.trainer.tokens_per_microbatch, config.sampling.max_response_tokens = 4096, 1000
+    said: list[str] = []
+    train, _ = load_run_prompts(config, said.append)
+    assert [len(prompt.tokens) for prompt in train] == [1, 1, 1] and train[2].row["task"]["word"] == "w2"
+    (folder / "plain.jsonl").write_text('{"prompt": "a"}\n')
+    config.data.train = "plain.jsonl"
+    with pytest.raises(LaminarError, match=r"data.train=plain.jsonl: its row 1 has no task"):
+        load_run_prompts(config, said.append)
 
 
 def test_rules(folder: Path) -> None:

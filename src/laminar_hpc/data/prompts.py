@@ -76,6 +76,8 @@ def load_run_prompts(
     def read(key: str, name: str, limit: int | None = None) -> PromptSet:
         prompts = load_prompts(parse_source(key, name), config.data, tokenizer, render, room, limit, kept)
         check_token_ids(prompts, model["vocab_size"])
+        if config.environment.verifiers:
+            check_tasks(f"{key}={name}", prompts)
         say(console.line("data", prompts.summary()))
         return prompts
 
@@ -184,6 +186,16 @@ def _check_sendable(text: str, row: dict, where: str) -> None:
             f"{where}: a value cannot be sent to a rollout "
             f"({str(error)[:120]}); mend the row or drop the field"
         ) from None
+
+
+def check_tasks(named: str, prompts: PromptSet) -> None:
+    """Rows of environment.verifiers hold its tasks. Raises LaminarError."""
+    for number, prompt in enumerate(prompts.prompts, 1):
+        if not isinstance(prompt.row.get("task"), dict):
+            raise LaminarError(
+                f"{named}: its row {number} has no task; leave data.train out, and let `python -m "
+                "laminar_hpc.verifiers.rows` write evaluation.files"
+            )
 
 
 def check_token_ids(prompts: PromptSet, vocab_size: int) -> None:

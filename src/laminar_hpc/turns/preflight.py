@@ -11,7 +11,7 @@ from laminar_hpc.data.chat_template import Messages, load_chat_template
 from laminar_hpc.data.prompts import RowRender
 from laminar_hpc.turns.model import check_first_token, conversation
 from laminar_hpc.turns.pool import EnvironmentPool, environment_of
-from laminar_hpc.verifiers.pool import VerifiersPool
+from laminar_hpc.verifiers.process import check
 
 Tools = dict[str, list[dict]]
 
@@ -37,9 +37,7 @@ def check_environment(config: RunConfig) -> Tools:
 
 async def _served(config: RunConfig) -> tuple[Tools, list[str]]:
     if config.environment.verifiers:
-        served = VerifiersPool(config.environment, quiet=True)
-        await served.start()
-        await served.close()
+        await check(config.environment)
         return {"": []}, []
     pool = EnvironmentPool(config.environment, quiet=True)
     await pool.start()

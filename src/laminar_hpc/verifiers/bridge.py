@@ -131,6 +131,8 @@ def _with_defaults(block, max_turns):
                     f"the harness {kind!r} runs what the model has written: say where, e.g. "
                     f"environment.verifiers.{name}.runtime.type=docker"
                 )
+            if shutil.which("uv") is None:
+                raise Unusable(f"the chat loop needs uv: {sys.executable} -m pip install uv")
             given["runtime"] = {"type": "subprocess"}
         block = block | {name: given}
     return block
@@ -182,7 +184,11 @@ class Loaded:
 
 def made(block, max_turns):
     """The environment that a block names. Raises Unusable."""
-    version, ident = importlib.metadata.version("verifiers"), block["taskset"]["id"]
+    try:
+        version, ident = importlib.metadata.version("verifiers"), block["taskset"]["id"]
+    except importlib.metadata.PackageNotFoundError:
+        install = f"{sys.executable} -m pip install verifiers=={V1[0]}0 uv"
+        raise Unusable(f"verifiers is not installed there: {install}") from None
     module = ident.rsplit("/", 1)[-1].split("@", 1)[0].replace("-", "_")
     old = importlib.util.find_spec(module) is not None and hasattr(
         importlib.import_module(module), "load_environment"

@@ -10,11 +10,10 @@ environment is EnvironmentFailed; a process that has died is started anew for th
 import asyncio
 import time
 
-from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import EnvironmentConfig
 from laminar_hpc.environments.reward_protocol import Result
 from laminar_hpc.turns.pool import EnvironmentFailed, Session
-from laminar_hpc.verifiers.process import Lost, Process, name
+from laminar_hpc.verifiers.process import Lost, Process
 
 
 class Episode(Session):
@@ -51,19 +50,13 @@ class VerifiersPool:
         await self._process.start()
 
     async def open(self, row: dict) -> Episode:
-        """Raises LaminarError for a row that is no task, or when no process can be started any more."""
-        task = row.get("task")
-        if not isinstance(task, dict):
-            raise LaminarError(
-                f"{name(self._config)}: a row has no task; leave data.train out, and give evaluation.files "
-                "that `python -m laminar_hpc.verifiers.rows` has written"
-            )
+        """Of a row with a task. Raises LaminarError when no process can be started any more."""
         async with self._starting:
             if not self._process.lives:
                 await self._process.stop()
                 self._process = Process(self._config, quiet=self._quiet)
                 await self._process.start()
-        return Episode(self._process, task)
+        return Episode(self._process, row["task"])
 
     async def close(self) -> None:
         """Ends all episodes."""

@@ -19,6 +19,8 @@ from laminar_hpc.environments.interpreter import Interpreter
 from laminar_hpc.verifiers.bridge import LONGEST
 
 START_SECONDS = 120.0  # for its imports and its server's
+_PRINT_SECONDS = 5.0  # for what an interpreter that has ended still said
+_SHOWN = 200  # characters
 _BRIDGE = Path(__file__).with_name("bridge.py")
 _NOT_OURS = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")  # our packages are not the interpreter's
 
@@ -61,6 +63,7 @@ class Process:
         self._keeper: subprocess.Popen | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._listener: asyncio.Task[None] | None = None
+        self._printer, self._last = threading.Thread(), ""  # what it has printed last
 
     @property
     def lives(self) -> bool:
@@ -79,11 +82,14 @@ class Process:
         self._writer.write(_encode(first | {"serve": self._serve}) + b"\n")
         try:
             line = await asyncio.wait_for(reader.readline(), START_SECONDS)
-            error = _decode(line).error if line else f"{python} ended; see what it printed"
+            error = _decode(line).error if line else "ended"
         except TimeoutError:
             error = f"not ready after {START_SECONDS:g} s"
         if error:
             await self.stop()
+            if error == "ended":
+                await asyncio.to_thread(self._printer.join, _PRINT_SECONDS)
+                error = f"{python} ended: {self._last or 'it said nothing'}"
             raise LaminarError(f"{label}: {error}")
         self._listener = asyncio.create_task(self._listen(reader))
 
@@ -103,7 +109,8 @@ class Process:
             env=own,
         )
         assert self._keeper.stdout is not None
-        threading.Thread(target=self._print, args=(self._keeper.stdout,), daemon=True).start()
+        self._printer = threading.Thread(target=self._print, args=(self._keeper.stdout,), daemon=True)
+        self._printer.start()
 
     async def ask(self, **message: object) -> Answer:
         """Raises Lost. Who gives up waiting ends the episode."""
@@ -140,6 +147,7 @@ class Process:
         """What it prints goes into our log, up to a bound."""
         with pipe:
             while chunk := os.read(pipe.fileno(), 1 << 16):
+                self._last = " ".join(chunk.decode(errors="replace").split())[-_SHOWN:]
                 kept, self._left = chunk[: self._left], max(0, self._left - len(chunk))
                 while kept:
                     kept = kept[os.write(2, kept) :]
@@ -153,3 +161,10 @@ class Process:
         if self._keeper is not None:
             self._keeper.terminate()
             await asyncio.to_thread(self._keeper.wait)
+
+
+async def check(config: EnvironmentConfig) -> None:
+    """Loads the environment, and no more. Raises LaminarError where it cannot be used."""
+    process = Process(config, serve=False, quiet=True)
+    await process.start()
+    await process.stop()
