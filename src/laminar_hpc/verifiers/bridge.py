@@ -24,6 +24,8 @@ import shutil
 import socket
 import sys
 import tempfile
+from collections.abc import Iterator
+from typing import Any
 
 LONGEST = 64 << 20  # bytes of a line
 _MAX_ERROR = 400  # characters
@@ -31,6 +33,9 @@ _START_SECONDS = 60.0
 _END_SECONDS = 2.0
 V1 = ("0.4.",)  # versions that these lines were written for
 V0 = ("0.1.14", "0.3.")
+
+
+Graded = tuple[float, dict[str, Any]]  # the reward, and what else is known by name
 
 
 class Unusable(Exception):
@@ -43,7 +48,7 @@ class Unusable(Exception):
 class Served:
     """A taskset and its agents, behind verifiers' own server on a socket in a folder of 0700."""
 
-    def __init__(self, block, max_turns):
+    def __init__(self, block: dict, max_turns: int) -> None:
         from verifiers.v1.configs.select import SelectConfig
         from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 
@@ -53,7 +58,7 @@ class Served:
         load_environment(self._config)  # what cannot work is said here, and not by a server that has died
         self._folder = tempfile.mkdtemp(prefix="laminar-verifiers-")
 
-    def rows(self):
+    def rows(self) -> Iterator[tuple[str, dict]]:
         from verifiers.v1.utils.loaders import load_taskset
 
         tasks = load_taskset(self._config.taskset).select(self._select)
@@ -62,7 +67,7 @@ class Served:
         for task in tasks:
             yield task.data.prompt_text, task.data.model_dump(mode="json")
 
-    async def start(self):
+    async def start(self) -> None:
         from verifiers.v1.serve import EnvClient, env_config_data, serve_env
 
         address, context = f"ipc://{self._folder}/server", multiprocessing.get_context("spawn")
@@ -75,10 +80,10 @@ class Served:
         self._client = EnvClient(address)
         await self._client.wait_for_server_startup(_START_SECONDS, 0.1)
 
-    def lives(self):
+    def lives(self) -> bool:
         return self._process.is_alive()
 
-    async def run(self, task, base_url, api_key, model):
+    async def run(self, task: dict, base_url: str, api_key: str, model: str) -> Graded:
         from verifiers.v1.configs.client import EvalClientConfig
         from verifiers.v1.types import SamplingConfig
 
@@ -95,18 +100,18 @@ class Served:
         parts = {name: reward.score for name, reward in trace.rewards.items() if reward is not None}
         return trace.reward, parts | {name: v for name, v in trace.metrics.items() if v is not None}
 
-    async def close(self):
+    async def close(self) -> None:
         self._alive.close()  # the server ends itself by that
         await self._client.close()
         await asyncio.to_thread(self._process.join, _END_SECONDS)
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def _is(client, base_url):
+def _is(client: object, base_url: str) -> bool:
     return getattr(client, "base_url", base_url) == base_url
 
 
-def _with_defaults(block, max_turns):
+def _with_defaults(block: dict, max_turns: int) -> dict:
     """For each agent that does not say otherwise: the run's limit of turns; the chat loop, on this machine,
     in place of a shell in somebody's cloud. Raises Unusable where model-written code would run here unasked.
     """
@@ -144,7 +149,7 @@ def _with_defaults(block, max_turns):
 class Loaded:
     """An environment of v0, in this process; the fields of its taskset are load_environment's arguments."""
 
-    def __init__(self, block):
+    def __init__(self, block: dict) -> None:
         import verifiers
 
         arguments = dict(block["taskset"])
@@ -155,19 +160,19 @@ class Loaded:
         if getattr(self._environment, "requires_group_rollouts", False):
             raise Unusable("its rewards compare the rollouts of a group, which are graded one by one here")
 
-    def rows(self):
+    def rows(self) -> Iterator[tuple[str, dict]]:
         for row in self._environment.get_dataset(self._select.get("limit") or -1):
             prompt = row["prompt"]
             text = prompt if isinstance(prompt, str) else "\n\n".join(str(m["content"]) for m in prompt)
             yield text, row
 
-    async def start(self):
+    async def start(self) -> None:
         """It is here already."""
 
-    def lives(self):
+    def lives(self) -> bool:
         return True
 
-    async def run(self, task, base_url, api_key, model):
+    async def run(self, task: dict, base_url: str, api_key: str, model: str) -> Graded:
         import verifiers
         from openai import AsyncOpenAI
 
@@ -178,11 +183,11 @@ class Loaded:
             raise Unusable(str(output["error"]))
         return output["reward"], output.get("metrics") or {}
 
-    async def close(self):
+    async def close(self) -> None:
         """It ends with the process."""
 
 
-def made(block, max_turns):
+def made(block: dict, max_turns: int) -> Served | Loaded:
     """The environment that a block names. Raises Unusable."""
     try:
         version, ident = importlib.metadata.version("verifiers"), block["taskset"]["id"]
@@ -202,20 +207,20 @@ def made(block, max_turns):
 # ---- the socket --------------------------------------------------------------------------------------------
 
 
-def _line(error):
+def _line(error: Exception) -> str:
     text = str(error) if isinstance(error, Unusable) else f"{type(error).__name__}: {error}"
     return " ".join(text.split())[:_MAX_ERROR]
 
 
 class Bridge:
-    def __init__(self, reader, writer):
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
-        self._tasks = {}  # by id
+        self._tasks: dict[int, asyncio.Future[None]] = {}  # by id
 
-    def say(self, **message):
+    def say(self, **message: object) -> None:
         self._writer.write(json.dumps(message).encode() + b"\n")
 
-    async def work(self):
+    async def work(self) -> None:
         first = json.loads(await self._reader.readline() or b"null")
         if first is None:
             return
@@ -237,7 +242,7 @@ class Bridge:
             if first["serve"]:
                 await environment.close()
 
-    async def _serve(self, environment, serving):
+    async def _serve(self, environment: Served | Loaded, serving: bool) -> None:
         reading = asyncio.ensure_future(self._reader.readline())
         while not serving or environment.lives():
             await asyncio.wait([reading], timeout=1.0)
@@ -248,7 +253,7 @@ class Bridge:
             self._take(environment, json.loads(line))
             reading = asyncio.ensure_future(self._reader.readline())
 
-    def _take(self, environment, message):
+    def _take(self, environment: Served | Loaded, message: dict) -> None:
         ident = message["id"]
         if "cancel" in message:
             if task := self._tasks.get(message["cancel"]):
@@ -257,7 +262,7 @@ class Bridge:
         self._tasks[ident] = task = asyncio.ensure_future(self._answer(environment, message))
         task.add_done_callback(lambda _: self._tasks.pop(ident, None))
 
-    async def _answer(self, environment, message):
+    async def _answer(self, environment: Served | Loaded, message: dict) -> None:
         ident = message.pop("id")
         try:
             if "file" in message:
@@ -271,7 +276,7 @@ class Bridge:
             self.say(id=ident, error=_line(error))
 
 
-def _write(environment, file):
+def _write(environment: Served | Loaded, file: str) -> int:
     """The tasks as rows; how many there are."""
     count = 0
     with open(f"{file}.new", "w", encoding="utf-8") as out:
@@ -284,7 +289,7 @@ def _write(environment, file):
     return count
 
 
-async def main():
+async def main() -> None:
     """Until the other side is gone."""
     ours = socket.socket(fileno=int(sys.argv[-1]))
     reader, writer = await asyncio.open_connection(sock=ours, limit=LONGEST)

@@ -83,6 +83,8 @@ class Process:
         try:
             line = await asyncio.wait_for(reader.readline(), START_SECONDS)
             error = _decode(line).error if line else "ended"
+        except ConnectionError:
+            error = "ended"
         except TimeoutError:
             error = f"not ready after {START_SECONDS:g} s"
         if error:
