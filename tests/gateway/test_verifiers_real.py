@@ -166,6 +166,21 @@ async def test_a_game_of_several_turns(folder: Path, v1: str) -> None:
     )
 
 
+async def test_a_full_conversation_is_graded(folder: Path, v1: str) -> None:
+    """Where the next message has no room the chat loop ends, and the environment grades what is there."""
+
+    async def test(rollout: Rollout) -> None:
+        file = await asyncio.to_thread(run_rows, rollout.config.environment, str(folder / "run"))
+        row = json.loads(Path(file).read_text().splitlines()[0])
+        said = f"<|user|>\nguess{END}\n<|assistant|>\nx{END}"
+        work = rollout.works("", room=len(rollout.encode(said)) + 3, **row)
+        assert await rollout.run(work, saying("x")) == Outcome() and work.finish_reason == "length"
+        assert work.score is not None and work.score.parts == {"won": 0.0, "guesses": 1.0}
+        assert (work.score.reward, work.score.error) == (0.0, "") and len(work.partial.spans) == 1
+
+    await with_agents(folder, "", test, verifiers="words", python=v1, timeout_seconds=300.0)
+
+
 async def test_wordle_of_verifiers(folder: Path, v1: str) -> None:
     """The taskset that verifiers ships, as it is; of its endless tasks as many as were asked for."""
     named = {"taskset": {"id": "textarena", "game": "Wordle-v0"}, "select": {"limit": 2}}
