@@ -5,6 +5,7 @@ import asyncio
 import json
 import os
 
+from httpx import Response
 from openai import APIStatusError, AsyncOpenAI, OpenAI
 
 LOOK = {
@@ -97,14 +98,67 @@ async def tries(row: dict, client: AsyncOpenAI, model: str) -> dict:
     return {"reward": 0.5}
 
 
+async def generates(row: dict, client: AsyncOpenAI, model: str) -> float:
+    """In token ids, as the package renderers asks; the answers, and what was refused, go into a file."""
+    url, seen, said = str(client.base_url).removesuffix("/v1/") + "/inference/v1/generate", {}, row["ids"]
+    sampling = {"stop_token_ids": [1], "logprobs": 1, "skip_special_tokens": False, "temperature": 0.5}
+
+    async def post(**given: object) -> dict:
+        body = {"model": model, "token_ids": said, "sampling_params": sampling} | given
+        return (await client.post(url, cast_to=Response, body=body)).json()
+
+    async def refused(name: str, **given: object) -> None:
+        try:
+            await post(**given)
+        except APIStatusError as error:
+            seen[name] = [error.status_code, error.body["message"]]
+
+    for name, given in row["refused"].items():
+        await refused(name, **given)
+    seen["answers"] = [await post(), await post(priority=1)]  # the second is the first again
+    said = [*said, *seen["answers"][0]["choices"][0]["token_ids"]]
+    await refused("nothing new")
+    await refused("other", token_ids=[*said[:-1], said[-1] + 1, 5])
+    await refused("unknown", token_ids=[*said, 1 << 20])
+    said = [*said, 7, 8]
+    seen["answers"].append(await post(sampling_params=sampling | {"max_tokens": 2}))
+    try:
+        await client.chat.completions.create(model=model, messages=[USER])
+    except APIStatusError as error:
+        seen["messages"] = [error.status_code, error.body["message"]]
+    with open("generated.json", "w") as file:
+        json.dump(seen, file)
+    return 1.0
+
+
+async def nemo(row: dict, client: AsyncOpenAI, model: str) -> float:
+    """Sends each answer back with its token ids; and once with others."""
+    seen, messages = {}, begin(row)
+    create = client.chat.completions.create
+    first = await create(model=model, messages=messages, extra_body={"return_token_ids": True})
+    said = first.choices[0].message.model_dump(exclude_none=True)
+    messages += [said, USER]
+    for field in ("prompt_token_ids", "generation_token_ids", "generation_log_probs"):
+        wrong = {**said, field: [*said[field][:-1], said[field][-1] + 1]}
+        try:
+            await create(model=model, messages=[*messages[:2], wrong, USER])
+        except APIStatusError as error:
+            seen[field] = error.body["message"]
+    second = await create(model=model, messages=messages)
+    seen["answers"] = [said, second.choices[0].message.model_dump(exclude_none=True)]
+    with open("nemo.json", "w") as file:
+        json.dump(seen, file)
+    return 1.0
+
+
 USER = {"role": "user", "content": [{"type": "text", "text": "go on"}]}
 
 
 async def run(row: dict, base_url: str, api_key: str, model: str) -> float | dict | None:
     """All of the above."""
     async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
-        kind = {"looks": looks, "tries": tries, "obeys": obeys}[row["kind"]]
-        return await kind(row, client, model)
+        kinds = {"looks": looks, "tries": tries, "obeys": obeys, "generates": generates, "nemo": nemo}
+        return await kinds[row["kind"]](row, client, model)
 
 
 def plain(row: dict, base_url: str, api_key: str, model: str) -> float:

@@ -36,12 +36,15 @@ Script = Callable[[str], str]  # the conversation so far -> what the model says 
 class Rollout:
     """Agents of a replica whose model says what a script says."""
 
-    def __init__(self, folder: Path, function: str) -> None:
+    def __init__(self, folder: Path, function: str, **environment: object) -> None:
         shutil.copy(HERE / "agents_by_url.py", folder / "agents_by_url.py")
         self.model = save(folder / "model", "<pad>" + SEPARATED, [END])
         config = RunConfig(run_dir=str(folder))
-        config.model.path, config.environment.agent = str(self.model), f"agents_by_url.{function}"
+        config.model.path = str(self.model)
+        config.environment.agent = function and f"agents_by_url.{function}"
         config.environment.timeout_seconds, config.reward.score_on_failure = 60.0, -1.0
+        for key, value in environment.items():
+            setattr(config.environment, key, value)
         config.sampling.max_response_tokens = 2000
         trace = Trace(folder, "rollout", 0)
         channel = SimpleNamespace(send=lambda message: None)
@@ -94,8 +97,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     sys.path[:] = path
 
 
-async def with_agents(folder: Path, function: str, test: Callable) -> None:
-    rollout = Rollout(folder, function)
+async def with_agents(folder: Path, function: str, test: Callable, **environment: object) -> None:
+    rollout = Rollout(folder, function, **environment)
     await rollout.episodes.start()
     try:
         await test(rollout)

@@ -250,11 +250,11 @@ def _input_problems(config: RunConfig) -> list[str]:
     """What is missing of data and reward."""
     lines = []
     for look in (
-        lambda: [parse_source("data.train", config.data.train)],
+        lambda: config.brings_rows or parse_source("data.train", config.data.train),
         lambda: labels(
             "evaluation.files", [parse_source("evaluation.files", file) for file in config.evaluation.files]
         ),
-        lambda: check_reward(config.reward, config.environment.factory or config.environment.agent),
+        lambda: check_reward(config.reward, config.environment.factory or config.environment.by_url),
     ):
         try:
             look()

@@ -66,9 +66,9 @@ def shown_url(url: str) -> str:
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
 
-def check_reward(config: RewardConfig, own: str = "") -> None:
-    """Raises LaminarError for the first thing that cannot work. `own`: environment.factory or
-    environment.agent, which may have the reward."""
+def check_reward(config: RewardConfig, own: object = "") -> None:
+    """Raises LaminarError for the first thing that cannot work. `own`: there is an environment.factory, agent
+    or verifiers, which may have the reward."""
     if config.functions and config.function:
         raise LaminarError(
             f"reward.function={config.function} and reward.functions (of {', '.join(config.functions)}) are "

@@ -100,7 +100,7 @@ def _environment(config: RunConfig) -> Iterator[Rule]:
     e = config.environment
     given = [
         f"environment.{name}={_written(value)}"
-        for name in ("factory", "tools", "agent")
+        for name in ("factory", "tools", "agent", "verifiers")
         if (value := getattr(e, name))
     ]
     key = given[0] if given else ""
@@ -115,6 +115,16 @@ def _environment(config: RunConfig) -> Iterator[Rule]:
         "all but one out",
     )
     yield (
+        bool(e.verifiers) and not _names_a_taskset(e.verifiers),
+        f"environment.verifiers={e.verifiers}: write a taskset's id, or verifiers' own table with it, "
+        "{taskset: {id: ID}}",
+    )
+    yield (
+        bool(e.verifiers and not e.python),
+        "environment.verifiers needs environment.python: the interpreter of the virtual environment that has "
+        "verifiers and the taskset",
+    )
+    yield (
         e.several and not config.data.chat_template,
         f"{key} needs data.chat_template=true: what stands between turns is the model's template's",
     )
@@ -123,6 +133,13 @@ def _environment(config: RunConfig) -> Iterator[Rule]:
         f"{key} needs pipeline.refresh=drained or barrier, not interrupt: one trajectory keeps its policy "
         "over all its turns",
     )
+
+
+def _names_a_taskset(given: object) -> bool:
+    if isinstance(given, str):
+        return True
+    taskset = given.get("taskset") if isinstance(given, dict) else None
+    return isinstance(taskset, dict) and isinstance(taskset.get("id"), str) and taskset["id"] != ""
 
 
 def _written(value: object) -> str:

@@ -109,7 +109,7 @@ class RewardConfig:
 @dataclass
 class EnvironmentConfig:
     """Responses of several turns with tools, called in processes of each rollout rank; see environments.md.
-    `factory`, `tools` or `agent`, or none of them: one turn."""
+    `factory`, `tools`, `agent` or `verifiers`, or none of them: one turn."""
 
     factory: Any = ""
     """dotted path of a class (TRL's contract): reset(**row), public methods as tools, get_reward(); or
@@ -118,8 +118,10 @@ class EnvironmentConfig:
     """dotted paths of functions that the model may call; the reward is that of `reward`"""
     agent: str = ""
     """dotted path of run(row, base_url, api_key, model), which talks to the model as to OpenAI's API"""
+    verifiers: Any = ""
+    """a taskset of the package verifiers, under environment.python: its id, or verifiers' own [env] table"""
     python: str = ""
-    """interpreter of what the three above name, where that cannot live beside our packages, as
+    """interpreter of what the four above name, where that cannot live beside our packages, as
     /path/.venv/bin/python: Python 3.11 or newer with msgspec and pydantic; empty = ours"""
     max_turns: int = number(8, at_least=1)
     """answers of the model in one trajectory"""
@@ -140,7 +142,12 @@ class EnvironmentConfig:
     @property
     def several(self) -> bool:
         """Responses have several turns."""
-        return bool(self.factory or self.tools or self.agent)
+        return bool(self.factory or self.tools or self.by_url)
+
+    @property
+    def by_url(self) -> bool:
+        """What talks to the model does so as to OpenAI's API."""
+        return bool(self.agent or self.verifiers)
 
 
 @dataclass
@@ -281,3 +288,8 @@ class RunConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     observability: ObservabilityConfig = field(default_factory=ObservabilityConfig)
+
+    @property
+    def brings_rows(self) -> bool:
+        """The environment has the training prompts."""
+        return bool(self.environment.verifiers and not self.data.train)

@@ -34,6 +34,8 @@ def try_rewards(config: RunConfig, say: Callable[[str], None], prompts: list[Pro
     LaminarError for a mistake."""
     if config.source.startswith("replay:") or not reward_functions(config.reward):
         return
+    if prompts is None and config.brings_rows:
+        return  # the controller has them
     first = (prompts or _first_prompt(config))[0]
     for warning in preflight.first_call(config, first.text, first.row):
         say(console.line("reward", warning))

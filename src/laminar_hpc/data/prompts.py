@@ -71,18 +71,29 @@ def load_run_prompts(
     model = model_config(config.model.path)
     context = min(config.trainer.tokens_per_microbatch, model.get("max_position_embeddings", 1 << 30))
     room = context - config.sampling.max_response_tokens - 1
-    kept = 1 if config.environment.agent else None
+    kept = 1 if config.environment.by_url else None
 
     def read(key: str, name: str, limit: int | None = None) -> PromptSet:
         prompts = load_prompts(parse_source(key, name), config.data, tokenizer, render, room, limit, kept)
         check_token_ids(prompts, model["vocab_size"])
+        if config.environment.verifiers:
+            check_tasks(f"{key}={name}", prompts)
         say(console.line("data", prompts.summary()))
         return prompts
 
-    train, key = read("data.train", config.data.train), "evaluation.files"
+    train, key = read("data.train", _train_file(config)), "evaluation.files"
     held_out = [read(key, name, config.evaluation.problems) for name in config.evaluation.files]
     names = labels(key, [each.source for each in held_out])
     return train.prompts, {name: each.prompts for name, each in zip(names, held_out, strict=True)}
+
+
+def _train_file(config: RunConfig) -> str:
+    """Raises LaminarError."""
+    if not config.brings_rows:
+        return config.data.train
+    from laminar_hpc.verifiers.rows import run_rows
+
+    return run_rows(config.environment, config.run_dir)
 
 
 def load_prompts(
@@ -175,6 +186,16 @@ def _check_sendable(text: str, row: dict, where: str) -> None:
             f"{where}: a value cannot be sent to a rollout "
             f"({str(error)[:120]}); mend the row or drop the field"
         ) from None
+
+
+def check_tasks(named: str, prompts: PromptSet) -> None:
+    """Rows of environment.verifiers hold its tasks. Raises LaminarError."""
+    for number, prompt in enumerate(prompts.prompts, 1):
+        if not isinstance(prompt.row.get("task"), dict):
+            raise LaminarError(
+                f"{named}: its row {number} has no task; leave data.train out, and let `python -m "
+                "laminar_hpc.verifiers.rows` write evaluation.files"
+            )
 
 
 def check_token_ids(prompts: PromptSet, vocab_size: int) -> None:

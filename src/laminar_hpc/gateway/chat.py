@@ -32,16 +32,28 @@ class Refused(Exception):
 
 
 @dataclass(frozen=True)
+class Claim:
+    """What a message that comes back says of its tokens; `at`: its place. None: nothing."""
+
+    at: int
+    prompt: list[int] | None
+    tokens: list[int] | None
+    logprobs: list[float] | None
+
+
+@dataclass(frozen=True)
 class Chat:
-    """One request. `messages` and `tools` as the model's template takes them; `digest`: two requests of the
-    same one are the same question."""
+    """One request. `messages` and `tools` as the model's template takes them; `token_fields`: the answer's
+    message has NeMo's; `digest`: two requests of the same one are the same question."""
 
     messages: Messages
+    claims: list[Claim]
     tools: list[dict]
     calls: bool  # tool calls are looked for
     max_tokens: int | None
     logprobs: bool
     token_ids: bool
+    token_fields: bool
     stream: bool
     stream_usage: bool
     digest: bytes
@@ -81,6 +93,9 @@ class _Message(msgspec.Struct):
     tool_calls: list[_Call] | None = None
     tool_call_id: str | None = None
     name: str | None = None
+    prompt_token_ids: list[int] | None = None
+    generation_token_ids: list[int] | None = None
+    generation_log_probs: list[float] | None = None
 
 
 class _Body(msgspec.Struct):
@@ -93,6 +108,7 @@ class _Body(msgspec.Struct):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     stream: bool | None = None
     stream_options: dict | None = None
     stop: str | list[str] | None = None
@@ -111,17 +127,19 @@ def parse(raw: bytes) -> Chat:
     except (msgspec.DecodeError, RecursionError) as error:
         raise Refused(f"the request cannot be read: {error}") from None
     _check(body)
-    messages = _messages(body.messages)
+    messages, claims = _messages(body.messages), _claims(body.messages)
     tools = [_tool(tool) for tool in body.tools or []]
     limits = [n for n in (body.max_tokens, body.max_completion_tokens) if n is not None]
     options = msgspec.structs.replace(body, stream=None, stream_options=None)
     return Chat(
         messages,
+        claims,
         tools,
         calls=bool(tools) and body.tool_choice != "none",
         max_tokens=min(limits, default=None),
         logprobs=bool(body.logprobs),
         token_ids=bool(body.return_token_ids),
+        token_fields=bool(body.return_token_ids or body.return_tokens_as_token_ids or claims),
         stream=bool(body.stream),
         stream_usage=bool((body.stream_options or {}).get("include_usage")),
         digest=hashlib.sha256(msgspec.json.encode(options, order="sorted")).digest(),
@@ -163,6 +181,15 @@ def _messages(given: list[_Message]) -> Messages:
         found.append(one)
     if found[-1]["role"] == "assistant":
         raise Refused("messages: the last one is the assistant's; an answer is never begun by others")
+    return found
+
+
+def _claims(given: list[_Message]) -> list[Claim]:
+    found = []
+    for at, message in enumerate(given):
+        fields = message.prompt_token_ids, message.generation_token_ids, message.generation_log_probs
+        if message.role == "assistant" and any(field is not None for field in fields):
+            found.append(Claim(at, *fields))
     return found
 
 

@@ -21,6 +21,7 @@ class Dialogues:
 
     def __init__(self, model: Path) -> None:
         self._model, self._tokenizer = str(model), load_tokenizer(str(model))
+        self.vocabulary = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
         self._known: OrderedDict[str, Dialogue] = OrderedDict()
         self._making = asyncio.Lock()
 

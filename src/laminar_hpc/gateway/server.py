@@ -1,8 +1,10 @@
-"""The listener of a rollout rank: chat completions for its sessions, on loopback only.
+"""The listener of a rollout rank: chat completions and token ids for its sessions, on loopback only.
 
     POST /sessions/ID/v1/chat/completions     GET /sessions/ID/v1/models
+    POST /sessions/ID/inference/v1/generate
 
-Each session has a key of its own; without it nothing is said, not even whether the session is there.
+Each session has a key of its own, as a bearer token or as x-api-key; without it nothing is said, not even
+whether the session is there.
 """
 
 import hmac
@@ -15,6 +17,7 @@ from aiohttp import web
 
 from laminar_hpc.gateway.chat import Refused, events, models, parse
 from laminar_hpc.gateway.session import Session
+from laminar_hpc.gateway.tokens import parse_prompt
 
 logger = logging.getLogger(__name__)
 MAX_REQUEST = 16 << 20  # bytes
@@ -30,6 +33,7 @@ class Gateway:
         self._base = ""
         app = web.Application(client_max_size=MAX_REQUEST, middlewares=[_refusals])
         app.router.add_post("/sessions/{session}/v1/chat/completions", self._chat)
+        app.router.add_post("/sessions/{session}/inference/v1/generate", self._generate)
         app.router.add_get("/sessions/{session}/v1/models", self._models)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=_CLOSE_SECONDS)
 
@@ -65,9 +69,10 @@ class Gateway:
     def _session(self, request: web.Request) -> Session:
         """Raises Refused."""
         session = self._sessions.get(request.match_info["session"])
-        wanted = f"Bearer {session.key if session else secrets.token_urlsafe(32)}"
-        given = request.headers.get("Authorization", "")
-        if not hmac.compare_digest(wanted.encode(), given.encode("utf-8", "replace")) or session is None:
+        wanted = (session.key if session else secrets.token_urlsafe(32)).encode()
+        bearer = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        given = request.headers.get("x-api-key", bearer).encode("utf-8", "replace")
+        if not hmac.compare_digest(wanted, given) or session is None:
             raise Refused(
                 "no session with this key is here: give base_url and api_key as they came", 401, "key"
             )
@@ -76,6 +81,10 @@ class Gateway:
     async def _models(self, request: web.Request) -> web.StreamResponse:
         self._session(request)
         return _json(models(self._max_tokens))
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        session = self._session(request)
+        return _json(await session.ask(parse_prompt(await request.read())))
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         session = self._session(request)

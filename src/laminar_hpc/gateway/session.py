@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from laminar_hpc.gateway.chat import Chat, Refused
+from laminar_hpc.gateway.tokens import Prompt
 from laminar_hpc.turns.conversation import Messages
 
 _GROWS = "a session's conversation only grows; send back what it has, each answer as it was given"
@@ -19,9 +20,9 @@ _GROWS = "a session's conversation only grows; send back what it has, each answe
 
 @dataclass(frozen=True)
 class Question:
-    """`more`: the messages that are new."""
+    """`more`: the messages that are new; of token ids rollout/agents.py knows it."""
 
-    chat: Chat
+    chat: Chat | Prompt
     more: Messages
     answered: asyncio.Future[dict]
 
@@ -33,6 +34,7 @@ class Session:
         self.url, self.key = url, key
         self._said: Messages = []
         self._tools: list[dict] = []
+        self._dialect: type | None = None  # of the first question that was answered
         self._answers: dict[bytes, asyncio.Future[dict]] = {}
         self._asked: asyncio.Queue[Question] = asyncio.Queue()
         self._open: Question | None = None
@@ -40,20 +42,29 @@ class Session:
 
     # ---- the agent's side ----------------------------------------------------------------------------------
 
-    async def ask(self, chat: Chat) -> dict:
+    async def ask(self, chat: Chat | Prompt) -> dict:
         """The answer. Raises Refused."""
         if (known := self._answers.get(chat.digest)) is None:
             if self._ended:
                 raise Refused(self._ended, 503, "ended")
             if self._open is not None:
                 raise Refused("another request of this session is not answered yet; ask one after the other")
-            more = added(self._said, chat.messages)
-            if self._said and chat.tools != self._tools:
-                raise Refused(f"tools: they are not those of the request before; {_GROWS}")
+            more = self._new(chat)
             known = self._answers[chat.digest] = asyncio.get_running_loop().create_future()
             self._open = Question(chat, more, known)
             self._asked.put_nowait(self._open)
         return await asyncio.shield(known)
+
+    def _new(self, chat: Chat | Prompt) -> Messages:
+        """Raises Refused."""
+        if self._dialect not in (None, type(chat)):
+            raise Refused("a session speaks in messages or in token ids, as it began; it cannot change")
+        if isinstance(chat, Prompt):
+            return []
+        more = added(self._said, chat.messages)
+        if self._said and chat.tools != self._tools:
+            raise Refused(f"tools: they are not those of the request before; {_GROWS}")
+        return more
 
     # ---- the trajectory's side -----------------------------------------------------------------------------
 
@@ -62,10 +73,13 @@ class Session:
         return await self._asked.get()
 
     def answer(self, body: dict, message: dict) -> None:
-        """Of the open question; `message`: the assistant's, as the model's template takes it."""
+        """Of the open question; `message`: the assistant's, as the model's template takes it; of token ids
+        it is not looked at."""
         assert self._open is not None
         chat = self._open.chat
-        self._said, self._tools = [*chat.messages, message], chat.tools
+        self._dialect = type(chat)
+        if isinstance(chat, Chat):
+            self._said, self._tools = [*chat.messages, message], chat.tools
         self._open.answered.set_result(body)
         self._open = None
 

@@ -22,14 +22,16 @@ from laminar_hpc.gateway.dialogues import Dialogues
 from laminar_hpc.gateway.server import Gateway
 from laminar_hpc.gateway.session import Question
 from laminar_hpc.gateway.session import Session as Door
+from laminar_hpc.gateway.tokens import Prompt, confirm, continued, generated, token_fields
 from laminar_hpc.rollout.batch import Turn as Draw
 from laminar_hpc.rollout.episodes import Episodes
 from laminar_hpc.rollout.work import Outcome, Work, logprobs_of, tokens_of
 from laminar_hpc.turns.calls import Malformed, ToolCall
 from laminar_hpc.turns.dialogue import Dialogue
 from laminar_hpc.turns.episode import Episode
-from laminar_hpc.turns.pool import EnvironmentFailed
+from laminar_hpc.turns.pool import EnvironmentFailed, EnvironmentPool
 from laminar_hpc.turns.tools import is_error
+from laminar_hpc.verifiers.pool import VerifiersPool
 
 logger = logging.getLogger(__name__)
 _LIMITS = {"turns": "max_turns", "calls": "max_tool_calls", "time": "max_seconds"}
@@ -40,19 +42,25 @@ class AgentEpisodes(Episodes):
 
     def __init__(self, context: RoleContext, stop_ids: Sequence[int]) -> None:
         super().__init__(context, stop_ids)
+        self._agents: EnvironmentPool | VerifiersPool = self.pool
+        if self.limits.verifiers:
+            self._agents = VerifiersPool(self.limits)
         self.gateway = Gateway(context.config.sampling.max_response_tokens)
         self._dialogues = Dialogues(self._model)
+        self.vocabulary = self._dialogues.vocabulary
 
     async def start(self) -> None:
         """Raises LaminarError for an agent that cannot be used."""
-        await asyncio.gather(self.pool.start(), self.gateway.start())
+        await asyncio.gather(self._agents.start(), self.gateway.start())
         if why := await self._dialogues.start():
             logger.warning("agents of this run can have no tools: %s", why)
 
     async def close(self) -> None:
         """Ends all agents."""
         await self.gateway.close()
-        await super().close()
+        await self._agents.close()
+        if self._agents is not self.pool:
+            await super().close()
 
     # ---- one trajectory ------------------------------------------------------------------------------------
 
@@ -60,7 +68,7 @@ class AgentEpisodes(Episodes):
         work.episode = Episode(self.limits, work.partial.time_started or time.time())
         work.bound, work.finish_reason = self.bound, ""
         t0 = time.time()
-        work.session = await self.pool.open(work.group.row)
+        work.session = await self._agents.open(work.group.row)
         work.episode.waited(time.time() - t0)
         door = self.gateway.open()
         agent = asyncio.create_task(work.session.run(base_url=door.url, api_key=door.key, model=MODEL))
@@ -134,6 +142,7 @@ class _Talk:
         self.calls: list[ToolCall] = []  # of the last turn
         self.limited = False  # it has met a limit of the run
         self.numbered = 0  # calls
+        self.answers = dict[int, tuple[int, int]]()  # by place among the messages: where each was drawn
         self.seen = 0  # tokens that this engine has had
 
     async def held(self, agent: asyncio.Task[Result]) -> Outcome:
@@ -180,11 +189,14 @@ class _Talk:
         if self.episode.turns and (limit := self.episode.limit(names, time.time())):
             work.finish_reason, self.limited = limit, True
             raise Refused(f"the trajectory has met environment.{_LIMITS[limit]}", code="laminar_limit")
-        dialogue = await self.episodes.dialogue(chat.tools)
-        tokens = self._tokens(dialogue, question)
+        if isinstance(chat, Prompt):
+            tokens = continued(chat, self._said(), self.episode.turns > 0, self.episodes.vocabulary)
+        else:
+            self._confirm(chat)
+            tokens = self._tokens(await self.episodes.dialogue(chat.tools), question)
         if len(tokens) >= work.room:
             left = f"sampling.max_response_tokens leaves {work.room}"
-            text = f"the messages need {len(tokens)} tokens more, {left}"
+            text = f"this exceeds the context length: it needs {len(tokens)} tokens more, {left}"
             if not self.episode.turns:
                 raise EnvironmentFailed(text)
             work.finish_reason, self.limited = "length", True
@@ -194,6 +206,19 @@ class _Talk:
             self.episode.called(names, sum(map(is_error, results)), time.time() - since)
             self.episodes.waited(work, since)
         return tokens
+
+    def _said(self) -> list[int]:
+        return [*self.work.group.prompt_tokens, *tokens_of(self.work.partial).tolist()]
+
+    def _confirm(self, chat: Chat) -> None:
+        """Raises Refused for token ids that are not those of the answer."""
+        whole, first = self._said() if chat.claims else [], len(self.work.group.prompt_tokens)
+        for claim in chat.claims:
+            if (drawn := self.answers.get(claim.at)) is None:
+                raise Refused(f"messages[{claim.at}]: it has token ids, and is no answer of this session")
+            logprobs = logprobs_of(self.work.partial)[slice(*drawn)].tolist()
+            start, end = first + drawn[0], first + drawn[1]
+            confirm(claim, whole[:start], whole[start:end], logprobs)
 
     def _tokens(self, dialogue: Dialogue, question: Question) -> list[int]:
         """Raises Refused."""
@@ -235,9 +260,12 @@ class _Talk:
         await self._answer(chat, start)
         return outcome
 
-    async def _answer(self, chat: Chat, start: int) -> None:
-        work, tokens = self.work, tokens_of(self.work.partial)
-        drawn = tokens[start:].tolist()
+    async def _answer(self, chat: Chat | Prompt, start: int) -> None:
+        if isinstance(chat, Prompt):
+            self.calls = []
+            self.door.answer(generated(self._turn(start, {})), {})
+            return
+        drawn = tokens_of(self.work.partial)[start:].tolist()
         content, self.calls = self.episodes.said(await self.episodes.dialogue(chat.tools), chat, drawn)
         message: dict = {"role": "assistant", "content": content}
         theirs = dict(message)
@@ -245,19 +273,26 @@ class _Talk:
             calls = [self._call(call) for call in self.calls]
             message["tool_calls"] = calls
             theirs["tool_calls"] = [{**c, "function": _written(c["function"])} for c in calls]
-        finish = "tool_calls" if self.calls else "stop"
-        turn = Turn(
+        turn = self._turn(start, theirs, self.episodes.texts(drawn) if chat.logprobs else ())
+        theirs |= token_fields(turn) if chat.token_fields else {}
+        self.answers[len(chat.messages)] = start, self.work.partial.count
+        self.door.answer(completion(turn, chat), message)
+
+    def _turn(self, start: int, message: dict, texts: Sequence[str] = ()) -> Turn:
+        """The last one, which was drawn from `start` on."""
+        work, finish = self.work, "tool_calls" if self.calls else "stop"
+        tokens = tokens_of(work.partial)
+        return Turn(
             self.episode.turns,
             int(time.time()),
             [*work.group.prompt_tokens, *tokens[:start].tolist()],
-            drawn,
+            tokens[start:].tolist(),
             logprobs_of(work.partial)[start:].tolist(),
-            self.episodes.texts(drawn) if chat.logprobs else (),
-            theirs,
+            texts,
+            message,
             "length" if work.finish_reason == "length" else finish,
             work.cached_tokens,
         )
-        self.door.answer(completion(turn, chat), message)
 
     def _call(self, call: ToolCall) -> dict:
         """Its id has nine letters, as some templates want."""

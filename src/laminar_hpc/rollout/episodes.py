@@ -39,7 +39,7 @@ TRIES = 3  # of one trajectory at one replica, whose environment fails
 def new_episodes(context: RoleContext, stop_ids: Sequence[int]) -> "Episodes | None":
     """A replica's, where the run's trajectories have several turns."""
     environment = context.config.environment
-    if environment.agent:
+    if environment.by_url:
         from laminar_hpc.rollout.agents import AgentEpisodes  # aiohttp's server takes a third of a second
 
         return AgentEpisodes(context, stop_ids)
@@ -51,7 +51,7 @@ class Episodes:
 
     def __init__(self, context: RoleContext, stop_ids: Sequence[int]) -> None:
         self.context, self.limits = context, context.config.environment
-        self.bound = bool(self.limits.factory or self.limits.agent)
+        self.bound = bool(self.limits.factory or self.limits.by_url)
         self.grades = self.bound and not reward_functions(context.config.reward)
         self.pool = EnvironmentPool(self.limits)
         self._stop_ids, self._model = frozenset(stop_ids), Path(context.config.model.path)

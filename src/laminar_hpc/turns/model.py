@@ -53,7 +53,7 @@ def check_first_token(model_path: str) -> None:
         first |= set(tokenizer.encode(text, add_special_tokens=False).ids[:1])
     if len(first) != 1:
         raise LaminarError(
-            f"environment.agent: the chat template of {model_path} begins conversations with several tokens "
+            f"environment: the chat template of {model_path} begins conversations with several tokens "
             f"{sorted(first)}; take one that begins all of them with the same one, as <|im_start|> is"
         )
 

@@ -11,6 +11,7 @@ from laminar_hpc.data.chat_template import Messages, load_chat_template
 from laminar_hpc.data.prompts import RowRender
 from laminar_hpc.turns.model import check_first_token, conversation
 from laminar_hpc.turns.pool import EnvironmentPool, environment_of
+from laminar_hpc.verifiers.process import check
 
 Tools = dict[str, list[dict]]
 
@@ -26,7 +27,7 @@ def check_environment(config: RunConfig) -> Tools:
             neither = "no get_reward: add it, or set reward.function"
             raise LaminarError(f"environment.factory: {path} has {which if own else neither}")
     if (Path(config.model.path) / "config.json").exists() or not config.dry_run:
-        if environment.agent:  # it has tools of its own, which are tried when it comes with them
+        if environment.by_url:  # it has tools of its own, which are tried when it comes with them
             check_first_token(config.model.path)
         else:
             for each in tools.values():
@@ -35,6 +36,9 @@ def check_environment(config: RunConfig) -> Tools:
 
 
 async def _served(config: RunConfig) -> tuple[Tools, list[str]]:
+    if config.environment.verifiers:
+        await check(config.environment)
+        return {"": []}, []
     pool = EnvironmentPool(config.environment, quiet=True)
     await pool.start()
     await pool.close()

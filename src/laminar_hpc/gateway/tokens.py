@@ -1,0 +1,134 @@
+"""Token ids in requests and answers. Pure.
+
+Token in, token out: `POST /inference/v1/generate`, as vLLM has it and as the package `renderers` asks for it.
+A prompt is the whole conversation so far, exactly, and what is new. Sampling is the run's, as in chat.py.
+
+NeMo's fields of messages: an answer says which tokens were drawn and before which prompt; one that comes back
+with them is compared with what was drawn.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from laminar_hpc.gateway.chat import MODEL, Claim, Refused, Turn
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One request to generate. `digest`: two of the same one are the same question."""
+
+    token_ids: list[int]
+    max_tokens: int | None
+    digest: bytes
+
+
+class _Sampling(msgspec.Struct):
+    max_tokens: int | None = None
+    n: int | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    stop: str | list[str] | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    logit_bias: dict | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
+    structured_outputs: dict | None = None
+
+
+class _Body(msgspec.Struct):
+    model: str
+    token_ids: list[int]
+    sampling_params: _Sampling = msgspec.field(default_factory=_Sampling)
+    stream: bool | None = None
+    features: dict | None = None
+    content_parts: list | None = None
+
+
+_decode = msgspec.json.Decoder(_Body).decode
+_BENDING = ("stop", "min_tokens", "ignore_eos", "logit_bias", "bad_words", "allowed_token_ids")
+
+
+def parse_prompt(raw: bytes) -> Prompt:
+    """Raises Refused."""
+    try:
+        body = _decode(raw)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise Refused(f"the request cannot be read: {error}") from None
+    sampling = body.sampling_params
+    bending = next((name for name in (*_BENDING, "structured_outputs") if getattr(sampling, name)), "")
+    for wrong, why in (
+        (body.model != MODEL, f"there is no model {body.model[:80]!r} here; it is called {MODEL!r}"),
+        (bool(body.features or body.content_parts), "features, content_parts: token ids of text only"),
+        (bool(body.stream), "stream: the answer comes whole; leave it out"),
+        (bool(bending), f"{bending}: the policy is drawn from as it is; leave it out"),
+        (sampling.n not in (None, 1), "n: one answer at a time; leave it out"),
+        (sampling.logprobs not in (None, 0, 1), "logprobs: there are those of the drawn tokens only; say 1"),
+        (sampling.prompt_logprobs is not None, "prompt_logprobs: there are none; leave it out"),
+        (sampling.max_tokens is not None and sampling.max_tokens < 1, "max_tokens: at least 1"),
+        (not body.token_ids, "token_ids: at least one"),
+    ):
+        if wrong:
+            raise Refused(why)
+    digest = hashlib.sha256(b"tokens" + msgspec.json.encode([body.token_ids, sampling.max_tokens])).digest()
+    return Prompt(body.token_ids, sampling.max_tokens, digest)
+
+
+def continued(prompt: Prompt, said: Sequence[int], begun: bool, vocabulary: int) -> list[int]:
+    """The tokens of `prompt` behind `said`, all that was given and drawn before. `begun`: there was a turn.
+    Raises Refused where it does not begin with them."""
+    tokens = prompt.token_ids
+    at = next((i for i, (a, b) in enumerate(zip(tokens, said, strict=False)) if a != b), None)
+    if at is not None and not begun:
+        raise Refused(f"token_ids[{at}] is {tokens[at]}: conversations of this model begin with {said[at]}")
+    if at is not None:
+        raise Refused(
+            f"token_ids[{at}] is {tokens[at]}, where {said[at]} was given or drawn: a session only grows"
+        )
+    if len(tokens) <= len(said):
+        raise Refused(f"token_ids: {len(tokens)}, of {len(said)} that were said: a session only grows")
+    more = tokens[len(said) :]
+    if wrong := [token for token in more if not 0 <= token < vocabulary]:
+        raise Refused(f"token_ids: the model has no token {wrong[0]}")
+    return more
+
+
+def generated(turn: Turn) -> dict:
+    """The answer to a Prompt."""
+    content: list[dict] = [
+        {"token": f"token_id:{token}", "logprob": value, "bytes": None, "top_logprobs": []}
+        for token, value in zip(turn.tokens, turn.logprobs, strict=True)
+    ]
+    choice = {
+        "index": 0,
+        "token_ids": list(turn.tokens),
+        "finish_reason": turn.finish_reason,
+        "logprobs": {"content": content},
+    }
+    prompt, drawn = len(turn.prompt), len(turn.tokens)
+    usage = {"prompt_tokens": prompt, "completion_tokens": drawn, "total_tokens": prompt + drawn}
+    return {"request_id": f"generate-{turn.number}", "choices": [choice], "usage": usage}
+
+
+def token_fields(turn: Turn) -> dict:
+    """What NeMo has on a message that was drawn."""
+    return {
+        "prompt_token_ids": list(turn.prompt),
+        "generation_token_ids": list(turn.tokens),
+        "generation_log_probs": list(turn.logprobs),
+    }
+
+
+def confirm(claim: Claim, prompt: Sequence[int], drawn: Sequence[int], logprobs: Sequence[float]) -> None:
+    """Raises Refused for an answer that comes back with other tokens than it was given with."""
+    name = f"messages[{claim.at}]"
+    for field, ours, theirs in (
+        ("prompt_token_ids", prompt, claim.prompt),
+        ("generation_token_ids", drawn, claim.tokens),
+        ("generation_log_probs", logprobs, claim.logprobs),
+    ):
+        if theirs is not None and list(theirs) != list(ours):
+            raise Refused(f"{name}.{field}: not what was drawn; send each answer back as it was given")

@@ -1,0 +1,60 @@
+"""The tasks of a taskset as rows of a JSONL file: {"prompt", "task"}. A run writes its own once, so that it
+goes on with the same ones; for other files, as evaluation.files wants them:
+
+    python -m laminar_hpc.verifiers.rows PYTHON TASKSET_OR_JSON FILE
+"""
+
+import asyncio
+import hashlib
+import json
+import sys
+from pathlib import Path
+
+from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.config.schema import EnvironmentConfig
+from laminar_hpc.verifiers.process import Lost, Process, block, name
+
+
+def run_rows(config: EnvironmentConfig, run_dir: str) -> str:
+    """The file of a run, written if it is not there. Raises LaminarError."""
+    said = json.dumps(block(config), sort_keys=True).encode()
+    file = Path(run_dir).absolute() / f"verifiers-{hashlib.sha256(said).hexdigest()[:12]}.jsonl"
+    if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        asyncio.run(write(config, file))
+    return str(file)
+
+
+async def write(config: EnvironmentConfig, file: Path) -> int:
+    """How many rows there are. Raises LaminarError."""
+    process = Process(config, serve=False)
+    await process.start()
+    try:
+        answer = await process.ask(file=str(file))
+    except Lost:
+        raise LaminarError(f"{name(config)}: its process ended while it read tasks") from None
+    finally:
+        await process.stop()
+    if answer.error:
+        raise LaminarError(f"{name(config)}: {answer.error}")
+    return answer.rows
+
+
+def main(words: list[str]) -> int:
+    """The exit status."""
+    try:
+        python, named, file = words
+        of_json = named.startswith("{")
+        config = EnvironmentConfig(verifiers=json.loads(named) if of_json else named, python=python)
+        print(f"{file}: {asyncio.run(write(config, Path(file).absolute())):,} rows")
+    except (ValueError, KeyError, TypeError):
+        print(f"usage: {__doc__.split('    ')[1].strip()}", file=sys.stderr)
+        return 2
+    except LaminarError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
