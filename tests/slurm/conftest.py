@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -116,6 +117,20 @@ def _obstacle() -> str:
 def slurm_cluster() -> Iterator[SlurmCluster]:
     """Two nodes of four declared CPUs; Debian's Slurm packages are installed first where they are
     missing."""
+    with _cluster("--gpus", "0") as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def slurm_with_gpus() -> Iterator[SlurmCluster]:
+    """The same with two declared H100 on each node, which are links to /dev/null: Slurm gives them out, and
+    no process can use one."""
+    with _cluster("--gpus", "2", "--gpu-type", "h100") as cluster:
+        yield cluster
+
+
+@contextmanager
+def _cluster(*options: str) -> Iterator[SlurmCluster]:
     if obstacle := _obstacle():
         if os.environ.get("CI"):
             pytest.fail(obstacle)
@@ -123,7 +138,7 @@ def slurm_cluster() -> Iterator[SlurmCluster]:
     folder = Path(
         tempfile.mkdtemp(prefix="slurm", dir="/tmp")
     )  # short: unix sockets below it must fit in 108 bytes
-    command = [str(HERE / "slurm_up.sh"), str(folder), "--nodes", "2", "--cpus", "4", "--gpus", "0"]
+    command = [str(HERE / "slurm_up.sh"), str(folder), "--nodes", "2", "--cpus", "4", *options]
     try:
         # a file takes its output: the daemons it starts inherit the descriptors, and a pipe would never close
         with open(folder / "up.log", "w") as log:
