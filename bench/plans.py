@@ -41,7 +41,7 @@ from laminar_hpc.simulator.schema import PlanConfig
 from laminar_hpc.simulator.settings import load_plan
 from laminar_hpc.simulator.workload import mu_of_mean
 
-STEPS, SKIP, REPLICAS = 9, 2, 8
+STEPS, SKIP, REPLICAS = 12, 6, 8
 ENDLESS = 1000  # steps of a run, which is ended after STEPS of them in full swing
 RATE = 150.0  # trajectories a second that two cores carry with all else that they do
 GROUPS = 4096  # of which lengths are known

@@ -1,5 +1,7 @@
 """When the controller's looks find something to move, report by report."""
 
+import time
+
 import pytest
 from script import Script, samples_of
 from stand import small_config
@@ -74,3 +76,16 @@ def test_the_next_local_batch_is_no_ramp_down_of_the_one_before(script):
     assert not looks(script, 3900, 200)
     assert not looks(script, 3950, 300)
     assert looks(script, 3900, 250)
+
+
+def test_a_look_after_a_publication_delays_no_other(script, monkeypatch):
+    """The planner looks every repack_seconds, and in between when there are newer weights."""
+    repacker, seen = script.controller.repacker, list[float]()
+    monkeypatch.setattr(repacker, "consolidate", seen.append)
+    script.controller.config.pipeline.repack_seconds = 5.0
+    begin = time.monotonic() + 1e7  # whatever has been looked at before
+    for second in (0, 2, 4, 5, 7, 10):
+        if second == 4:
+            repacker.consolidate_soon()
+        repacker.tick(begin + second)
+    assert [when - begin for when in seen] == pytest.approx([0, 4, 5, 10])

@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.simulator.ahead import Appointments
 from laminar_hpc.simulator.constants import DEFAULT
 from laminar_hpc.simulator.cost import engine_costs
 from laminar_hpc.simulator.replica import Replica
@@ -129,6 +130,21 @@ def run(made: Setup, monkeypatch: pytest.MonkeyPatch):
 
 
 @SLOW
+@given(setups(("laminar", "laminar_no_repack", "laminar_unbounded", "dora")), st.booleans())
+def test_ends_that_concern_nobody_else(made, watch):
+    """Promise: what replicas get past alone changes no figure to the last bit, nor time lines and samples;
+    it takes no more events."""
+    kinds = tuple(dataclasses.replace(kind, mtbf=None) for kind in made.engines)
+    known = dataclasses.replace(made, engines=kinds, trainer_mtbf=None, watch=watch)
+    outcomes = [simulate(known)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Appointments, "next", lambda self, replica: 0.0)
+        outcomes.append(simulate(known))
+    alone, each = (outcome.figures.pop("events") for outcome in outcomes)
+    assert outcomes[0] == outcomes[1] and alone <= each
+
+
+@SLOW
 @given(data=st.data())
 def test_work_kv_and_time(data):
     """Tokens generated = finished + in progress + thrown away. No replica exceeds its KV. Time never runs
@@ -139,7 +155,7 @@ def test_work_kv_and_time(data):
     tracker, replicas, figures = seen["tracker"], seen["replicas"], seen["outcome"].figures
     unfinished = 0.0
     for group in tracker.live.values():
-        for request in group.requests:
+        for request in group.requests.values():
             if request.turn < len(request.turns):
                 home = request.home
                 running = home is not None and home.running.get(request.ticket) is request

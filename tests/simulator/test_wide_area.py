@@ -108,9 +108,9 @@ def test_a_notice_saves_prefill():
     assert with_["prefilled_tokens"] < without["prefilled_tokens"]
 
 
-def test_the_cheapest_far_rollouts_that_keep_the_trainer_busy(tmp_path):
+def test_the_cheapest_far_rollouts_that_keep_the_trainer_busy(tmp_path, capsys):
     """Promise: cheap GPUs elsewhere are bought where their link lets them keep the trainer busy, and not
-    where it does not; the files say what was simulated."""
+    where it does not; the files say what was simulated, one line what all places must share."""
     pools = "pools=[{{gpu: H800, count: 16}}, {{gpu: H800, count: 8, price: 0.5, wan_gbps: {}}}]"
     words = ["model=7B", *SMALL, "trainer_busy=0.1", "max_staleness=1", "steps=4", "warmup_steps=1"]
     config = load_plan("wide_area", [*words, pools.format(100)])
@@ -122,4 +122,11 @@ def test_the_cheapest_far_rollouts_that_keep_the_trainer_busy(tmp_path):
     written = yaml.safe_load((tmp_path / "experiment" / "wide_area.yaml").read_text())
     assert written["relay"]["delta"] == "auto" and written["relay"]["publish_timeout_seconds"] >= 60
     assert written["pipeline"]["repack"] == "kv"  # all replicas are in one place
+    assert (
+        sum(
+            "one file system that the machines of all" in line
+            for line in capsys.readouterr().out.splitlines()
+        )
+        == 1
+    )
     assert (tmp_path / "wide_area.sh").exists() and not list(tmp_path.glob("*.sbatch"))

@@ -113,10 +113,31 @@ def _obstacle() -> str:
     return ""
 
 
-@contextmanager
-def _running(nodes: int) -> Iterator[SlurmCluster]:
-    """Of nodes with four declared CPUs; Debian's Slurm packages are installed first where they are
+@pytest.fixture(scope="session")
+def slurm_cluster() -> Iterator[SlurmCluster]:
+    """Two nodes of four declared CPUs; Debian's Slurm packages are installed first where they are
     missing."""
+    with _cluster("--gpus", "0") as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def three_nodes() -> Iterator[SlurmCluster]:
+    """One for each component of a heterogeneous job."""
+    with _cluster("--gpus", "0", nodes=3) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def slurm_with_gpus() -> Iterator[SlurmCluster]:
+    """Two nodes with two declared H100 on each, which are links to /dev/null: Slurm gives them out, and
+    no process can use one."""
+    with _cluster("--gpus", "2", "--gpu-type", "h100") as cluster:
+        yield cluster
+
+
+@contextmanager
+def _cluster(*options: str, nodes: int = 2) -> Iterator[SlurmCluster]:
     if obstacle := _obstacle():
         if os.environ.get("CI"):
             pytest.fail(obstacle)
@@ -124,7 +145,7 @@ def _running(nodes: int) -> Iterator[SlurmCluster]:
     folder = Path(
         tempfile.mkdtemp(prefix="slurm", dir="/tmp")
     )  # short: unix sockets below it must fit in 108 bytes
-    command = [str(HERE / "slurm_up.sh"), str(folder), "--nodes", str(nodes), "--cpus", "4", "--gpus", "0"]
+    command = [str(HERE / "slurm_up.sh"), str(folder), "--nodes", str(nodes), "--cpus", "4", *options]
     try:
         # a file takes its output: the daemons it starts inherit the descriptors, and a pipe would never close
         with open(folder / "up.log", "w") as log:
@@ -140,17 +161,3 @@ def _running(nodes: int) -> Iterator[SlurmCluster]:
             timeout=120,
             check=False,
         )
-
-
-@pytest.fixture(scope="session")
-def slurm_cluster() -> Iterator[SlurmCluster]:
-    """Two nodes."""
-    with _running(2) as cluster:
-        yield cluster
-
-
-@pytest.fixture
-def three_nodes() -> Iterator[SlurmCluster]:
-    """One for each component of a heterogeneous job."""
-    with _running(3) as cluster:
-        yield cluster

@@ -1,7 +1,7 @@
 """When replicas are emptied into others, and which: feeds policies/repack.py with the replicas' reports and
 begins the moves that it plans.
 
-Called by the controller's tick every `pipeline.repack_seconds`, and soon after a publication.
+Called by the controller's tick every `pipeline.repack_seconds`, and once more after each publication.
 """
 
 import time
@@ -43,21 +43,24 @@ class Repacker:
         self._shared, self._config, self._tracker = shared, shared.config, tracker
         self._replicas, self._weights, self._migration = replicas, weights, migration
         self._seen: dict[int, _Seen] = {}  # by replica
-        self._next = 0.0
+        self._next, self._soon = 0.0, False
 
     def tick(self, now: float) -> None:
         """`now`: monotonic seconds."""
         stays = bool(self._config.environment.factory)  # trajectories do, where their environments are
-        if self._config.pipeline.repack != "off" and not stays and now >= self._next:
+        due = now >= self._next
+        if self._config.pipeline.repack != "off" and not stays and (due or self._soon):
+            self._soon = False
+            if due:  # a look in between delays none
+                self._next = now + self._config.pipeline.repack_seconds
             self.consolidate(now)
 
     def consolidate_soon(self) -> None:
         """There are newer weights to be had."""
-        self._next = 0.0
+        self._soon = True
 
     def consolidate(self, now: float) -> None:
         """Plans and begins moves, unless an emptied replica would find no work."""
-        self._next = now + self._config.pipeline.repack_seconds
         count = self._tracker.holders.generating_counts()
         self._seen = {
             # with more on it than it reports it has been granted a local batch since

@@ -15,10 +15,10 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import chain, islice
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class GroupView:
+class GroupView(NamedTuple):
     """What the rules see of a granted, untrained group. `weight_step` is the oldest among its
     trajectories."""
 

@@ -20,7 +20,7 @@ _NO_TIME = {"time": False}  # a field that is no time, which a faster machine le
 _EXACT = 8  # requests up to which every batch has its own CUDA graph
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class EngineCosts:
     """A replica's seconds. A decode step of N requests with K tokens of KV takes `at(N)` + K * kv_token, and
     no less than `floor`.

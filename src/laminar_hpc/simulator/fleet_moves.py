@@ -23,7 +23,13 @@ class Repacker:
     def tick(self) -> None:
         self.look()
         self.rollouts.clock.charge(len(self.rollouts.replicas) // 8)
-        self.rollouts.clock.after(self.rollouts.trainer.costs.repack_period, self.tick)
+        self.look_again()
+
+    def look_again(self) -> None:
+        clock = self.rollouts.clock
+        time = clock.now + self.rollouts.trainer.costs.repack_period
+        self.rollouts.appointments.add(time)
+        clock.at(time, self.tick)
 
     def look(self) -> None:
         now = self.rollouts.clock.now
@@ -42,9 +48,10 @@ class Repacker:
                 continue
             replica.advance(now)
             kv = replica.kv + replica.parked_kv
-            views[replica.site].append(
-                ReplicaView(replica.index, replica.weight_id, kv, replica.kv_before, replica.pending)
-            )
+            if kv < replica.kv_before:  # `plan` looks at no other
+                views[replica.site].append(
+                    ReplicaView(replica.index, replica.weight_id, kv, replica.kv_before, replica.pending)
+                )
             replica.kv_before = kv
         for site, slots in enumerate(self.rollouts.slots):
             if not self.rollouts.quota(slots[-1]):
@@ -74,6 +81,7 @@ class Repacker:
         self.move_seconds += seconds
         source.state = "move"
         self.rollouts.schedule(source)
+        destination.visitors += 1
         self.rollouts.clock.after(seconds, self.arrived, source, destination, moved)
         # its KV is with the destination when the answer comes; waits are longer than moves
         for request in parked:
@@ -87,6 +95,7 @@ class Repacker:
             source.state = "generate"
             self.rollouts.settle(source)
         destination.advance(now)
+        destination.visitors -= 1
         # others were lost with the destination meanwhile
         mine = [request for request in moved if request.home is destination]
         destination.waiting.extendleft(reversed(mine))
@@ -158,7 +167,7 @@ class Failures:
         """Its trajectories go to replicas on the same weights with room, else back to their prompts."""
         r = self.rollouts
         orphans = {
-            q.trajectory_id: q for group in r.tracker.live.values() for q in group.requests if q.home is dead
+            i: q for group in r.tracker.live.values() for i, q in group.requests.items() if q.home is dead
         }
         rooms = []
         for replica in r.replicas:
@@ -247,7 +256,7 @@ class Failures:
             if replica.index not in r.down:
                 self._down(replica, seconds)
         for group in r.tracker.live.values():
-            for request in group.requests:
+            for request in group.requests.values():
                 if request.home is not None:
                     r.tracker.discarded_tokens += request.restart(group.prompt_tokens, request.weight_step)
                     if request.away:

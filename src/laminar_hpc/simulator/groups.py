@@ -45,6 +45,7 @@ def simulate_groups(setup: Setup, groups: int, exchange: float) -> Outcome:
             end = max(part.clock.now for part in stands) + exchange
             for part in stands:
                 part.trainer.book("exchange", part.clock.now, end)
+                part.trainer.ends_at = end
                 part.clock.at(end, part.trainer.end_step)
             stands.clear()
         return merged([part.outcome() for part in parts])

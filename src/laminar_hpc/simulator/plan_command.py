@@ -121,7 +121,9 @@ def write(config: PlanConfig, plan: Plan, folder: Path) -> list[str]:
             )
         ),
     ]
-    if not away(config, candidate):  # one Slurm job reaches all machines
+    if away(config, candidate):
+        lines.append("needs        RUN_DIR on one file system that the machines of all places mount")
+    else:  # one Slurm job reaches all machines
         job = folder / f"{name}.sbatch"
         job.write_text(sbatch(config, candidate))
         lines.append(f"or           cd {shlex.quote(str(folder))} && sbatch {job.name} {yours}")

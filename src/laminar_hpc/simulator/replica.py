@@ -2,19 +2,19 @@
 step.
 
 All running requests gain one token per decode step, so a request ends at a fixed place on the replica's own
-axis of steps; a heap of these places gives the next completion. Between events the number of requests is
-constant and their KV grows linearly, so the time of s steps is a quadratic in s and both directions have
-closed forms. Steps are real numbers. An event costs O(log requests).
+axis of steps; a sorted list of these places gives the next completion. Between events the number of requests
+is constant and their KV grows linearly, so the time of s steps is a quadratic in s and both directions have
+closed forms. Steps are real numbers.
 """
 
-import heapq
 import math
+from bisect import insort
 from collections import deque
 
 from laminar_hpc.simulator.cost import EngineCosts
 from laminar_hpc.simulator.request import Admission, Request
 
-_EPSILON = 1e-7  # steps; closer completions count as one
+EPSILON = 1e-7  # steps; closer completions count as one
 INFINITY = math.inf
 
 
@@ -60,6 +60,7 @@ class Replica:
         "steps",
         "target",
         "tickets",
+        "visitors",
         "waiting",
         "weight_id",
         "weight_step",
@@ -89,6 +90,7 @@ class Replica:
         self.mtbf, self.site, self.grace = mtbf, site, grace
         self.clock = self.steps = self.kv = self.parked_kv = 0.0
         self.running: dict[int, Request] = {}  # by ticket, in order of admission
+        # (steps at its end, ticket) of each running request, in order; and of some that have left
         self.ends: list[tuple[float, int]] = []
         self.waiting: deque[Request] = deque()
         self.parked: dict[int, Request] = {}  # with the environment, KV kept as long as there is room
@@ -99,6 +101,7 @@ class Replica:
         self.event = self.pulls = 0  # the newest of each; earlier ones in the clock are void
         self.pending = 0  # unfinished trajectories that belong here, on their way ones included
         self.weight_step = self.weight_id = 0
+        self.visitors = 0  # moves on their way here
         self.state = "weights"
         self.kv_before = 0.0  # at repack's previous look
         self.seconds: dict[str, float] = {}
@@ -167,7 +170,7 @@ class Replica:
         if not running:
             return INFINITY
         while ends[0][1] not in running:
-            heapq.heappop(ends)
+            del ends[0]
         target = ends[0][0]
         if len(running) > 1 or self.parked_kv:
             full = steps + (self.capacity - self.kv - self.parked_kv) / len(running)
@@ -241,7 +244,7 @@ class Replica:
         request.ticket = self.tickets = ticket = self.tickets + 1
         request.uncached = 0.0
         self.running[ticket] = request
-        heapq.heappush(self.ends, (end, ticket))
+        insort(self.ends, (end, ticket))
         return uncached
 
     def stop(self, request: Request) -> None:
@@ -261,9 +264,9 @@ class Replica:
         """Requests whose turn has ended by now, out of the batch."""
         done = []
         ends, running, steps = self.ends, self.running, self.steps
-        last = steps + _EPSILON
+        last = steps + EPSILON
         while ends and ends[0][0] <= last:
-            request = running.pop(heapq.heappop(ends)[1], None)
+            request = running.pop(ends.pop(0)[1], None)
             if request is not None:
                 request.context = context = request.offset + steps
                 request.remaining = 0.0

@@ -1,5 +1,6 @@
 """What an engine is asked for, and the two engines' rules for admitting it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,9 +74,9 @@ class Request:
         self,
         trajectory_id: int,
         group: Any,
-        turns: list[int],
-        waits: list[float],
-        prompt_tokens: int,
+        turns: Sequence[int],
+        waits: Sequence[float],
+        prompt_tokens: float,
         weight_step: int,
     ) -> None:
         self.trajectory_id, self.group, self.turns, self.waits, self.weight_step = (

@@ -10,11 +10,12 @@ the environment              environment     its answer
 """
 
 import math
-from array import array
 from collections import deque
 from collections.abc import Callable
+from itertools import accumulate
 
 from laminar_hpc.policies import admission
+from laminar_hpc.simulator.ahead import Appointments, decode_alone, may_end_group
 from laminar_hpc.simulator.clock import Clock
 from laminar_hpc.simulator.replica import INFINITY, Replica
 from laminar_hpc.simulator.request import Request
@@ -37,15 +38,9 @@ class Rollouts:
         setup: Setup,
         shares: list[float],
     ) -> None:
-        """`shares`: the part of a batch that each replica's local batch is, unless the setup says how large
-        it is; they add up to 1."""
-        self.clock, self.tracker, self.trainer, self.replicas, self.rules = (
-            clock,
-            tracker,
-            trainer,
-            replicas,
-            setup.rules,
-        )
+        """`shares`: of a batch, each replica's local batch, unless the setup says how large it is."""
+        self.clock, self.tracker, self.trainer = clock, tracker, trainer
+        self.replicas, self.rules = replicas, setup.rules
         self.groups_per_step = groups = setup.workload.prompts_per_step
         self.turn_tokens = setup.workload.turn_tokens
         # A local batch is ceil(G / replicas) groups; with unequal replicas the faster get more.
@@ -57,6 +52,7 @@ class Rollouts:
         # steps whose weights the relays of each place hold; the first place is the trainer's
         self.slots = [deque([0], maxlen=SLOTS) for _ in range(1 + len(setup.sites))]
         self.deliveries = Deliveries(clock, setup.sites, self.arrived)
+        self.appointments = Appointments(clock, trainer, setup)
         self.waiting_replicas: dict[int, None] = {}  # replicas that asked and got nothing; in order
         self.leaving: set[int] = set()  # they had a notice
         self.barrier: set[int] = set()
@@ -65,8 +61,6 @@ class Rollouts:
         self.global_sync_seconds = max(replica.costs.global_sync for replica in replicas)
         # whether one that asks goes on with a dead one's trajectories
         self.rescue: Callable[[Replica], bool] = lambda replica: False
-        self.latencies = array("d")  # seconds from grant to end of each trajectory, in order
-        self.admitted_latencies = array("d")  # the same from its first admission to an engine
         trainer.rollouts = self
 
     def start(self) -> None:
@@ -80,41 +74,62 @@ class Rollouts:
     # ---- a replica's events --------------------------------------------------------------------------------
 
     def schedule(self, replica: Replica) -> None:
-        """Enters the replica's next event; an earlier one becomes void."""
+        """Enters the replica's next event that concerns others; an earlier one becomes void. What comes
+        before concerns it alone, and happens here."""
         replica.event += 1
-        time = replica.next_time()
+        alone_until = self.appointments.next(replica)
+        while True:
+            self.pass_ends(replica, alone_until)
+            time = replica.next_time()
+            if time >= alone_until or may_end_group(replica):
+                break
+            self.reach(replica, time)
+            replica.fill()
         if time < INFINITY:
             self.clock.at(time, self.on_event, replica, replica.event)
+
+    def pass_ends(self, replica: Replica, alone_until: float, now: float | None = None) -> bool:
+        """Gets past ends that concern nobody else, the first one at `now`; whether there are any."""
+        if alone_until <= self.clock.now:
+            return False
+        done = decode_alone(replica, alone_until, now)
+        self.tracker.complete(done, self.trainer.step)
+        return bool(done)
 
     def on_event(self, replica: Replica, version: int) -> None:
         if version != replica.event:
             return
-        replica.advance(self.clock.now, at_event=True)
+        if self.pass_ends(replica, self.appointments.next(replica), self.clock.now):
+            self.schedule(replica)
+        else:
+            self.reach(replica, self.clock.now)
+            self.settle(replica)
+
+    def reach(self, replica: Replica, time: float) -> None:
+        """What happens at the replica's next event, but for what it admits then."""
+        replica.advance(time, at_event=True)
         for request in replica.pop_finished():
-            self.turn_done(replica, request)
+            self.turn_done(replica, request, time)
         if replica.kv + replica.parked_kv >= replica.full:
             replica.make_room()
-        self.settle(replica)
 
     def settle(self, replica: Replica) -> None:
         """After any change: admit what fits, ask for more work if there is none, enter the next event."""
         if replica.index in self.down or self.paused or replica.state == "pull":
             return
-        if replica.waiting:
-            replica.fill()
+        replica.fill()
         if self.rules.refresh == "interrupt":
             self.top_up(replica)
         if replica.pending == 0 and replica.state not in ("pull", "move", "admission", "barrier", "weights"):
             self.drained(replica)
         self.schedule(replica)
 
-    def turn_done(self, replica: Replica, request: Request) -> None:
+    def turn_done(self, replica: Replica, request: Request, time: float) -> None:
         request.turn += 1
         if request.turn == len(request.turns):
             replica.pending -= 1
             request.home = None
-            self.latencies.append(self.clock.now - request.granted)
-            self.admitted_latencies.append(self.clock.now - request.started)
+            self.tracker.ends(time, request)
             if score := self.trainer.costs.score:
                 self.clock.after(score, self.scored, request)
             else:
@@ -161,6 +176,10 @@ class Rollouts:
         replica.pending += 1
         replica.waiting.append(request)
 
+    def give_anew(self, replica: Replica, request: Request) -> None:
+        self.tracker.discarded_tokens += request.restart(request.group.prompt_tokens, replica.weight_step)
+        self.give(replica, request)
+
     def quota(self, weight_step: int) -> int:
         """Groups that a replica with weights of this step may be granted; a fractional bound adds a part of a
         batch to the whole one below."""
@@ -187,11 +206,10 @@ class Rollouts:
         groups_max = self.local_batch[replica.index]
         given = 0
         for request in self.tracker.take_lost(groups_max * self.samples, replica.weight_step):
-            self.tracker.discarded_tokens += request.restart(request.group.prompt_tokens, replica.weight_step)
-            self.give(replica, request)
+            self.give_anew(replica, request)
             given += 1
         for _ in range(min(groups_max, self.quota(replica.weight_step)) if not given else 0):
-            for request in self.tracker.new_group(replica.weight_step).requests:
+            for request in self.tracker.new_group(replica.weight_step).requests.values():
                 self.give(replica, request)
                 given += 1
         if given:
@@ -206,21 +224,17 @@ class Rollouts:
         """Continuous filling: whole groups while there is room, up to the replica's share of what admission
         allows to be in flight."""
         samples = self.samples
-        ahead = 1 + (self.rules.max_staleness or 0)
-        pending_max = math.ceil(self.local_batch[replica.index] * ahead) * samples
+        batches = 1 + (self.rules.max_staleness or 0)
+        pending_max = math.ceil(self.local_batch[replica.index] * batches) * samples
         while (
             not replica.waiting
             and replica.occupied() + samples <= replica.max_concurrent
             and replica.pending + samples <= pending_max
         ):
             if self.tracker.lost:
-                request = self.tracker.lost.pop()
-                self.tracker.discarded_tokens += request.restart(
-                    request.group.prompt_tokens, replica.weight_step
-                )
-                self.give(replica, request)
+                self.give_anew(replica, self.tracker.lost.pop())
             elif self.quota(self.newest) > 0:
-                for request in self.tracker.new_group(self.newest).requests:
+                for request in self.tracker.new_group(self.newest).requests.values():
                     self.give(replica, request)
             else:
                 self.waiting_replicas[replica.index] = None
@@ -247,19 +261,13 @@ class Rollouts:
                 replica.state = "train" if self.rules.placement == "colocated" else "weights"
             return
         self.barrier.clear()
-        requests = [
-            request
-            for _ in range(self.groups_per_step)
-            for request in self.tracker.new_group(self.newest).requests
-        ]
-        edges = [0.0]
-        for batch in self.local_batch:
-            edges.append(edges[-1] + batch)
-        for replica, start, end in zip(self.replicas, edges, edges[1:], strict=False):
+        groups = [self.tracker.new_group(self.newest) for _ in range(self.groups_per_step)]
+        requests = [request for group in groups for request in group.requests.values()]
+        edges = [0, *accumulate(self.local_batch)]
+        each = [round(edge / edges[-1] * len(requests)) for edge in edges]
+        for replica, start, end in zip(self.replicas, each, each[1:], strict=False):
             replica.advance(self.clock.now)
-            for request in requests[
-                round(start / edges[-1] * len(requests)) : round(end / edges[-1] * len(requests))
-            ]:
+            for request in requests[start:end]:
                 self.give(replica, request)
             replica.state = "generate"
         for replica in self.replicas:

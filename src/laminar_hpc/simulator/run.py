@@ -2,7 +2,7 @@
 
 import gc
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -44,7 +44,6 @@ class _Window:
         replicas: list[Replica],
         trainer: Trainer,
         tracker: TrajectoryTracker,
-        latencies: Sequence[float],
         clock: Clock,
     ) -> None:
         for replica in replicas:
@@ -60,7 +59,7 @@ class _Window:
             tracker.generation_staleness.copy(),
             tracker.training_staleness.copy(),
         )
-        self.finished = len(latencies)
+        self.ended = len(tracker.ended)
 
 
 def _replicas(setup: Setup) -> tuple[list[Replica], list[float]]:
@@ -145,13 +144,13 @@ class Simulation:
         if setup.watch:
             for replica in self.replicas[:_SHOWN_REPLICAS]:
                 replica.spans = []
-            self.clock.at(0.0, _sample, self.clock, self.replicas, self.samples)
-        self.rollouts.start()
+            self._sample_at(0.0)
         if rules.repack != "off":
-            self.clock.after(setup.job.repack_period, self.repacker.tick)
+            self.repacker.look_again()
+        self.rollouts.start()
 
     def _begin_window(self) -> None:
-        self.window = _Window(self.replicas, self.trainer, self.tracker, self.rollouts.latencies, self.clock)
+        self.window = _Window(self.replicas, self.trainer, self.tracker, self.clock)
 
     def _on_step(self, step: int) -> None:
         self.clock.progress()
@@ -159,6 +158,18 @@ class Simulation:
             self._begin_window()
         if self.setup.rules.repack != "off" and step < self.setup.steps:
             self.repacker.look()
+
+    def _sample_at(self, time: float) -> None:
+        self.rollouts.appointments.add(time)
+        self.clock.at(time, self._sample)
+
+    def _sample(self) -> None:
+        used = 0.0
+        for replica in self.replicas:
+            replica.advance(self.clock.now)
+            used += replica.kv / replica.capacity
+        self.samples.append((self.clock.now, used / len(self.replicas)))
+        self._sample_at(self.clock.now + _SAMPLE_SECONDS)
 
     def outcome(self) -> Outcome:
         """Of the window, once the last step is trained."""
@@ -194,15 +205,6 @@ def _move_figures(repacker: Repacker, failures: Failures, rollouts: Rollouts) ->
     }
 
 
-def _sample(clock: Clock, replicas: list[Replica], samples: list[tuple[float, float]]) -> None:
-    used = 0.0
-    for replica in replicas:
-        replica.advance(clock.now)
-        used += replica.kv / replica.capacity
-    samples.append((clock.now, used / len(replicas)))
-    clock.after(_SAMPLE_SECONDS, _sample, clock, replicas, samples)
-
-
 def _outcome(
     setup: Setup,
     clock: Clock,
@@ -231,8 +233,7 @@ def _outcome(
         "trainer_gpus": setup.trainer_gpus,
         "trainer_wait_share": trained.get("wait", 0.0) / length,
         **_replica_figures(replicas, window, length, gpu_seconds["rollout"]),
-        **_latencies("latency", rollouts.latencies[window.finished :]),
-        **_latencies("latency_admitted", rollouts.admitted_latencies[window.finished :]),
+        **_latencies(tracker, window.ended),
         "staleness_generation_mean": _mean(generation),
         "staleness_generation_max": max(generation, default=0),
         "staleness_training_mean": _mean(training),
@@ -277,9 +278,14 @@ def _replica_figures(
     }
 
 
-def _latencies(name: str, seconds: Sequence[float]) -> dict[str, float]:
-    values = np.array(seconds or [0.0])
-    return {f"{name}_mean": float(values.mean()), f"{name}_max": float(values.max())}
+def _latencies(tracker: TrajectoryTracker, first: int) -> dict[str, float]:
+    """Of the trajectories from the `first` one on, in the order of their ends."""
+    order = np.argsort(np.array(tracker.ended[first:]), kind="stable")
+    figures: dict[str, float] = {}
+    for name, seconds in (("latency", tracker.latencies), ("latency_admitted", tracker.admitted_latencies)):
+        values = np.array(seconds[first:])[order] if len(order) else np.zeros(1)
+        figures |= {f"{name}_mean": float(values.mean()), f"{name}_max": float(values.max())}
+    return figures
 
 
 def _mean(counts: dict[int, int]) -> float:

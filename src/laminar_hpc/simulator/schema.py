@@ -146,6 +146,8 @@ class PlanConfig:
         3, at_least=0, at_most=1000, why="with less than 0 no prompt is ever given out"
     )
     max_concurrent: int = number(256, at_least=1, at_most=100_000)
-    steps: int = number(6, at_least=1, at_most=1000)
-    warmup_steps: int = number(2, at_least=0, at_most=999)
+    steps: int = number(12, at_least=1, at_most=1000)  # trainer steps simulated
+    # left out of the figures: where rollouts are the narrower side, the first steps are faster than all later
+    # ones, as they train what ends first
+    warmup_steps: int = number(6, at_least=0, at_most=999)
     workload: WorkloadConfig = field(default_factory=WorkloadConfig)

@@ -1,6 +1,7 @@
 """Groups that are granted or finished and not yet trained, and what became of all trajectories; the
 simulator's experience buffer."""
 
+from array import array
 from collections import Counter
 
 from laminar_hpc.policies.live_groups import GroupView, LiveGroups
@@ -9,10 +10,12 @@ from laminar_hpc.simulator.workload import Workload
 
 
 class Group:
-    """`requests` until all are finished; from then on `finished`: response tokens and weight step of each."""
+    """`requests` by trajectory id, until they are finished; in their order `finished`: response tokens and
+    weight step of each. A buffer that grows holds many groups."""
 
     __slots__ = (
         "finished",
+        "first",
         "group_id",
         "number",
         "order",
@@ -29,7 +32,8 @@ class Group:
             weight_step,
             prompt_tokens,
         )
-        self.requests: list[Request] = []
+        self.requests: dict[int, Request] = {}
+        self.first = 0  # trajectory id
         self.finished: list[tuple[int, int]] = []
         self.unfinished = self.order = 0
 
@@ -54,18 +58,21 @@ class TrajectoryTracker:
         self.generation_staleness: Counter[int] = Counter()
         self.training_staleness: Counter[int] = Counter()
         self.versions = 0
-        self.moved = 0
+        self.ended = array("d")  # when each trajectory had its last token; of one replica in order
+        self.latencies = array("d")  # seconds from its grant to then
+        self.admitted_latencies = array("d")  # the same from its first admission to an engine
 
     def new_group(self, weight_step: int) -> Group:
         draw = self.workload.group(self.counted)
         self.counted += 1
         group = Group(self.counted - 1, self.counted, weight_step, draw.prompt_tokens)
+        number, prompt_tokens = self.trajectories, float(draw.prompt_tokens)
+        group.first, group.unfinished = number, len(draw.turns)
+        group.finished = [(0, 0)] * group.unfinished
         for turns, waits in zip(draw.turns, draw.waits, strict=True):
-            group.requests.append(
-                Request(self.trajectories, group, turns, waits, draw.prompt_tokens, weight_step)
-            )
-            self.trajectories += 1
-        group.unfinished = len(group.requests)
+            group.requests[number] = Request(number, group, turns, waits, prompt_tokens, weight_step)
+            number += 1
+        self.trajectories = number
         self.live[group.group_id] = group
         self.views.put(group.view())
         return group
@@ -83,18 +90,39 @@ class TrajectoryTracker:
         """A trajectory is complete; True when its group is."""
         group = request.group
         group.unfinished -= 1
-        self.finished_tokens += sum(request.turns)
-        self.generation_staleness[trainer_step - request.weight_step] += 1
-        self.versions = max(self.versions, request.versions)
-        self.moved += request.moves
+        self._count(request, trainer_step)
         if group.unfinished:
             return False
-        group.finished = [(sum(r.turns), r.weight_step) for r in group.requests]
-        group.requests = []  # a buffer that grows holds many groups
         self.order += 1
         group.order = self.order
         self.views.put(group.view())
         return True
+
+    def ends(self, time: float, request: Request) -> None:
+        """A trajectory has its last token."""
+        self.ended.append(time)
+        self.latencies.append(time - request.granted)
+        self.admitted_latencies.append(time - request.started)
+
+    def complete(self, done: list[tuple[float, Request]], trainer_step: int) -> None:
+        """`ends` and `finish` of (time, request), none of which is the last of its group; the group knows."""
+        for time, request in done:
+            self.ended.append(time)
+            self.latencies.append(time - request.granted)
+            self.admitted_latencies.append(time - request.started)
+            self._count(request, trainer_step)
+
+    def _count(self, request: Request, trainer_step: int) -> None:
+        """A complete trajectory in what is told of its group, and of all."""
+        group, turns, staleness = request.group, request.turns, self.generation_staleness
+        tokens = turns[0] if len(turns) == 1 else sum(turns)
+        group.finished[request.trajectory_id - group.first] = tokens, request.weight_step
+        del group.requests[request.trajectory_id]
+        self.finished_tokens += tokens
+        late = trainer_step - request.weight_step
+        staleness[late] = staleness[late] + 1 if late in staleness else 1
+        if request.versions > self.versions:
+            self.versions = request.versions
 
     def consume(self, group_ids: list[int], step: int) -> list[int]:
         """Takes groups out for step `step`; gives the tokens of each trajectory, prompt included."""
@@ -102,9 +130,11 @@ class TrajectoryTracker:
         for group_id in group_ids:
             group = self.live.pop(group_id)
             self.views.remove(group_id)
-            for response_tokens, weight_step in group.finished:
-                tokens.append(response_tokens + group.prompt_tokens)
-                self.training_staleness[step - weight_step] += 1
+            prompt_tokens = group.prompt_tokens
+            tokens += [response_tokens + prompt_tokens for response_tokens, _ in group.finished]
+            weight_steps = [weight_step for _, weight_step in group.finished]
+            for weight_step in set(weight_steps):
+                self.training_staleness[step - weight_step] += weight_steps.count(weight_step)
             self.consumed_trajectories += len(group.finished)
         self.consumed_tokens += sum(tokens)
         return tokens

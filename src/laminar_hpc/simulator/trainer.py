@@ -57,6 +57,9 @@ class Trainer:
         self.tokens = 0
         self.since_checkpoint = 0.0
         self.delay = 0.0
+        self.ends_at = -1.0  # when the part in progress ends, or did
+        # seconds that a part takes at least
+        self.shortest = self.updates_per_part * costs.update
         self.spans: list[tuple[str, float, float]] = []
         self.on_step: Callable[[int], None] = lambda step: None  # called at the end of each step
         self.finish_step: Callable[[], None] = self.end_step  # called when its last update is done
@@ -94,7 +97,12 @@ class Trainer:
         if self.rules.placement == "colocated":
             seconds += self.costs.switch
             self.rollouts.start_training()
-        self.clock.after(seconds, self._trained, now, seconds)
+        self.ends_at = now + seconds
+        self.clock.at(self.ends_at, self._trained, now, seconds)
+
+    def ends_after(self, now: float) -> float:
+        """No step ends between `now` and this time."""
+        return self.ends_at if self.ends_at >= now else now + self.shortest
 
     def _size(self) -> int:
         """Groups of the next part; the parts of a step add up to its groups."""

@@ -8,6 +8,7 @@ compared on the same work.
 import json
 import math
 import sqlite3
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import NormalDist
@@ -47,8 +48,8 @@ class GroupDraw:
     """One prompt group: per sample the tokens of each turn and the seconds that the environment takes after
     each turn but the last."""
 
-    turns: list[list[int]]
-    waits: list[list[float]]
+    turns: Sequence[Sequence[int]]
+    waits: Sequence[Sequence[float]]
     prompt_tokens: int
 
 
@@ -76,7 +77,7 @@ class Workload:
         c = self.config
         lengths = self.lengths(index)
         if c.turns <= 1:
-            return GroupDraw([[n] for n in lengths], [[]] * len(lengths), c.prompt_tokens)
+            return GroupDraw([(n,) for n in lengths], [()] * len(lengths), c.prompt_tokens)
         _, calls, waits = self._block(index)
         counts = calls[index % _BLOCK].tolist()
         rows = waits[index % _BLOCK].tolist()

@@ -1,0 +1,99 @@
+"""How far a replica may go on by itself: until somebody else looks at it, or one of its requests concerns
+somebody else. What happens to it in between needs no events of its own on the clock.
+
+Where each group is on one replica as a whole and nothing fails, a request that ends concerns others only as
+the last of its group. What others do to a replica that generates, they do at times that are known before:
+looks and arrivals of repack, samples, the end of a trainer step.
+"""
+
+import heapq
+
+from laminar_hpc.simulator.clock import Clock
+from laminar_hpc.simulator.replica import EPSILON, Replica
+from laminar_hpc.simulator.request import Request
+from laminar_hpc.simulator.setup import Setup
+from laminar_hpc.simulator.trainer import Trainer
+
+
+class Appointments:
+    """When somebody else comes to the replicas that generate."""
+
+    def __init__(self, clock: Clock, trainer: Trainer, setup: Setup) -> None:
+        self._clock, self._trainer = clock, trainer
+        self._times: list[float] = []
+        fails = setup.trainer_mtbf or any(kind.mtbf for kind in setup.engines)
+        scored_later = setup.workload.turns > 1 or setup.job.score
+        self._known = setup.rules.refresh == "drained" and not fails and not scored_later
+
+    def add(self, time: float) -> None:
+        heapq.heappush(self._times, time)
+
+    def next(self, replica: Replica) -> float:
+        """No one comes to it before this time; not later than now where that is not known."""
+        if not self._known or replica.visitors:
+            return 0.0
+        times, now = self._times, self._clock.now
+        while times and times[0] < now:
+            heapq.heappop(times)
+        end = self._trainer.ends_after(now)
+        return times[0] if times and times[0] < end else end
+
+
+def may_end_group(replica: Replica) -> bool:
+    """Whether the next event, which `next_time` has found, can be the end of a group's last request."""
+    ends, last = replica.ends, replica.target + EPSILON
+    if ends[0][0] > last:
+        return False  # the KV is full
+    if len(ends) > 1 and ends[1][0] <= last:
+        return True  # several may end
+    unfinished: int = replica.running[ends[0][1]].group.unfinished
+    return unfinished == 1
+
+
+def decode_alone(r: Replica, until: float, now: float | None = None) -> list[tuple[float, Request]]:
+    """`next_time`, `advance` and `pop_finished` of a replica again and again, the same numbers in less time:
+    over ends of single requests before `until` that are not the last of their group, while nothing waits and
+    the KV is not full. Gives (time, request) of each. `now`: the time of the first, as `next_time` gave it.
+    """
+    done: list[tuple[float, Request]] = []
+    if r.waiting or r.parked_kv or r.stall_until > r.clock or r.spans is not None:
+        return done
+    costs, ends, running, capacity, full = r.costs, r.ends, r.running, r.capacity, r.full
+    kv, steps, clock, floor, kv_token = r.kv, r.steps, r.clock, costs.floor, costs.kv_token
+    decoded = r.seconds.get("generate", 0.0)
+    while (n := len(running)) > 1 and kv < full:
+        while ends[0][1] not in running:
+            del ends[0]
+        end, ticket = ends[0]
+        if end > steps + (capacity - kv) / n or end < steps or ends[1][0] <= end + EPSILON:
+            break
+        request = running[ticket]
+        if request.group.unfinished == 1 or (now is not None and end != r.target):
+            break
+        left = end - steps
+        grown = n * left
+        if now is None:
+            first_step, slope, fixed = costs.at(n) + kv_token * kv, kv_token * n, 0.0
+            if first_step < floor:
+                first = min(left, (floor - first_step) / slope) if slope else left
+                fixed, left, first_step = first * floor, left - first, floor
+            time = clock + (fixed + left * (first_step + slope * left / 2))
+        else:
+            time, now = now, None
+        if time >= until:
+            break
+        rest = time - clock
+        r.kv_seconds += (kv + grown / 2) * rest
+        r.request_seconds += n * rest
+        r.generated += grown
+        kv, steps, clock, decoded = kv + grown, end, clock + rest, decoded + rest
+        del running[ticket], ends[0]
+        request.context = context = request.offset + steps
+        request.remaining = 0.0
+        kv -= context
+        request.group.unfinished -= 1
+        done.append((time, request))
+    if done:
+        r.kv, r.steps, r.clock, r.seconds["generate"] = kv, steps, clock, decoded
+        r.pending -= len(done)
+    return done
