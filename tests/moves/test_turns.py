@@ -1,7 +1,6 @@
 """docs/architecture.md#one-policy over several turns: whole runs with tools on emulated engines, whose turns
 end with calls; real workers, moves, tools in processes, deaths."""
 
-import json
 import sqlite3
 import sys
 from collections import Counter
@@ -9,16 +8,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from chats import SEPARATED, save, vocabulary_size
-from stand import Shuffler, Stand, small_config
+from chats import vocabulary_size
+from stand import Shuffler, Stand
+from turning import CALL, several_turns, trajectories
 
 from laminar_hpc.config.schema import RunConfig
-from laminar_hpc.controller.stored import stored_groups
 from laminar_hpc.data.tokens import TextDecoder
 from laminar_hpc.engine.emulated import responses
-from laminar_hpc.payload.whole import Whole, wholes
+from laminar_hpc.payload.whole import Whole
 
-TURN, CALL = 200, '<tool_call>{"name": "look", "arguments": {"key": "k"}}</tool_call>'
 TOOLBOX = """
 import os, time
 
@@ -76,33 +74,8 @@ def score(*, prompt, response, row):
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
     """A run with `look` as its tool."""
-    (tmp_path / "turns_toolbox.py").write_text(TOOLBOX)
     monkeypatch.chdir(tmp_path)
-    config = small_config(tmp_path, replicas=3, steps=2)
-    model = save(Path(config.model.path), SEPARATED, ["<|end|>"])
-    settings = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(
-        json.dumps({**settings, "vocab_size": vocabulary_size(), "max_position_embeddings": 4096})
-    )
-    config.trainer.tokens_per_microbatch = 4096
-    config.data.chat_template = True
-    config.algorithm.prompts_per_step = 8
-    config.emulation.turn_tokens, config.emulation.call = TURN, CALL
-    config.environment.tools = ["turns_toolbox.look"]
-    config.reward.function = "turns_toolbox.score"
-    config.rollout.increment_tokens = 20
-    return config
-
-
-def trajectories(config: RunConfig) -> list[Whole]:
-    """All that are stored."""
-    database = sqlite3.connect(f"file:{config.run_dir}/store.sqlite?mode=ro", uri=True)
-    groups = [i for (i,) in database.execute("SELECT id FROM groups ORDER BY id")]
-    found = wholes(Path(config.run_dir), stored_groups(database, groups))
-    database.close()
-    wanted = config.steps * config.algorithm.prompts_per_step * config.algorithm.samples_per_prompt
-    assert len(found) == wanted
-    return found
+    return several_turns(tmp_path, TOOLBOX)
 
 
 def assert_grown(config: RunConfig, whole: Whole, answer: str) -> int:

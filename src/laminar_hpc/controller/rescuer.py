@@ -101,7 +101,7 @@ class Rescuer:
         """Its replica cannot go on with it: it goes on elsewhere from `partial`, or from what is known here
         if that is more. What a move has brought to its destination goes on there."""
         known = self._pool.get(trajectory_id, attempt)
-        if partial.count > (known.count if known else 0):
+        if partial.count >= (known.count if known else 0):
             self._pool.put(trajectory_id, attempt, partial)
         self._migration.source_gives_up(trajectory_id, replica)
         if trajectory_id in self._migration.moving:

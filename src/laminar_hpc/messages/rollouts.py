@@ -137,6 +137,7 @@ class Increment(Message):
     spans: list[VersionSpan]  # of these tokens; places count from the beginning of the response
     time_started: float
     called: bool = False  # as in Partial
+    awaits: str = ""
 
     @property
     def count(self) -> int:

@@ -3,7 +3,7 @@
 from collections import Counter
 
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.engine.interface import EngineHangs
+from laminar_hpc.engine.interface import EngineDied, EngineHangs
 from laminar_hpc.rollout.engine_lives import EngineLives
 from laminar_hpc.rollout.state import ReplicaState
 from laminar_hpc.rollout.weight_loader import OVERFLOW_CURE
@@ -46,8 +46,8 @@ class BatchHealth:
         if self._overflows[key] >= MAX_OVERFLOWS:
             raise self._overflow(f"{MAX_OVERFLOWS} responses to one prompt (trajectory {work.trajectory_id})")
 
-    def hung(self, error: EngineHangs) -> None:
-        """The engine hung in this local batch. Raises what ends the replica when that comes again and
+    def hung(self, error: EngineHangs | EngineDied) -> None:
+        """The engine hung or died in this local batch. Raises what ends the replica when that comes again and
         again."""
         self._hangs_in_a_row += 1
         if self._hangs_in_a_row == MAX_HANGS_IN_A_ROW:
