@@ -132,6 +132,7 @@ def settings(folder: Path, kind: Kind, scale: float) -> RunConfig:
 def measured(options: argparse.Namespace, folder: Path, name: str) -> dict:
     """One run and its row."""
     kind = KINDS[name]
+    shutil.rmtree(folder / name, ignore_errors=True)
     config = settings(folder / name, kind, options.scale)
     os.environ |= {"BENCH_TIME_SCALE": str(options.scale), "BENCH_FAULTS": "1" if kind.faults else ""}
     print(f"  {name}: {options.emulated_seconds:g} emulated seconds", file=sys.stderr, flush=True)
@@ -169,8 +170,7 @@ def first_grant(run: Emulation) -> float:
 def row(config: RunConfig, start: float, end: float, scale: float) -> dict:
     database = sqlite3.connect(f"file:{config.run_dir}/store.sqlite?mode=ro", uri=True)
     ended = database.execute(
-        "SELECT trained, time_finished - time_started FROM trajectories "
-        "WHERE time_finished BETWEEN ? AND ?",
+        "SELECT trained, time_finished - time_started FROM trajectories WHERE time_finished BETWEEN ? AND ?",
         (start, end),
     ).fetchall()
     [(lost,)] = database.execute("SELECT count(*) FROM groups WHERE state = 'given_up'").fetchall()
@@ -203,6 +203,12 @@ def figures(rows: dict[str, dict]) -> dict[str, float | None]:
     }
 
 
+def find_tools() -> None:
+    """Environment workers import `slow_tools`."""
+    paths = [str(Path(__file__).parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+
+
 def main() -> None:
     options = common.options_of(__doc__ or "")
     options.add_argument("--runs-dir", type=Path, help="keep the runs there (default: a temporary folder)")
@@ -214,8 +220,7 @@ def main() -> None:
     options.add_argument("--per-process", type=int, default=2, help="replicas per process (default 2)")
     options.add_argument("--only", type=common.words(kind_named), default=list(KINDS), help="of the runs")
     options = options.parse_args()
-    paths = [str(Path(__file__).parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    find_tools()
     with common.run_folder(options) as folder:
         rows = {name: measured(options, folder, name) for name in options.only}
     first = next(iter(rows.values()))["tokens/s"]

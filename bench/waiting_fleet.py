@@ -24,7 +24,7 @@ from laminar_hpc.turns.pool import Session
 class BatchEpisodes(Episodes):
     """See Episodes; results are given to all together."""
 
-    _running = _answered = 0
+    _running = _there = 0
     _all: asyncio.Event | None = None
 
     async def run(self, work: Work, turn: Turn) -> Outcome:
@@ -38,16 +38,16 @@ class BatchEpisodes(Episodes):
 
     async def _results(self, session: Session, found: list[ToolCall] | Malformed) -> list[ToolResult]:
         results = await super()._results(session, found)
-        self._answered += 1
+        self._there += 1
         waits = self._all = self._all or asyncio.Event()
         self._look()
         await waits.wait()
         return results
 
     def _look(self) -> None:
-        if self._all is not None and self._answered == self._running:
+        if self._all is not None and self._there == self._running:
             self._all.set()
-            self._all, self._answered = None, 0
+            self._all, self._there = None, 0
 
 
 def main() -> None:

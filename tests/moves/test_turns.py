@@ -12,8 +12,10 @@ from chats import vocabulary_size
 from stand import Shuffler, Stand
 from turning import CALL, several_turns, trajectories
 
+from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.data.tokens import TextDecoder
+from laminar_hpc.emulation.fleet import Replica
 from laminar_hpc.engine.emulated import responses
 from laminar_hpc.payload.whole import Whole
 
@@ -129,11 +131,15 @@ def test_replicas_die_while_tools_are_called(config: RunConfig) -> None:
     prompt. All end whole."""
     deaths: list[int] = []
 
+    async def end(replica: Replica) -> None:
+        assert replica.worker is not None
+        replica.worker._leave(LaminarError("it was killed"))
+
     def hurt(_: object) -> None:
         log = Path("calls.log")
         if len(deaths) < 2 and log.exists() and log.read_text().count("look") > 10 * (len(deaths) + 1):
             deaths.append(len(deaths))
-            stand.engine(deaths[-1]).die()
+            stand.loop.run(end(stand.replicas[deaths[-1]]))
 
     stand = Stand(config, each_turn=hurt)
     stand.run(120)

@@ -124,9 +124,10 @@ class Answers:
     async def _wakes(self, work: Work, answer: asyncio.Future[Answer], deadline: float | None) -> bool:
         """Waits for the answer, an order or a drop. False when the deadline came first."""
         ordered = asyncio.create_task(work.ordered.wait())
+        either: set[asyncio.Future[Any]] = {answer, ordered}
         left = None if deadline is None else max(0.0, deadline - time.monotonic())
         try:
-            done, _ = await asyncio.wait({answer, ordered}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(either, timeout=left, return_when=asyncio.FIRST_COMPLETED)
         finally:
             ordered.cancel()
         return bool(done)

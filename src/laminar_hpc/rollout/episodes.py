@@ -91,7 +91,7 @@ class Episodes:
                 why = str(error)
                 logger.warning("trajectory %d begins again: its environment: %s", work.trajectory_id, why)
                 work.partial = Partial(moves=work.partial.moves)
-        work.ungraded = True
+        work.ungraded = TRIES
         return Outcome(lost=f"its environment failed {TRIES} times, at last: {why}")
 
     async def _episode(self, work: Work, turn: Turn) -> Outcome:
@@ -102,7 +102,7 @@ class Episodes:
         try:
             t0 = time.time()
             await self._begin(work)
-            work.episode.waited(time.time() - t0)
+            work.episode.reset(t0, time.time() - t0)
             if self._ends_a_turn(work.partial):
                 work.finish_reason = "stop"
                 work.episode.turns += 1

@@ -63,7 +63,7 @@ class Work:
     waits: bool = False  # for a tool, without a request: it may move
     left: bool = False  # its local batch has failed: it goes on elsewhere, if it can
     ordered: asyncio.Event = field(default_factory=asyncio.Event)  # while it waits: to move, or to end
-    ungraded: bool = False  # it is lost because its environment failed
+    ungraded: int = 0  # it is lost because its environment failed so many times
     score: Score | None = None  # its agent's
     bound: bool = False  # to its environment here: it goes on here, or begins again
     of_request: Partial | None = None  # the increments of its present request
