@@ -77,8 +77,10 @@ def settings(folder: Path, kind: str, steps: int) -> RunConfig:
     config = environments.settings(folder, own, SCALE)
     config.steps, config.algorithm.prompts_per_step = steps, GROUPS
     config.environment.tools = ["slow_tools.told"]
+    config.emulation.call = config.emulation.call.replace("look", "told")
     if kind == "graders":
         config.environment.tools, config.environment.factory = [], "slow_tools.Graded"
+        config.emulation.call = environments.CALL
         config.reward.function = ""
     return config
 

@@ -1,6 +1,8 @@
 """docs/architecture.md#one-policy over several turns: whole runs with tools on emulated engines, whose turns
 end with calls; real workers, moves, tools in processes, deaths."""
 
+import json
+import re
 import sqlite3
 import sys
 from collections import Counter
@@ -224,7 +226,7 @@ def test_what_no_environment_can_grade_is_not_trained(config: RunConfig) -> None
     size, wanted = config.algorithm.samples_per_prompt, config.steps * config.algorithm.prompts_per_step
     reasons = [reason for state, reason in groups if state == "given_up"]
     assert 0 < len(reasons) == len(groups) - wanted and states["given_up"] == size * len(reasons)
-    assert all(r.startswith("an environment failed: its environment failed 3 times") for r in reasons)
+    assert all(re.match(r"an environment failed: its environment failed \d times", r) for r in reasons)
     assert (
         states["consumed"] + states.get("finished", 0) == size * wanted and not stand.controller.state.failure
     )

@@ -54,6 +54,7 @@ class LocalBatch:
         self.stop_ids, self.ended, self._turns = stop_ids, ended, turns
         self.hand_over: Callable[[Work], Coroutine[Any, Any, bool]] | None = None
         self.moved_away = 0  # trajectories that are with others, since `run` began
+        self._size = 0  # trajectories that `run` began with
         self.progress = 0  # counts increments and ends of requests
         self.left: list[Work] = []  # what was under way when it failed
         self.works: dict[int, Work] = {}  # those with a task, by trajectory
@@ -75,7 +76,9 @@ class LocalBatch:
         else a task raises."""
         self._over = asyncio.get_running_loop().create_future()
         self.moved_away = 0
-        for work in begin:
+        works = list(begin)
+        self._size = len(works)
+        for work in works:
             self.add(self.one(work))
         try:
             await self._over
@@ -108,6 +111,11 @@ class LocalBatch:
     def generating(self) -> bool:
         """Requests are in the engine, and it was not told to stand still."""
         return self._generating > 0 and self._going.is_set()
+
+    @property
+    def young(self) -> bool:
+        """Most of what it began with is still under way."""
+        return 2 * len(self.works) > self._size
 
     @property
     def waiting(self) -> list[Work]:

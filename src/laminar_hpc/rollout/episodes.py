@@ -2,7 +2,8 @@
 
     reset -> turn -> its calls, answered -> turn ... -> a final answer or a limit -> graded
       ^                    |
-      '--- EnvironmentFailed, at most TRIES times: from the prompt, in a fresh environment
+      '--- EnvironmentFailed, at most TRIES times: from the prompt, in a fresh environment; once the local
+           batch nears its end elsewhere, so that nobody waits for it
 
 A trajectory that waits for a tool holds its replica's weights (it counts as in flight) and no place among
 the requests; its KV cache stays in the engine's prefix cache, under its weight id. One with an environment of
@@ -14,7 +15,7 @@ its tokens; if a replica died while it made its calls, it begins again, so that 
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -61,6 +62,7 @@ class Episodes:
         self.pool, self.answers = EnvironmentPool(self.limits), Answers(context.channel)
         self._stop_ids, self._model = frozenset(stop_ids), Path(context.config.model.path)
         self._decoder = TextDecoder(self._model)
+        self.young: Callable[[], bool] = lambda: True  # of the local batch most is still under way
         self._talks: dict[str, Dialogue] = {}  # by name of the environment
 
     async def start(self) -> None:
@@ -81,8 +83,9 @@ class Episodes:
 
     async def run(self, work: Work, turn: Turn) -> Outcome:
         """From where it is to its last token."""
-        why = ""
-        for _ in range(TRIES):
+        why, tries = "", 0
+        while tries < TRIES:
+            tries += 1
             try:
                 return await self._episode(work, turn)
             except Ended as ended:
@@ -91,8 +94,10 @@ class Episodes:
                 why = str(error)
                 logger.warning("trajectory %d begins again: its environment: %s", work.trajectory_id, why)
                 work.partial = Partial(moves=work.partial.moves)
-        work.ungraded = TRIES
-        return Outcome(lost=f"its environment failed {TRIES} times, at last: {why}")
+                if not (self.young() or work.evaluation):
+                    break
+        work.ungraded = tries
+        return Outcome(lost=f"its environment failed {tries} times, at last: {why}")
 
     async def _episode(self, work: Work, turn: Turn) -> Outcome:
         work.episode = Episode(self.limits, work.partial.time_started or time.time())

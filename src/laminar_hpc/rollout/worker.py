@@ -88,6 +88,8 @@ class RolloutWorker:
         self.batch = LocalBatch(
             context, self.engines, self.state, stop_ids, lambda *ended: self.results.ended(*ended), turns
         )
+        if self.episodes:
+            self.episodes.young = lambda: self.batch.young
         self.reporter = UtilizationReporter(
             context, self.state, self.engines, self.batch, lambda: self.scoring.pending
         )
