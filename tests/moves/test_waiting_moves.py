@@ -2,7 +2,6 @@
 their tools, and engines die under them. What a tool has given stands in one response, once."""
 
 import re
-import time
 from collections import Counter
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from laminar_hpc.controller.answers import Answers
 from laminar_hpc.data.tokens import TextDecoder
 from laminar_hpc.messages.moves import Answer
 from laminar_hpc.payload.whole import Whole
+from laminar_hpc.rollout.worker import RolloutWorker
 
 TOOLBOX = """
 import asyncio, os, random, time
@@ -82,20 +82,18 @@ def test_they_move_while_they_wait(config: RunConfig, answers: list[Answer]) -> 
 def test_engines_die_while_they_wait(config: RunConfig, answers: list[Answer]) -> None:
     """What waited goes on elsewhere behind its call, which went on and was made once; the replica goes on
     with another engine."""
-    deaths: list[tuple[int, set[int]]] = []
-    late = 0.0
+    deaths: list[int] = []
+
+    async def kill(replica: int, worker: RolloutWorker) -> None:
+        works = list(worker.batch.works.values())
+        if sum(work.waits for work in works) >= 2 and any(work.request_id for work in works):
+            deaths.append(replica)
+            stand.engine(replica).die()
 
     def hurt(_: object) -> None:
-        nonlocal late
         worker = stand.replicas[len(deaths)].worker if len(deaths) < config.rollout.replicas - 1 else None
-        if worker is None or time.monotonic() < late:
-            return
-        works = list(worker.batch.works.values())
-        waiting = {work.trajectory_id for work in works if work.waits}
-        if len(waiting) >= 2 and any(work.request_id for work in works):
-            deaths.append((len(deaths), waiting))
-            late = time.monotonic() + 1.0
-            stand.engine(len(deaths) - 1).die()
+        if worker is not None:
+            stand.loop.run(kill(len(deaths), worker))
 
     stand = Stand(config, each_turn=hurt)
     stand.run(150)

@@ -213,7 +213,8 @@ class ReplicaMigration:
         )
 
     def _broken_off(self, reserve: Reserve) -> None:
-        """The engine failed. If the controller has made this replica the owner, or will, nobody goes on."""
+        """The engine failed. If the controller has made this replica the owner already, it gives it back."""
+        self.context.channel.send(MoveFailed(reserve.move_id, "its engine failed"))
         self._not_taken[reserve.move_id] = reserve.trajectory_id
         mail = self._mail[reserve.move_id]
         while not mail.empty():
