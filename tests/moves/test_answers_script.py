@@ -120,3 +120,23 @@ def test_the_owner_is_lost_while_it_waits(moving: Moving) -> None:
     moving.script.hear("rollout", rescuer, Imported(reserve.move_id, 0))
     moving.script.hear("rollout", 0, Answer(moving.trajectory_id, moving.name, GIVEN))
     assert [a.name for a in moving.sent(rescuer, Answer)] == [moving.name]
+
+
+def test_a_replica_that_only_waits_is_emptied(tmp_path: Path) -> None:
+    """Two replicas whose trajectories all wait for tools, with nothing in their engines' KV caches: one is
+    emptied into the other, as soon as they say so. While one still draws, its KV use has to fall first."""
+    moving = Moving(tmp_path)
+    script = moving.script
+    script.controller.tracker.counted -= 1000  # there is work for whoever is emptied
+
+    def report(replica: int, waiting: int) -> None:
+        engine = {"kv_capacity": 10_000, "kv_tokens": 0 if waiting == 4 else 100, "batch_max": 64}
+        load = ReplicaLoad("draining", 0, 4, 0, waiting=waiting, waiting_tokens=100 * waiting, **engine)
+        script.hear("rollout", replica, Ping(load))
+
+    for waiting, begun in ((2, False), (3, False), (4, True)):
+        for replica in range(2):
+            report(replica, waiting)
+        script.controller.repacker.consolidate(time.monotonic())
+        script.controller.turn()
+        assert bool(moving.sent(0, Reserve) or moving.sent(1, Reserve)) == begun

@@ -99,7 +99,7 @@ class Repacker:
             return earlier
         same = batch is not None and batch == earlier.batch
         comparable = same and earlier.report.weight_id == report.weight_id and _drains(earlier.report)
-        return _Seen(report, batch, _held(earlier.report) if comparable else 0.0)
+        return _Seen(report, batch, earlier.report.held_tokens if comparable else 0.0)
 
     def _candidates(self) -> dict[int, _Seen]:
         """Replicas that generate for training (the tracker knows their work), with nothing waiting, and that
@@ -136,7 +136,7 @@ class Repacker:
             if trajectory_id not in self._migration.moving:
                 prompt = len(self._tracker.prompt_of(group).tokens)
                 response_max = self._config.sampling.max_response_tokens
-                tokens = room(prompt, response_max, _held(report), report.in_flight)
+                tokens = room(prompt, response_max, report.held_tokens, report.in_flight)
                 ends = (merge.source, merge.destination)
                 self._migration.begin(trajectory_id, sample.attempt, *ends, report.weight_id, tokens, now)
                 begun += 1
@@ -148,13 +148,8 @@ def _view(replica: int, seen: _Seen) -> repack.ReplicaView:
     assert report.weight_id is not None
     stands = 0 < report.in_flight == report.waiting
     return repack.ReplicaView(
-        replica, report.weight_id, _held(report), seen.kv_tokens_before, report.in_flight, stands
+        replica, report.weight_id, report.held_tokens, seen.kv_tokens_before, report.in_flight, stands
     )
-
-
-def _held(report: ReplicaLoad) -> int:
-    """KV tokens of what it generates: what waits for a tool has them in the prefix cache, or will again."""
-    return report.kv_tokens + report.waiting_tokens
 
 
 def _drains(report: ReplicaLoad) -> bool:

@@ -200,7 +200,7 @@ class Rescuer:
             return None
         if report.weight_id is None or report.weight_id != row.weight_id:
             return None
-        return failover.Room(replica, report.weight_id, float(report.kv_capacity - report.kv_tokens))
+        return failover.Room(replica, report.weight_id, float(report.kv_capacity - report.held_tokens))
 
     def _view(self, trajectory_id: int, part: Partial, newest: int | None = None) -> failover.Orphan:
         """To go on with its own weights, or with those of the id `newest` if they are newer."""

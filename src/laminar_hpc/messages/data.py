@@ -128,3 +128,9 @@ class ReplicaLoad(msgspec.Struct, omit_defaults=True):
     tokens_per_second: float = 0.0  # response tokens of the trajectories that ended in the last half minute
     # requests at which decode stops being memory-bound (B of policies/repack.py); None = not measured
     batch_max: int | None = None
+
+    @property
+    def held_tokens(self) -> int:
+        """KV tokens of all that it generates: what waits for a tool has them in the prefix cache, or will
+        again."""
+        return self.kv_tokens + self.waiting_tokens
