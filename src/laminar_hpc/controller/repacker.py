@@ -48,7 +48,7 @@ class Repacker:
     def tick(self, now: float) -> None:
         """`now`: monotonic seconds."""
         environment = self._config.environment
-        stays = bool(environment.factory or environment.agent)  # trajectories do, where these are
+        stays = bool(environment.factory or environment.by_url)  # trajectories do, where these are
         if self._config.pipeline.repack != "off" and not stays and now >= self._next:
             self.consolidate(now)
 
