@@ -6,6 +6,7 @@ import itertools
 import json
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -144,7 +145,7 @@ async def test_a_trajectory_of_an_agent(folder: Path) -> None:
             for span in work.partial.spans:
                 given[span.start : span.end] = False
             assert not logprobs_of(work.partial)[given].any() and logprobs_of(work.partial)[~given].all()
-            figures = work.episode.figures()
+            figures = work.episode.figures(time.time())
             assert (figures["environment.turns"], figures["environment.tool_calls"]) == (times + 1, times)
 
         limits = rollout.episodes.limits

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from chats import SEPARATED, save, vocabulary_size
 from stand import Shuffler, Stand, small_config
-from test_turns import CALL, TURN, trajectories
+from turning import CALL, TURN, trajectories
 
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.data.tokens import TextDecoder

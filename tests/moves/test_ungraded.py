@@ -11,6 +11,7 @@ from audits import assert_clean
 from laminar_hpc.messages.data import Message
 from laminar_hpc.messages.rollouts import Drop, Grant, Lost
 from laminar_hpc.policies import filtering
+from laminar_hpc.rollout.episodes import TRIES
 
 
 def working(tmp_path: Path, prompts: int = 4) -> tuple[Script, list[Grant]]:
@@ -31,7 +32,7 @@ def working(tmp_path: Path, prompts: int = 4) -> tuple[Script, list[Grant]]:
 
 
 def fails(script: Script, replica: int, trajectory_id: int, attempt: int) -> None:
-    script.hear("rollout", replica, Lost(trajectory_id, attempt, "no shelf", ungraded=True))
+    script.hear("rollout", replica, Lost(trajectory_id, attempt, "no shelf", ungraded=TRIES))
 
 
 def sent(script: Script, replica: int, kind: type[Message]) -> list[Message]:
@@ -66,3 +67,19 @@ def test_its_group_is_given_up_and_its_number_is_free(tmp_path: Path) -> None:
 def test_how_many_are_too_many(in_a_row: int, ends: bool) -> None:
     """A whole batch of groups in a row: then the run ends in one line."""
     assert filtering.environments_fail(in_a_row, 4) == ends
+
+
+def test_a_grade_that_fails_is_one_of_many(tmp_path: Path) -> None:
+    """A get_reward that fails is one failure, not as many as a replica's tries: the group lives on."""
+    script, (first, _) = working(tmp_path)
+    lost, *_ = samples_of(first)
+    tracker, group_id = script.controller.tracker, first.groups[0].group_id
+    assert filtering.UNGRADED_LIMIT == 2 * TRIES
+    for attempt in range(filtering.UNGRADED_LIMIT):
+        sample = tracker.groups[group_id].samples[lost]
+        assert (sample.attempt, sample.ungraded) == (attempt, attempt)
+        script.hear("rollout", 0, Lost(lost, attempt, "no grade", ungraded=1))
+        if attempt + 1 < filtering.UNGRADED_LIMIT:
+            assert sample.is_open and tracker.move(lost, attempt, 0, 0)
+    assert group_id not in tracker.groups
+    script.closes()

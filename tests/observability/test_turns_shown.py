@@ -21,6 +21,7 @@ MEANS = {
     "tool_seconds_mean": 0.125,
     "wait_seconds_mean": 0.0,
     "cached_share_mean": 0.96,
+    "busy_share_mean": 0.31,
 }
 
 
@@ -45,7 +46,8 @@ def test_turns_in_summary_report_and_top(run_dir: Path, capsys: pytest.CaptureFi
     assert {f"{name}_mean": found[name] for name in ("turns", "failed_calls", "generate_seconds")} == {
         key: MEANS[key] for key in ("turns_mean", "failed_calls_mean", "generate_seconds_mean")
     }
-    assert found["cached_share"] == pytest.approx(0.96) and found["groups_given_up"] == 1
+    assert found["cached_share"] == pytest.approx(0.96) and found["busy_share"] == pytest.approx(0.31)
+    assert found["groups_given_up"] == 1
     wrong = sum(t.accuracy == 0 for t in run.consumed)
     assert found["ended"] == {"stop": len(run.consumed)} and found["wrong_answers"] == wrong > 0
     page = document.document(run)
@@ -57,7 +59,7 @@ def test_turns_in_summary_report_and_top(run_dir: Path, capsys: pytest.CaptureFi
     text = capsys.readouterr().out
     (line,) = (line for line in text.splitlines() if line.startswith("turns"))
     expected = "2.5 per trajectory  1.5 tool calls, 0.25 failed  generate 0.75 s  tool 0.12 s  wait 0.00 s"
-    assert expected in line and line.endswith("96% of later prompts cached")
+    assert expected in line and line.endswith("environments 31% busy  96% of later prompts cached")
 
 
 def test_a_run_of_one_turn_has_none_of_it(finished: tuple[Path, synthetic.Written]) -> None:

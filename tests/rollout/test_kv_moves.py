@@ -323,3 +323,34 @@ def test_pools_of_sglang_that_cannot_be_moved():
     )
     with pytest.raises(KvRefused, match="the engine's pool is a MLATokenToKVPool"):
         pool_of(MLATokenToKVPool(kv_lora_rank=32, qk_rope_head_dim=16, **common), 16)
+
+
+def test_a_trajectory_moves_between_two_requests(pair):
+    """Promise: what waits for a tool has its KV in the prefix cache, which is sent from there: the next turn
+    finds it at the destination and goes on as it would have here. What is not there any more is refused."""
+    ours, theirs = pair.engines
+    prompt, parameters, given = prompt_of(34), greedy(pair, 100), [9] * 20
+
+    async def run() -> None:
+        first = await ours.generate(prompt, parameters, "turn", "0")
+        tokens = [*prompt, *first.tokens.tolist()]
+        address = await theirs.kv_reserve("between", 0, 200)
+        sent = await ours.kv_send_kept("between", tokens, "0", address)
+        with pytest.raises(KvRefused, match="between is under way here already"):
+            await ours.kv_send_kept("between", tokens, "0", address)
+        assert sent == len(tokens) - 1 and await theirs.kv_import("between", tokens) == sent
+        await asyncio.gather(ours.kv_commit("between"), theirs.kv_commit("between"))
+        answers = [
+            await engine.generate([*tokens, *given], parameters, "next", "0") for engine in (theirs, ours)
+        ]
+        assert [answer.cached_tokens for answer in answers] == [sent, sent]
+        assert answers[0].tokens.tolist() == answers[1].tokens.tolist()
+        assert abs(answers[0].logprobs - answers[1].logprobs).max() < 1e-4
+        address = await theirs.kv_reserve("gone", 0, 200)
+        with pytest.raises(KvRefused, match="nothing of gone is in the prefix cache"):
+            await ours.kv_send_kept("gone", [7, 7, 7], "0", address)
+        await asyncio.gather(ours.kv_abort("gone"), theirs.kv_abort("gone"))
+        await theirs.kv_reserve("all of it", 0, CAPACITY)
+        await theirs.kv_abort("all of it")
+
+    pair.loop.run(run())

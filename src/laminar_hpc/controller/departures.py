@@ -82,4 +82,4 @@ class Departures:
         """Room for it: prompt, response so far, and some more."""
         prompt = len(self._tracker.bare_group(trajectory_id).prompt_tokens)
         response_max = self._shared.config.sampling.max_response_tokens
-        return room(prompt, response_max, report.kv_tokens, report.in_flight)
+        return room(prompt, response_max, report.held_tokens, report.in_flight)

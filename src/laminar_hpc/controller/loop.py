@@ -26,6 +26,7 @@ from laminar_hpc.cluster.processes import process_is_alive
 from laminar_hpc.config.check import Derived
 from laminar_hpc.config.models import model_config
 from laminar_hpc.config.schema import RunConfig
+from laminar_hpc.controller.answers import Answers
 from laminar_hpc.controller.archiving import Archiving
 from laminar_hpc.controller.continuation import Continuation
 from laminar_hpc.controller.crew import Crew
@@ -54,7 +55,7 @@ from laminar_hpc.controller.weights import Weights
 from laminar_hpc.messages.chain import LinkDown, RelayHas, StoreOpened
 from laminar_hpc.messages.data import Message
 from laminar_hpc.messages.membership import Failure, Goodbye, Hello, Ping, Pong, Stop, StopRequest
-from laminar_hpc.messages.moves import Imported, MoveFailed, MoveReady, Reserved
+from laminar_hpc.messages.moves import Answer, Imported, MoveFailed, MoveReady, Reserved
 from laminar_hpc.messages.publication import LaneSenders, NewWeightId, Published
 from laminar_hpc.messages.rollouts import (
     EngineHung,
@@ -132,6 +133,7 @@ class Controller:
         self.migration = Migration(shared, tracker, self.replicas, self.pool, self.weights.steps, first)
         self.repacker = Repacker(shared, tracker, self.replicas, self.weights, self.migration)
         self.rescuer = Rescuer(shared, tracker, self.replicas, self.weights, self.pool, self.migration)
+        self.answers = Answers(shared, tracker, self.pool)
         self.departures = Departures(shared, tracker, self.replicas, self.pool, self.migration, self.rescuer)
         self.continuation = Continuation(store, self.state, evaluations)
         awaited, last_word = set[int](), 0.0
@@ -200,6 +202,7 @@ class Controller:
             MoveReady: self.migration.on_move_ready,
             Imported: self.migration.on_imported,
             MoveFailed: self.migration.on_move_failed,
+            Answer: self.answers.on_answer,
         }
         return {
             "trainer": everyone | trainer | links,
@@ -308,6 +311,7 @@ class Controller:
             self.weights.relay_lost(index)
         if role == "rollout":
             self.replica_lost(index)
+            self.answers.replica_lost(member)
             self.gone.away(index, time.monotonic())
             if member.hello.machine == self.members.machine and not process_is_alive(member.hello.pid):
                 self.gone.ended(index)

@@ -233,6 +233,7 @@ class Migration:
             destination=move.destination,
             weight_id=move.weight_id,
             tokens=partial.count,
+            waiting=bool(partial.awaits),
             prefix_tokens=progress.prefix_tokens,
             seconds=now - progress.began,
         )

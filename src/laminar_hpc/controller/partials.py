@@ -5,7 +5,8 @@ Fed by increments every rollout.increment_tokens tokens and by moves. What is he
 same weights; what is not starts again from its prompt.
 """
 
-from laminar_hpc.messages.data import Partial
+from laminar_hpc.messages.data import TOKEN_BYTES, Partial
+from laminar_hpc.messages.moves import Answer
 from laminar_hpc.messages.rollouts import Increment
 
 
@@ -35,6 +36,7 @@ class PartialPool:
             else:
                 partial.spans.append(span)
         partial.time_started, partial.called = more.time_started, more.called
+        partial.awaits = more.awaits
         self._held[more.trajectory_id] = (more.attempt, partial)
         self.tokens += more.count
 
@@ -43,6 +45,23 @@ class PartialPool:
         self.drop(trajectory_id)
         self._held[trajectory_id] = (attempt, partial)
         self.tokens += partial.count
+
+    def answered(self, answer: Answer) -> None:
+        """What a response so far awaits is there, or will not come."""
+        _, partial = self._held.get(answer.trajectory_id, (None, None))
+        if partial is None or partial.awaits != answer.name:
+            return
+        partial.awaits = ""
+        if not answer.error:
+            partial.called = False
+            partial.tokens += answer.tokens
+            partial.logprobs += bytes(len(answer.tokens))  # 0.0
+            self.tokens += len(answer.tokens) // TOKEN_BYTES
+
+    def awaited_of(self, replica: int) -> list[tuple[int, str]]:
+        """Trajectories with others that await an Answer of this replica, and its name. A pass over all."""
+        held = [(trajectory_id, partial.awaits) for trajectory_id, (_, partial) in self._held.items()]
+        return [(trajectory_id, name) for trajectory_id, name in held if name.startswith(f"{replica}:")]
 
     def get(self, trajectory_id: int, attempt: int) -> Partial | None:
         """What is known of this very attempt."""

@@ -47,8 +47,8 @@ class Repacker:
 
     def tick(self, now: float) -> None:
         """`now`: monotonic seconds."""
-        stays = bool(self._config.environment.factory)  # trajectories do, where their environments are
-        due = now >= self._next
+        environment, due = self._config.environment, now >= self._next
+        stays = bool(environment.factory or environment.by_url)  # trajectories do, where these are
         if self._config.pipeline.repack != "off" and not stays and (due or self._soon):
             self._soon = False
             if due:  # a look in between delays none
@@ -101,7 +101,7 @@ class Repacker:
             return earlier
         same = batch is not None and batch == earlier.batch
         comparable = same and earlier.report.weight_id == report.weight_id and _drains(earlier.report)
-        return _Seen(report, batch, earlier.report.kv_tokens if comparable else 0.0)
+        return _Seen(report, batch, earlier.report.held_tokens if comparable else 0.0)
 
     def _candidates(self) -> dict[int, _Seen]:
         """Replicas that generate for training (the tracker knows their work), with nothing waiting, and that
@@ -138,7 +138,7 @@ class Repacker:
             if trajectory_id not in self._migration.moving:
                 prompt = len(self._tracker.prompt_of(group).tokens)
                 response_max = self._config.sampling.max_response_tokens
-                tokens = room(prompt, response_max, report.kv_tokens, report.in_flight)
+                tokens = room(prompt, response_max, report.held_tokens, report.in_flight)
                 ends = (merge.source, merge.destination)
                 self._migration.begin(trajectory_id, sample.attempt, *ends, report.weight_id, tokens, now)
                 begun += 1
@@ -148,8 +148,9 @@ class Repacker:
 def _view(replica: int, seen: _Seen) -> repack.ReplicaView:
     report = seen.report
     assert report.weight_id is not None
+    stands = 0 < report.in_flight == report.waiting
     return repack.ReplicaView(
-        replica, report.weight_id, report.kv_tokens, seen.kv_tokens_before, report.in_flight
+        replica, report.weight_id, report.held_tokens, seen.kv_tokens_before, report.in_flight, stands
     )
 
 

@@ -74,7 +74,7 @@ class TrajectoryReports:
         """Nothing of a group without a grade is trained. Ends the run, with a checkpoint, when a whole batch
         of groups had none."""
         tracker, shared = self._tracker, self._shared
-        group = tracker.ungraded(lost.trajectory_id, lost.reason, time.time())
+        group = tracker.ungraded(lost, time.time())
         if group is None:
             return
         for trajectory_id, sample in group.samples.items():

@@ -101,7 +101,7 @@ class Rescuer:
         """Its replica cannot go on with it: it goes on elsewhere from `partial`, or from what is known here
         if that is more. What a move has brought to its destination goes on there."""
         known = self._pool.get(trajectory_id, attempt)
-        if partial.count > (known.count if known else 0):
+        if partial.count >= (known.count if known else 0):
             self._pool.put(trajectory_id, attempt, partial)
         self._migration.source_gives_up(trajectory_id, replica)
         if trajectory_id in self._migration.moving:
@@ -200,7 +200,7 @@ class Rescuer:
             return None
         if report.weight_id is None or report.weight_id != row.weight_id:
             return None
-        return failover.Room(replica, report.weight_id, float(report.kv_capacity - report.kv_tokens))
+        return failover.Room(replica, report.weight_id, float(report.kv_capacity - report.held_tokens))
 
     def _view(self, trajectory_id: int, part: Partial, newest: int | None = None) -> failover.Orphan:
         """To go on with its own weights, or with those of the id `newest` if they are newer."""

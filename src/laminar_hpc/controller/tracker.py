@@ -16,7 +16,7 @@ from laminar_hpc.controller.holders import Holders
 from laminar_hpc.controller.store import Store
 from laminar_hpc.data.prompts import Prompt
 from laminar_hpc.messages.data import PromptGroup, Sample, ScorePart, Trajectory
-from laminar_hpc.messages.rollouts import ScoreOrder
+from laminar_hpc.messages.rollouts import Lost, ScoreOrder
 from laminar_hpc.messages.training import BatchGroup
 from laminar_hpc.policies import filtering
 from laminar_hpc.policies.live_groups import GroupView, LiveGroups
@@ -387,19 +387,19 @@ class TrajectoryTracker:
         self._changed(trajectory_id)
         return True
 
-    def ungraded(self, trajectory_id: int, reason: str, time: float) -> Group | None:
+    def ungraded(self, lost: Lost, time: float) -> Group | None:
         """Of a sample that is lost: its environment failed. Its group, when that was once too often: it is
         given up, with all of its samples, wherever they are, and its admission number is free."""
-        group = self.groups[self._group_of[trajectory_id]]
-        sample = group.samples[trajectory_id]
-        sample.ungraded += 1
+        group = self.groups[self._group_of[lost.trajectory_id]]
+        sample = group.samples[lost.trajectory_id]
+        sample.ungraded += lost.ungraded
         if sample.ungraded < filtering.UNGRADED_LIMIT:
             return None
         self.ungraded_in_a_row += 1
         self.counted -= 1
         for each in group.samples:
             self.unscored.pop(each, None)
-        self._store.give_up_group(group.group_id, filtering.ungraded(reason), time)
+        self._store.give_up_group(group.group_id, filtering.ungraded(lost.reason), time)
         self._forget(group.group_id)
         return group
 

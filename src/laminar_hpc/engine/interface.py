@@ -166,6 +166,7 @@ class Engine(Protocol):
     #     kv_reserve -> address
     #                                       kv_send      while the request decodes on
     #                                       kv_detach    its generate returns, finish_reason "moved"
+    #                                       (kv_send_kept in place of both: of one between two requests)
     #     kv_import                                      held against eviction
     #     generate(prompt + response)
     #     kv_commit                         kv_commit    or kv_abort on both wherever it fails
@@ -182,6 +183,10 @@ class Engine(Protocol):
     async def kv_detach(self, move_id: str, request_id: str) -> int:
         """The source ends the request after its current step and sends the rest; returns the number of tokens
         whose KV is at the destination. Refused when that step was the request's last one."""
+
+    async def kv_send_kept(self, move_id: str, tokens: list[int], namespace: str, address: str) -> int:
+        """The source sends the KV of the longest prefix of `tokens` that its prefix cache has, and keeps it
+        until the move is over; returns that prefix's length. Nothing of it need be running."""
 
     async def kv_import(self, move_id: str, tokens: list[int]) -> int:
         """The destination takes the KV into its prefix cache, if it is of a prefix of `tokens`; returns that

@@ -40,7 +40,8 @@ class Partial(msgspec.Struct):
     """A response so far: what a replica needs to go on with it. `tokens` are int32 and `logprobs` float32,
     little-endian, one of each per token; moves that it has made. Tokens in no span were given by the
     environment: they are not trained, and their log-prob is 0. `called`: the calls of its last turn may have
-    been made, and their results are not here."""
+    been made, and their results are not here. `awaits`: then the name of the Answer that will bring them
+    from the replica where they are made, "" = none will."""
 
     tokens: bytes = b""
     logprobs: bytes = b""
@@ -48,6 +49,7 @@ class Partial(msgspec.Struct):
     time_started: float = 0.0
     moves: int = 0
     called: bool = False
+    awaits: str = ""
 
     @property
     def count(self) -> int:
@@ -117,6 +119,8 @@ class ReplicaLoad(msgspec.Struct, omit_defaults=True):
     weight_id: int | None  # None = no verified weights yet
     in_flight: int  # trajectories of the local batch without their last token
     scoring: int  # trajectories whose reward is being computed
+    waiting: int = 0  # of them, those that wait for a tool
+    waiting_tokens: int = 0  # of their prompts and responses so far
     running: int = 0  # requests that the engine decodes
     queued: int = 0  # requests that wait in the engine
     kv_tokens: int = 0  # of the KV cache in use
@@ -124,3 +128,9 @@ class ReplicaLoad(msgspec.Struct, omit_defaults=True):
     tokens_per_second: float = 0.0  # response tokens of the trajectories that ended in the last half minute
     # requests at which decode stops being memory-bound (B of policies/repack.py); None = not measured
     batch_max: int | None = None
+
+    @property
+    def held_tokens(self) -> int:
+        """KV tokens of all that it generates: what waits for a tool has them in the prefix cache, or will
+        again."""
+        return self.kv_tokens + self.waiting_tokens

@@ -1,5 +1,5 @@
 """Moves of trajectories between rollouts: what the controller and the two replicas say; policies/moves.py has
-the order."""
+the order. And what follows a trajectory that moved while it waited for a tool."""
 
 from laminar_hpc.messages.data import Message, Partial, PromptGroup
 
@@ -79,3 +79,17 @@ class MoveFailed(Message):
 
     move_id: str
     reason: str
+
+
+class Answer(Message):
+    """What came of the calls of a trajectory that has moved while they were made. From the replica that made
+    them to the controller, and from it to whoever has the trajectory by now. `name`: what its Partial awaits;
+    `tokens`: int32, what stands behind its turn. `failed`, `seconds`: of the calls, how many, and their time.
+    `error`: there will be no answer."""
+
+    trajectory_id: int
+    name: str
+    tokens: bytes = b""
+    failed: int = 0
+    seconds: float = 0.0
+    error: str = ""

@@ -95,14 +95,14 @@ class ScoreOrder(Message):
 
 class Lost(Message):
     """This attempt came to nothing (engine error, mixed versions, a damaged payload); the controller gives
-    the sample out again. `ungraded`: its environment failed, at this replica as often as that is tried; the
+    the sample out again. `ungraded`: its environment failed so many times at this replica; the
     controller gives its group up before it tries for ever."""
 
     trajectory_id: int
     attempt: int
     reason: str
     evaluation: str = ""
-    ungraded: bool = False
+    ungraded: int = 0
 
 
 class Leaving(Message):
@@ -137,6 +137,7 @@ class Increment(Message):
     spans: list[VersionSpan]  # of these tokens; places count from the beginning of the response
     time_started: float
     called: bool = False  # as in Partial
+    awaits: str = ""
 
     @property
     def count(self) -> int:

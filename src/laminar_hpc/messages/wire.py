@@ -26,6 +26,7 @@ from laminar_hpc.messages.membership import (
     Welcome,
 )
 from laminar_hpc.messages.moves import (
+    Answer,
     Import,
     Imported,
     MoveAbort,
@@ -93,6 +94,7 @@ AnyMessage = (
     | Grant
     | RequestWork
     | WeightsOpened
+    | Answer
     | MoveFailed
     | MoveAbort
     | MoveCommit

@@ -13,8 +13,8 @@ PATIENCE_GROUPS = 100
 PATIENCE_BATCHES = 10  # and at least so many global batches
 
 
-# losses of one trajectory by its environment, each after rollout/episodes.py TRIES at one replica
-UNGRADED_LIMIT = 2
+# failures of one trajectory's environments: twice the TRIES of rollout/episodes.py at one replica
+UNGRADED_LIMIT = 6
 UNGRADED = "an environment failed"  # what the reasons of such groups begin with
 
 

@@ -17,13 +17,14 @@ _PROBES = 8
 @dataclass(frozen=True)
 class ReplicaView:
     """What the plan sees of a replica that generates. `kv_tokens` counts what its unfinished trajectories
-    hold or are about to hold."""
+    hold or are about to hold, those too that wait for a tool. `stands`: all of them do."""
 
     replica: int
     weight_id: int
     kv_tokens: float
     kv_tokens_before: float  # at the previous planning; more than now means that the ramp-down has begun
     requests: int
+    stands: bool = False
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,8 @@ def plan(replicas: Iterable[ReplicaView], kv_tokens_max: float, requests_max: in
     """
     groups: dict[int, list[ReplicaView]] = {}
     for each in replicas:
-        if 0 < each.requests < requests_max and each.kv_tokens < min(kv_tokens_max, each.kv_tokens_before):
+        ramps_down = each.stands or each.kv_tokens < each.kv_tokens_before
+        if 0 < each.requests < requests_max and each.kv_tokens < kv_tokens_max and ramps_down:
             groups.setdefault(each.weight_id, []).append(each)
     return [
         merge

@@ -202,12 +202,14 @@ def _turns(view: View) -> Text | None:
     if step.get("turns_mean") is None:
         return None
     seconds = [f"{kind} {number(step.get(f'{kind}_seconds_mean'), 2)} s" for kind in turns.COLORS]
-    calls, failed, cached = (step.get(f"{k}_mean") for k in ("tool_calls", "failed_calls", "cached_share"))
+    calls, failed = (step.get(f"{k}_mean") for k in ("tool_calls", "failed_calls"))
+    cached, busy = (step.get(f"{k}_mean") for k in ("cached_share", "busy_share"))
     return _line(
         "turns",
         f"{number(step['turns_mean'], 1)} per trajectory",
         f"{number(calls, 1)} tool calls, {number(failed, 2)} failed",
         *seconds,
+        *([f"environments {busy:.0%} busy"] if busy is not None else []),
         *([f"{cached:.0%} of later prompts cached"] if cached is not None else []),
     )
 

@@ -17,7 +17,8 @@ ENDS = {
     "time": "environment.max_seconds",
 }
 COLORS = {"generate": "var(--generate)", "tool": "var(--evaluate)", "wait": "var(--wait)"}
-_MEANS = ("turns", "tool_calls", "failed_calls", *(f"{kind}_seconds" for kind in COLORS), "cached_share")
+_MEANS = ("turns", "tool_calls", "failed_calls", *(f"{kind}_seconds" for kind in COLORS))
+_SHARES = ("cached_share", "busy_share")
 
 
 def figures(run: Run) -> dict | None:
@@ -26,7 +27,7 @@ def figures(run: Run) -> dict | None:
     steps = [step for step in run.steps if step.get("turns_mean") is not None]
     if not steps:
         return None
-    return {name: _mean(steps, f"{name}_mean") for name in _MEANS} | failures(run)
+    return {name: _mean(steps, f"{name}_mean") for name in (*_MEANS, *_SHARES)} | failures(run)
 
 
 def failures(run: Run) -> dict:
@@ -56,7 +57,12 @@ def section_of_turns(run: Run) -> str:
         Series("tool calls", COLORS["tool"], _over_steps(run, "tool_calls_mean")),
         Series("failed calls", "var(--bad)", _over_steps(run, "failed_calls_mean")),
     ]
-    cached = [Series("cached share", COLORS["generate"], _over_steps(run, "cached_share_mean"))]
+    shares = [
+        Series(
+            "later prompts in the prefix cache", COLORS["generate"], _over_steps(run, "cached_share_mean")
+        ),
+        Series("environments at work", COLORS["tool"], _over_steps(run, "busy_share_mean")),
+    ]
 
     def chart(title: str, series: list[Series], top: float = 0.0) -> str:
         legend = svg.legend([(one.name, one.color) for one in series])
@@ -66,7 +72,7 @@ def section_of_turns(run: Run) -> str:
         "three",
         chart("per trajectory", counts),
         chart("seconds per trajectory", seconds),
-        chart("of later turns' prompts, in the prefix cache", cached, 1.0),
+        chart("shares", shares, 1.0),
     )
     return section("Turns and tools", charts + _table(run, found), "Means over each batch.")
 

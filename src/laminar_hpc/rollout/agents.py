@@ -69,7 +69,7 @@ class AgentEpisodes(Episodes):
         work.bound, work.finish_reason = self.bound, ""
         t0 = time.time()
         work.session = await self._agents.open(work.group.row)
-        work.episode.waited(time.time() - t0)
+        work.episode.reset(t0, time.time() - t0)
         door = self.gateway.open()
         agent = asyncio.create_task(work.session.run(base_url=door.url, api_key=door.key, model=MODEL))
         try:

@@ -54,8 +54,9 @@ class LocalBatch:
         self.stop_ids, self.ended, self._turns = stop_ids, ended, turns
         self.hand_over: Callable[[Work], Coroutine[Any, Any, bool]] | None = None
         self.moved_away = 0  # trajectories that are with others, since `run` began
+        self._size = 0  # trajectories that `run` began with
         self.progress = 0  # counts increments and ends of requests
-        self.left: list[Work] = []  # what was under way when `fail` was called
+        self.left: list[Work] = []  # what was under way when it failed
         self.works: dict[int, Work] = {}  # those with a task, by trajectory
         self.keep_kv = self.config.pipeline.keep_kv
         self.one_policy = self.config.pipeline.refresh != "interrupt"
@@ -75,7 +76,9 @@ class LocalBatch:
         else a task raises."""
         self._over = asyncio.get_running_loop().create_future()
         self.moved_away = 0
-        for work in begin:
+        works = list(begin)
+        self._size = len(works)
+        for work in works:
             self.add(self.one(work))
         try:
             await self._over
@@ -100,7 +103,7 @@ class LocalBatch:
         if self._over is None or self._over.done() or task.cancelled():
             return
         if (error := task.exception()) is not None:
-            self._over.set_exception(error)
+            self.fail(error)
         elif not self._tasks:
             self._over.set_result(None)
 
@@ -109,10 +112,22 @@ class LocalBatch:
         """Requests are in the engine, and it was not told to stand still."""
         return self._generating > 0 and self._going.is_set()
 
-    def fail(self, error: Exception) -> None:
+    @property
+    def young(self) -> bool:
+        """Most of what it began with is still under way."""
+        return 2 * len(self.works) > self._size
+
+    @property
+    def waiting(self) -> list[Work]:
+        """Those that wait for a tool."""
+        return [work for work in self.works.values() if work.waits]
+
+    def fail(self, error: BaseException) -> None:
         """`run` raises `error`; what is under way stands in `left`."""
         if self._over is not None and not self._over.done():
             self.left = list(self.works.values())
+            for work in self.left:
+                work.left = True
             self._over.set_exception(error)
 
     # ---- one trajectory ------------------------------------------------------------------------------------
@@ -122,6 +137,9 @@ class LocalBatch:
         self.works[work.trajectory_id] = work
         try:
             outcome = await (self._turn(work) if self._turns is None else self._turns(work, self._turn))
+        except Exception as error:
+            self.fail(error)  # while it is among the works
+            raise
         finally:
             if self.works.get(work.trajectory_id) is work:  # it may be back by now, as another work
                 del self.works[work.trajectory_id]
@@ -191,6 +209,7 @@ class LocalBatch:
         """Ends what belongs to others by now."""
         for work in filter(gone, self.works.values()):
             work.dropped = True
+            work.ordered.set()
             if work.request_id:
                 self.add(self.engines.current.abort(work.request_id))
 
@@ -202,7 +221,8 @@ class LocalBatch:
             known = work.so_far
             if known.count and not work.evaluation:
                 told = (work.trajectory_id, work.attempt, 0, known.tokens, known.logprobs, known.spans)
-                self.context.channel.send(Increment(*told, known.time_started))
+                called = known.time_started, known.called, known.awaits
+                self.context.channel.send(Increment(*told, *called))
 
     def _judged(self, work: Work) -> Outcome:
         weight_id = work.weight_id if self.one_policy else None

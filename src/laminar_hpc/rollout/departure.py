@@ -1,7 +1,8 @@
 """How a replica leaves that was told to end (SIGTERM: a preemption, scancel, the launch script's Ctrl-C):
 nothing that it has in hand is lost.
 
-    TERM -> Leaving: nothing new comes, the controller moves what is generated to other replicas
+    TERM -> Leaving: nothing new comes, the controller moves what is generated to other replicas; calls that
+            are made for what has moved come to their end
          -> DRAIN_SECONDS later at most: what has not moved is broken off, its tokens so far go to the
             controller as Unfinished
          -> the last scores, for a moment -> Goodbye
@@ -17,6 +18,7 @@ from collections.abc import Callable
 from laminar_hpc.cluster.channel import StopReceived
 from laminar_hpc.cluster.context import RoleContext
 from laminar_hpc.messages.rollouts import Leaving, Unfinished
+from laminar_hpc.rollout.answers import Answers
 from laminar_hpc.rollout.batch import LocalBatch
 
 logger = logging.getLogger(__name__)
@@ -29,9 +31,13 @@ class Departure:
     """`leave(error)` ends the worker's turns. `begun`: it was told to end."""
 
     def __init__(
-        self, context: RoleContext, batch: LocalBatch, leave: Callable[[BaseException], None]
+        self,
+        context: RoleContext,
+        batch: LocalBatch,
+        leave: Callable[[BaseException], None],
+        answers: Answers | None,
     ) -> None:
-        self._context, self._batch, self._leave = context, batch, leave
+        self._context, self._batch, self._leave, self._answers = context, batch, leave, answers
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -53,7 +59,7 @@ class Departure:
     async def _run(self) -> None:
         seconds = min(DRAIN_SECONDS, self._context.config.cluster.stop_timeout_seconds)
         try:
-            await asyncio.wait_for(self._batch.over(), seconds)
+            await asyncio.wait_for(self._settled(), seconds)
         except TimeoutError:
             left = await self._batch.break_off(BREAK_SECONDS)
             for work in left:
@@ -63,6 +69,12 @@ class Departure:
             text = "%d responses had not moved away within %g s and are handed over as they are"
             logger.info(text, len(left), seconds)
         self._leave(StopReceived("it was told to end"))
+
+    async def _settled(self) -> None:
+        """Nothing is generated here any more, and no call made for what has moved."""
+        await self._batch.over()
+        if self._answers is not None:
+            await self._answers.settled()
 
     def _done(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:

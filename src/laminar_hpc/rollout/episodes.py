@@ -2,34 +2,40 @@
 
     reset -> turn -> its calls, answered -> turn ... -> a final answer or a limit -> graded
       ^                    |
-      '--- EnvironmentFailed, at most TRIES times: from the prompt, in a fresh environment
+      '--- EnvironmentFailed, at most TRIES times: from the prompt, in a fresh environment; once the local
+           batch nears its end elsewhere, so that nobody waits for it
 
 A trajectory that waits for a tool holds its replica's weights (it counts as in flight) and no place among
-the requests; its KV cache stays in the engine's prefix cache, under its weight id. It does not move while it
-waits. One with an environment of a factory does not move at all: it goes on here, or begins again elsewhere.
-One with functions moves, and is rescued, from its tokens; if its replica died between a call and its result,
-it begins again, so that no call is made twice.
+the requests; its KV cache stays in the engine's prefix cache, under its weight id. One with an environment of
+a factory does not move: it goes on here, or begins again elsewhere. One with functions moves, also while it
+waits: its calls are made to their end here, and what came of them follows it (answers.py). It is rescued from
+its tokens; if a replica died while it made its calls, it begins again, so that no call is made twice.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+
+import numpy as np
 
 from laminar_hpc.cluster.context import RoleContext
 from laminar_hpc.config.rewards import reward_functions
 from laminar_hpc.data.tokens import TextDecoder
 from laminar_hpc.environments.reward_pool import Score
 from laminar_hpc.messages.data import Partial, VersionSpan
+from laminar_hpc.messages.moves import Answer
 from laminar_hpc.messages.rollouts import Increment
+from laminar_hpc.payload.layout import tokens_array
+from laminar_hpc.rollout.answers import Answers, Ended, name_of
 from laminar_hpc.rollout.batch import Turn
 from laminar_hpc.rollout.work import Outcome, Work, tokens_of
 from laminar_hpc.turns.calls import Malformed, ToolCall
 from laminar_hpc.turns.conversation import ToolResult
 from laminar_hpc.turns.dialogue import Dialogue, with_answers
 from laminar_hpc.turns.episode import Episode
-from laminar_hpc.turns.pool import EnvironmentFailed, EnvironmentPool, environment_of
+from laminar_hpc.turns.pool import EnvironmentFailed, EnvironmentPool, Session, environment_of
 from laminar_hpc.turns.tools import error_text, is_error
 
 logger = logging.getLogger(__name__)
@@ -53,9 +59,10 @@ class Episodes:
         self.context, self.limits = context, context.config.environment
         self.bound = bool(self.limits.factory or self.limits.by_url)
         self.grades = self.bound and not reward_functions(context.config.reward)
-        self.pool = EnvironmentPool(self.limits)
+        self.pool, self.answers = EnvironmentPool(self.limits), Answers(context.channel)
         self._stop_ids, self._model = frozenset(stop_ids), Path(context.config.model.path)
         self._decoder = TextDecoder(self._model)
+        self.young: Callable[[], bool] = lambda: True  # of the local batch most is still under way
         self._talks: dict[str, Dialogue] = {}  # by name of the environment
 
     async def start(self) -> None:
@@ -69,22 +76,28 @@ class Episodes:
 
     async def close(self) -> None:
         """Ends all environments."""
+        await self.answers.close()
         await self.pool.close()
 
     # ---- one trajectory ------------------------------------------------------------------------------------
 
     async def run(self, work: Work, turn: Turn) -> Outcome:
         """From where it is to its last token."""
-        why = ""
-        for _ in range(TRIES):
+        why, tries = "", 0
+        while tries < TRIES:
+            tries += 1
             try:
                 return await self._episode(work, turn)
+            except Ended as ended:
+                return ended.outcome
             except EnvironmentFailed as error:
                 why = str(error)
                 logger.warning("trajectory %d begins again: its environment: %s", work.trajectory_id, why)
                 work.partial = Partial(moves=work.partial.moves)
-        work.ungraded = True
-        return Outcome(lost=f"its environment failed {TRIES} times, at last: {why}")
+                if not (self.young() or work.evaluation):
+                    break
+        work.ungraded = tries
+        return Outcome(lost=f"its environment failed {tries} times, at last: {why}")
 
     async def _episode(self, work: Work, turn: Turn) -> Outcome:
         work.episode = Episode(self.limits, work.partial.time_started or time.time())
@@ -94,7 +107,7 @@ class Episodes:
         try:
             t0 = time.time()
             await self._begin(work)
-            work.episode.waited(time.time() - t0)
+            work.episode.reset(t0, time.time() - t0)
             if self._ends_a_turn(work.partial):
                 work.finish_reason = "stop"
                 work.episode.turns += 1
@@ -139,7 +152,8 @@ class Episodes:
                 found = self._calls(work, span)
                 episode.turns += 1
                 episode.calls += len(found) if isinstance(found, list) else 0
-        return "its replica ended while it waited for a tool" if part.called else None
+        lost = part.called and not part.awaits
+        return "its replica ended while it waited for a tool" if lost else None
 
     def _ends_a_turn(self, part: Partial) -> bool:
         """It has moved with its turn's last token, before anybody looked for calls."""
@@ -155,17 +169,20 @@ class Episodes:
         if not found:
             return False
         names = [call.name for call in found] if isinstance(found, list) else []
-        if limit := episode.limit(names, time.time()):
+        made_elsewhere = work.partial.awaits
+        if not made_elsewhere and (limit := episode.limit(names, time.time())):
             work.finish_reason = limit
             return False
         work.partial.called = True
         self._tell(work)
-        t0 = time.time()
-        results = await self._results(work, found)
-        failed = sum(is_error(result.content) for result in results)
-        episode.called(names, failed, time.time() - t0)
-        self._record(work, t0, ",".join(names) or "malformed")
-        given = self._dialogue(work).conversation.between(int(tokens_of(work.partial)[-1]), results)
+        if made_elsewhere:
+            seconds = max(1, len(names)) * self.limits.timeout_seconds
+            answer = await self.answers.made_elsewhere(work, seconds)
+        else:
+            name = name_of(self.context.index, work.trajectory_id, work.attempt, work.partial.count)
+            answer = await self.answers.made_here(work, name, self._made(work, name, found, names))
+        episode.called(names, answer.failed, answer.seconds)
+        given = np.frombuffer(answer.tokens, "<i4").tolist()
         if len(given) >= work.room:
             work.finish_reason = "length"
             return False
@@ -173,12 +190,23 @@ class Episodes:
         self._tell(work)
         return True
 
-    async def _results(self, work: Work, found: list[ToolCall] | Malformed) -> list[ToolResult]:
+    async def _made(
+        self, work: Work, name: str, found: list[ToolCall] | Malformed, names: list[str]
+    ) -> Answer:
+        """The calls of its last turn."""
+        t0, last, session = time.time(), int(tokens_of(work.partial)[-1]), work.session
+        assert session is not None
+        results = await self._results(session, found)
+        failed = sum(is_error(result.content) for result in results)
+        self._record(work, t0, ",".join(names) or "malformed")
+        given = tokens_array(self._dialogue(work).conversation.between(last, results))
+        return Answer(work.trajectory_id, name, given.tobytes(), failed, time.time() - t0)
+
+    async def _results(self, session: Session, found: list[ToolCall] | Malformed) -> list[ToolResult]:
         """One after the other, as they may depend on each other."""
         if isinstance(found, Malformed):
             return [ToolResult("error", error_text(found.reason))]
-        assert work.session is not None
-        return [ToolResult(call.name, await work.session.call(call.name, call.arguments)) for call in found]
+        return [ToolResult(call.name, await session.call(call.name, call.arguments)) for call in found]
 
     def _dialogue(self, work: Work) -> Dialogue:
         return self._talks[environment_of(self.limits, work.group.row)]
@@ -200,7 +228,7 @@ class Episodes:
         spans = [VersionSpan(s.weight_id, max(s.start, start), s.end) for s in part.spans if s.end > start]
         columns = part.tokens[4 * start :], part.logprobs[4 * start :]
         told = (work.trajectory_id, work.attempt, start, *columns, spans, part.time_started)
-        self.context.channel.send(Increment(*told, part.called))
+        self.context.channel.send(Increment(*told, part.called, part.awaits))
         work.told = part.count
 
     def _record(self, work: Work, t0: float, what: str) -> None:

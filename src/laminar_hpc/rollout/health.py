@@ -3,7 +3,7 @@
 from collections import Counter
 
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.engine.interface import EngineHangs
+from laminar_hpc.engine.interface import EngineDied, EngineHangs
 from laminar_hpc.rollout.engine_lives import EngineLives
 from laminar_hpc.rollout.state import ReplicaState
 from laminar_hpc.rollout.weight_loader import OVERFLOW_CURE
@@ -23,13 +23,14 @@ class BatchHealth:
         self.replica, self.state, self.engines = replica, state, engines
         self.tokens = 0  # of the responses of this local batch
         self._overflowed = 0  # responses of this local batch with log-probs that are not finite
+        self._ungraded = 0  # responses of this local batch whose environments failed
         self._overflows: Counter[tuple[str, int]] = Counter()  # the same by evaluation and trajectory
         self._lost_batches_in_a_row = self._hangs_in_a_row = 0
         self._last_reason = ""
 
     def begin(self) -> None:
         """A local batch begins."""
-        self.tokens = self._overflowed = 0
+        self.tokens = self._overflowed = self._ungraded = 0
 
     def finished(self, tokens: int) -> None:
         """A response of so many tokens is whole."""
@@ -38,6 +39,7 @@ class BatchHealth:
     def lost(self, work: Work, reason: str) -> None:
         """A response is lost."""
         self._last_reason = reason
+        self._ungraded += work.ungraded > 0
         if first_not_finite(work.partial) is None:
             return
         key = (work.evaluation, work.trajectory_id)
@@ -46,8 +48,8 @@ class BatchHealth:
         if self._overflows[key] >= MAX_OVERFLOWS:
             raise self._overflow(f"{MAX_OVERFLOWS} responses to one prompt (trajectory {work.trajectory_id})")
 
-    def hung(self, error: EngineHangs) -> None:
-        """The engine hung in this local batch. Raises what ends the replica when that comes again and
+    def hung(self, error: EngineHangs | EngineDied) -> None:
+        """The engine hung or died in this local batch. Raises what ends the replica when that comes again and
         again."""
         self._hangs_in_a_row += 1
         if self._hangs_in_a_row == MAX_HANGS_IN_A_ROW:
@@ -58,7 +60,7 @@ class BatchHealth:
         self._hangs_in_a_row = 0
         if trajectories and self._overflowed >= trajectories:
             raise self._overflow(f"all {trajectories} responses of a local batch")
-        lost_all = not self.tokens and not moved_away
+        lost_all = not self.tokens and not moved_away and not self._ungraded
         self._lost_batches_in_a_row = self._lost_batches_in_a_row + 1 if lost_all else 0
         if self._lost_batches_in_a_row == MAX_LOST_BATCHES_IN_A_ROW:
             raise LaminarError(

@@ -2,6 +2,7 @@
 both.
 
     source        MoveOrder -> send KV while decoding goes on, stop the request, send the rest -> MoveReady
+                            -> while it waits for a tool: send the KV that the prefix cache has -> MoveReady
                   ... MoveCommit | MoveAbort
     destination   Reserve -> room -> Reserved ... Import -> hold -> Imported
                   ... MoveCommit: it goes on here | MoveAbort
@@ -23,6 +24,7 @@ from laminar_hpc.engine.interface import Engine, RequestFailed
 from laminar_hpc.kv.errors import KvRefused
 from laminar_hpc.messages.data import Message, Partial
 from laminar_hpc.messages.moves import (
+    Answer,
     Import,
     Imported,
     MoveAbort,
@@ -33,6 +35,8 @@ from laminar_hpc.messages.moves import (
     Reserve,
     Reserved,
 )
+from laminar_hpc.messages.rollouts import Lost
+from laminar_hpc.rollout.answers import Answers
 from laminar_hpc.rollout.batch import LocalBatch
 from laminar_hpc.rollout.state import ReplicaState, WrongState
 from laminar_hpc.rollout.work import Work, tokens_of
@@ -46,11 +50,18 @@ M = TypeVar("M", bound=FromController)
 class ReplicaMigration:
     """Takes what the controller says of moves; its work is done in tasks of the local batch."""
 
-    def __init__(self, context: RoleContext, batch: LocalBatch, state: ReplicaState) -> None:
-        self.context, self.batch, self.state = context, batch, state
+    def __init__(
+        self, context: RoleContext, batch: LocalBatch, state: ReplicaState, answers: Answers | None
+    ) -> None:
+        self.context, self.batch, self.state, self.answers = context, batch, state, answers
         self._mail: dict[str, asyncio.Queue[FromController]] = {}
+        self._not_taken: dict[
+            str, int
+        ] = {}  # moves to here that an engine's end has broken off: trajectories
         self.imported: set[str] = set()  # moves that wait for MoveCommit or MoveAbort here
         batch.hand_over = self.hand_over
+        if answers is not None:
+            answers.hand_over = self.hand_over
 
     @property
     def _engine(self) -> Engine:
@@ -62,8 +73,13 @@ class ReplicaMigration:
             self._reserve(message)
         elif isinstance(message, MoveOrder):
             self._order(message)
-        elif isinstance(message, Import | MoveCommit | MoveAbort) and message.move_id in self._mail:
-            self._mail[message.move_id].put_nowait(message)
+        elif isinstance(message, Answer) and self.answers is not None:
+            self.answers.arrived(message)
+        elif isinstance(message, Import | MoveCommit | MoveAbort):
+            if message.move_id in self._mail:
+                self._mail[message.move_id].put_nowait(message)
+            else:
+                self._too_late(message)
 
     async def _answer(self, message: MoveReady | Reserved | Imported, *wanted: type[M]) -> M:
         """Sends `message`, again and again, until one of the wanted answers comes."""
@@ -83,12 +99,16 @@ class ReplicaMigration:
 
     def _order(self, order: MoveOrder) -> None:
         work = self.batch.works.get(order.trajectory_id)
-        here = work is not None and work.attempt == order.attempt and work.request_id and not work.bound
-        if work is None or not here or work.order is not None:
+        here = work is not None and work.attempt == order.attempt and not work.bound and work.order is None
+        if work is None or not here or not (work.request_id or work.waits):
             self.context.channel.send(MoveFailed(order.move_id, "it does not run here"))
             return
         work.order = order
-        self.batch.add(self._send(order, work, work.request_id or ""))
+        if work.waits:
+            self.batch.add(self._send_kept(order, work))
+            work.ordered.set()
+        else:
+            self.batch.add(self._send(order, work, work.request_id or ""))
 
     async def _send(self, order: MoveOrder, work: Work, request_id: str) -> None:
         """What the order asks for; without KV, or where that fails, the request is only stopped."""
@@ -106,9 +126,21 @@ class ReplicaMigration:
         if work.order is order:  # else its turn has ended meanwhile
             work.sent.set()
 
+    async def _send_kept(self, order: MoveOrder, work: Work) -> None:
+        """The same of one that waits for a tool."""
+        tokens = work.group.prompt_tokens + tokens_of(work.partial).tolist()
+        try:
+            if order.address:
+                namespace = str(work.weight_id)
+                await self._engine.kv_send_kept(order.move_id, tokens, namespace, order.address)
+        except (KvRefused, RequestFailed) as error:
+            logger.warning("KV of trajectory %d stays here: %s", order.trajectory_id, error)
+            await self._engine.kv_abort(order.move_id)
+        work.sent.set()
+
     async def hand_over(self, work: Work) -> bool:
-        """The request of a work with an order stands still. Returns whether the work has moved away; else it
-        goes on here."""
+        """The request of a work with an order stands still, or it waits for a tool. Returns whether the work
+        has moved away; else it goes on here."""
         order, t0 = work.order, time.time()
         assert order is not None
         await work.sent.wait()
@@ -146,6 +178,9 @@ class ReplicaMigration:
         t0, move_id = time.time(), reserve.move_id
         try:
             taken = await self._take(reserve)
+        except BaseException:
+            self._broken_off(reserve)
+            raise
         finally:
             del self._mail[move_id]
         if taken is None:
@@ -165,11 +200,31 @@ class ReplicaMigration:
             partial=msgspec.structs.replace(partial, moves=partial.moves + 1),
         )
         # The request goes in before the commit: until it has the KV, the move holds it.
-        await asyncio.gather(self.batch.one(work), *([self._engine.kv_commit(move_id)] if reserve.kv else []))
+        parts = [self.batch.one(work), *([self._engine.kv_commit(move_id)] if reserve.kv else [])]
+        tasks = [asyncio.create_task(part) for part in parts]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
         trajectory_id, cached = reserve.trajectory_id, work.cached_tokens
         self.context.trace.record(
             "move", t0, t1, trajectory_id=trajectory_id, came=True, cached_tokens=cached
         )
+
+    def _broken_off(self, reserve: Reserve) -> None:
+        """The engine failed. If the controller has made this replica the owner already, it gives it back."""
+        self.context.channel.send(MoveFailed(reserve.move_id, "its engine failed"))
+        self._not_taken[reserve.move_id] = reserve.trajectory_id
+        mail = self._mail[reserve.move_id]
+        while not mail.empty():
+            self._too_late(mail.get_nowait())
+
+    def _too_late(self, message: FromController) -> None:
+        trajectory_id = self._not_taken.get(message.move_id)
+        if trajectory_id is not None and isinstance(message, MoveCommit):
+            reason = "its engine failed while it came here"
+            self.context.channel.send(Lost(trajectory_id, message.attempt, reason))
 
     async def _take(self, reserve: Reserve) -> tuple[MoveCommit, Partial] | None:
         """Room, the KV cache and the tokens; None when the move is off."""

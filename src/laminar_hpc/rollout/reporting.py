@@ -82,11 +82,14 @@ class UtilizationReporter:
 
     def _report(self, utilization: Utilization | None) -> ReplicaLoad:
         """`utilization` is None when the engine does not say."""
+        waiting = self.batch.waiting
         return ReplicaLoad(
             self.state.phase.value,
             self.state.weight_id,
             self.state.in_flight,
             self.scoring(),
+            waiting=len(waiting),
+            waiting_tokens=sum(len(work.group.prompt_tokens) + work.partial.count for work in waiting),
             tokens_per_second=self._rate(),
             batch_max=self._saturation,
             **(dataclasses.asdict(utilization) if utilization else {}),

@@ -94,7 +94,7 @@ class Scoring:
     async def _score_episode(self, episodes: Episodes, work: Work, sample: Sample) -> None:
         """Its environment's reward, or that of its last turn."""
         episode, part = work.episode, work.partial
-        figures = episode.figures() if episode else {}
+        figures = episode.figures(time.time()) if episode else {}
         try:
             if episodes.grades:
                 self._say(work.evaluation, sample, await episodes.grade(work), figures)
@@ -114,7 +114,7 @@ class Scoring:
             scored = Scored(trajectory_id, attempt, reward, {}, reason, time.time(), work.evaluation)
             self.context.channel.send(scored)
         else:
-            self.context.channel.send(Lost(trajectory_id, attempt, reason, ungraded=True))
+            self.context.channel.send(Lost(trajectory_id, attempt, reason, ungraded=1))
 
     async def _score(
         self,

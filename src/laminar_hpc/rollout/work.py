@@ -60,11 +60,17 @@ class Work:
     told: int = 0  # response tokens that the controller's pool knows
     episode: Episode | None = None  # where it has several turns
     session: Session | None = None  # its environment
-    ungraded: bool = False  # it is lost because its environment failed
+    waits: bool = False  # for a tool, without a request: it may move
+    left: bool = False  # its local batch has failed: it goes on elsewhere, if it can
+    ordered: asyncio.Event = field(default_factory=asyncio.Event)  # while it waits: to move, or to end
+    ungraded: int = 0  # it is lost because its environment failed so many times
     score: Score | None = None  # its agent's
     bound: bool = False  # to its environment here: it goes on here, or begins again
     of_request: Partial | None = None  # the increments of its present request
     sent: asyncio.Event = field(default_factory=asyncio.Event)  # the source's part of the order is done
+
+    def __post_init__(self) -> None:
+        self.told = self.partial.count
 
     @property
     def room(self) -> int:

@@ -28,7 +28,7 @@ from laminar_hpc.cluster.channel import StopReceived, Terminated
 from laminar_hpc.cluster.context import RoleContext
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.data.tokens import model_config, stop_token_ids
-from laminar_hpc.engine.interface import EngineFactory, EngineHangs
+from laminar_hpc.engine.interface import EngineDied, EngineFactory, EngineHangs
 from laminar_hpc.environments.reward_pool import RewardPool
 from laminar_hpc.messages.data import Message, Sample
 from laminar_hpc.messages.membership import Welcome
@@ -88,12 +88,15 @@ class RolloutWorker:
         self.batch = LocalBatch(
             context, self.engines, self.state, stop_ids, lambda *ended: self.results.ended(*ended), turns
         )
+        if self.episodes:
+            self.episodes.young = lambda: self.batch.young
         self.reporter = UtilizationReporter(
             context, self.state, self.engines, self.batch, lambda: self.scoring.pending
         )
         self.results = Results(context, self.payloads, self.scoring, self.health, self.reporter.finished)
-        self.migration = ReplicaMigration(context, self.batch, self.state)
-        self.departure = Departure(context, self.batch, self._leave)
+        answers = self.episodes.answers if self.episodes else None
+        self.migration = ReplicaMigration(context, self.batch, self.state, answers)
+        self.departure = Departure(context, self.batch, self._leave, answers)
         self.interrupts = self.config.pipeline.refresh == "interrupt"
         self.pulling = asyncio.Lock()
         self.grants: deque[Grant] = deque()
@@ -349,18 +352,24 @@ class RolloutWorker:
             interruptible = self.interrupts and not grant.evaluation
             try:
                 await (self._interruptible(begun) if interruptible else self.batch.run(begun))
-            except EngineHangs as hangs:
-                return await self._engine_hangs(hangs)
+            except (EngineHangs, EngineDied) as error:
+                return await self._engine_fails(error)
             fields["tokens"] = self.health.tokens
         self.health.end(len(begun), self.batch.moved_away)
         return None
 
-    async def _engine_hangs(self, error: EngineHangs) -> None:
+    async def _engine_fails(self, error: EngineHangs | EngineDied) -> None:
         """The engine is ended; the next turn starts another with its pull. What was generated goes on
-        elsewhere from what is known of it."""
+        elsewhere from what is known of it. With an engine that has died the replica ends, unless tools are
+        called in it, whose results would be lost."""
+        answers = self.episodes.answers if self.episodes else None
+        if isinstance(error, EngineDied) and not (answers and answers.made_for_others):
+            raise error
         logger.error("%s", error)
         self.context.channel.send(EngineHung(str(error)))
         self.results.hand_over(self.batch.left, str(error))
+        if answers:
+            answers.go_on()
         self.state.abandoned()
         await self.weight_loader.replace()
         self.health.hung(error)

@@ -29,11 +29,18 @@ class Episode:
     wait_seconds: float = 0.0
     seen_tokens: int = 0  # of the prompts of all turns, those that the engine has had before
     cached_tokens: int = 0  # of those, taken from the prefix cache
+    opened: float = 0.0  # when its environment was reset for it, and for how long that has worked
+    worked_seconds: float = 0.0
     names: dict[str, int] = field(default_factory=dict)  # of tools, how often each was called
 
     def waited(self, seconds: float) -> None:
         """For a reset, or for a place among the engine's requests."""
         self.wait_seconds += seconds
+
+    def reset(self, opened: float, seconds: float) -> None:
+        """Its environment is kept for it from then on."""
+        self.opened, self.worked_seconds = opened, seconds
+        self.waited(seconds)
 
     def turn(self, seen_tokens: int, cached_tokens: int, seconds: float) -> None:
         """A turn has ended, which the engine drew in so many seconds, and of whose prompt it has had so many
@@ -62,11 +69,12 @@ class Episode:
         self.calls += len(wanted)
         self.failed_calls += failed
         self.tool_seconds += seconds
+        self.worked_seconds += seconds
         for name in wanted:
             self.names[name] = self.names.get(name, 0) + 1
 
-    def figures(self) -> dict[str, float]:
-        """For the trajectory's record; the cached share only where there was a later turn."""
+    def figures(self, now: float) -> dict[str, float]:
+        """For the trajectory's record at its grading; the cached share only where there was a later turn."""
         found = {
             "turns": self.turns,
             "tool_calls": self.calls,
@@ -77,4 +85,6 @@ class Episode:
         }
         if self.seen_tokens:
             found["cached_share"] = self.cached_tokens / self.seen_tokens
+        if self.opened and now > self.opened:
+            found["busy_share"] = min(1.0, self.worked_seconds / (now - self.opened))
         return {f"environment.{name}": float(value) for name, value in found.items()}

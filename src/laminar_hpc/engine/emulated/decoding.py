@@ -48,6 +48,7 @@ class Job:
         self.trajectory_id, self.first, self.wanted = trajectory_id, first, wanted
         self.cut, self.on_tokens = cut, on_tokens
         self.ends_with: Sequence[int] = ()  # its last tokens, where they are not invented
+        self.context = context  # tokens of its prompt, and what came with it
         self.spans: list[tuple[int, int]] = []  # (weight id, its last token) of earlier weights
         self.told = first  # up to here `on_tokens` has had them
         self.future: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
@@ -151,6 +152,8 @@ class EmulatedDecoding:
             replica.advance(when, at_event=True)
             for request in replica.pop_finished():
                 job = self._job_of[id(request)]
+                if job.ends_with:  # its next turn finds its KV in the prefix cache
+                    self._warm[job.trajectory_id] = job.context + job.wanted - job.first
                 self._end(job, "length" if job.cut else "stop")
             replica.make_room()
             replica.fill()
@@ -235,7 +238,7 @@ class EmulatedDecoding:
         job = Job(trajectory_id, first, wanted, cut, len(prompt_tokens), on_tokens)
         job.ends_with = self._call if wanted < length else ()
         came = self._came.pop(hash(tuple(prompt_tokens)), 0) if self._came else 0
-        warm = min(came or self._warm.pop(trajectory_id, 0), len(prompt_tokens))
+        warm = min(max(came, self._warm.pop(trajectory_id, 0)), len(prompt_tokens))
         if warm:
             job.request.uncached = float(len(prompt_tokens) - warm)
         elif not first:

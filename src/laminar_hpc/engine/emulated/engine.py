@@ -113,6 +113,16 @@ class EmulatedEngine(EmulatedDecoding):
         await self._ship(move_id, context)
         return context
 
+    async def kv_send_kept(self, move_id: str, tokens: list[int], namespace: str, address: str) -> int:
+        """See Engine. The move's id begins with the trajectory's, by which KV is kept here."""
+        self._settle()
+        trajectory_id = int(move_id.split("-")[0])
+        if not (context := min(self._warm.get(trajectory_id, 0), len(tokens))):
+            raise KvRefused(f"KV move {move_id} refused: nothing of it is in the prefix cache")
+        self._sent[move_id] = (address, trajectory_id, 0)
+        await self._ship(move_id, context)
+        return context
+
     def _job(self, move_id: str, request_id: str) -> Job:
         self._settle()
         job = self._jobs.get(request_id)
@@ -143,6 +153,7 @@ class EmulatedEngine(EmulatedDecoding):
             raise KvRefused(f"KV move {move_id} refused: KV of {offer.tokens} tokens came for {len(tokens)}")
         prefix = min(offer.tokens, len(tokens))
         self._came[hash(tuple(tokens))] = prefix
+        self._warm[int(move_id.split("-")[0])] = prefix  # it waits for a tool: its next prompt is longer
         return prefix
 
     async def kv_commit(self, move_id: str) -> None:

@@ -39,6 +39,11 @@ class MoveCalls:
         """See Engine. The token of the request's last step is part of its answer, but has no KV yet."""
         return (await self._move(protocol.KvDetach(move_id, request_id), protocol.KvDone)).tokens
 
+    async def kv_send_kept(self, move_id: str, tokens: list[int], namespace: str, address: str) -> int:
+        folder = self.config.relay.shm_dir
+        request = protocol.KvSendKept(move_id, tokens, namespace, address, folder, MOVE_SECONDS)
+        return (await self._move(request, protocol.KvDone)).tokens
+
     async def kv_import(self, move_id: str, tokens: list[int]) -> int:
         return (await self._move(protocol.KvImport(move_id, tokens), protocol.KvDone)).tokens
 

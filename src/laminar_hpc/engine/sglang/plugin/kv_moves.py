@@ -5,6 +5,7 @@
                                       end      unlocked
     source        kv_source.py        send     full pages so far
                                       detach   the request ends as "moved"; the rest is sent
+                                      kept     of no request: what the radix tree has, locked
                                       end      unlocked
 
 Every rank moves its own heads' rows, to the same rank of the other engine, and all ranks take each step in
@@ -33,7 +34,8 @@ CLOSE_SECONDS = 5.0  # a thread stops within POLL_SECONDS of kv/inbox.py and one
 
 @dataclass
 class Outgoing:
-    """Of the source. `sent` tokens are at the destination; `retractions` as the request had them then."""
+    """Of the source. `sent` tokens are at the destination; `retractions` as the request had them then; one
+    without a request is of what the radix tree kept."""
 
     move_id: str
     request: Any

@@ -1,5 +1,6 @@
 """A move's source: a running request's KV goes to the destination while the request decodes, then the request
-itself stops. Its operations come through the port; lockstep.py says how they are written.
+itself stops. Between two requests of a trajectory its KV goes from the prefix cache. The operations come
+through the port; lockstep.py says how they are written.
 
 The threads that send need no copy of the pages: KV that is written stays as it is until the request leaves
 them, and `send` fails unless it still held them afterwards.
@@ -41,7 +42,7 @@ class Source:
         self.moves.under_way[request.move_id] = move
         slots, move.retractions = self.moves.cache.slots(running, tokens), running.retraction_count
         try:
-            yield from self._transfer(move, tokens, slots, last=False)
+            yield from self._transfer(move, _of(running), tokens, slots, last=False)
             if not self._same(move, slots):
                 raise KvRefused(
                     f"KV move failed: request {request.request_id} ended or was retracted "
@@ -75,7 +76,23 @@ class Source:
                     "KV detach failed: the KV of request "
                     f"{request.request_id} is not in the prefix cache any more"
                 )
-            yield from self._transfer(move, there, move.hold.slots, last=True, first=first)
+            yield from self._transfer(move, _of(running), there, move.hold.slots, last=True, first=first)
+        except KvRefused:
+            yield from self.moves.let_go(move)
+            raise
+        return protocol.KvDone(there)
+
+    def send_kept(self, request: protocol.KvSendKept) -> Steps:
+        if request.move_id in self.moves.under_way:
+            raise KvRefused(f"KV move refused: {request.move_id} is under way here already")
+        hold, end = self.moves.cache.hold(request.tokens, request.namespace), after(request.seconds)
+        move = Outgoing(request.move_id, None, request.address, request.folder, request.seconds, end)
+        self.moves.under_way[request.move_id], move.hold = move, hold
+        there, what = len(hold.slots), (request.tokens, request.namespace)
+        try:
+            if not there:
+                raise KvRefused(f"KV move refused: nothing of {request.move_id} is in the prefix cache")
+            yield from self._transfer(move, what, there, hold.slots, last=True)
         except KvRefused:
             yield from self.moves.let_go(move)
             raise
@@ -103,17 +120,22 @@ class Source:
         return torch.equal(self.moves.cache.slots(request, len(slots)), slots)
 
     def _transfer(
-        self, move: Outgoing, tokens: int, slots: torch.Tensor, *, last: bool, first: int = 0
+        self,
+        move: Outgoing,
+        what: tuple[list[int], str],
+        tokens: int,
+        slots: torch.Tensor,
+        *,
+        last: bool,
+        first: int = 0,
     ) -> Parts:
-        """Tokens [first, tokens) of the request, sent in a thread."""
-        request = move.request
-        namespace = str(request.extra_key)
+        """Tokens [first, tokens) of `what`, which are token ids in a namespace, sent in a thread."""
+        namespace = what[1]
         if not namespace.isdigit():
             raise KvRefused(
-                f"KV move refused: request {request.rid} has "
-                f"extra_key {namespace[:20]!r}, which is no weight id"
+                f"KV move refused: {move.move_id} has extra_key {namespace[:20]!r}, which is no weight id"
             )
-        ids = list(request.origin_input_ids + request.output_ids)[first:tokens]
+        ids = what[0][first:tokens]
         if self._threads is None:
             self._threads = ThreadPoolExecutor(MAX_THREADS, "kv-send")
         work = (self._send, move, int(namespace), ids, slots[first:tokens], first, last)
@@ -143,3 +165,8 @@ class Source:
             threads=torch.get_num_threads(),
             seconds=move.seconds,
         )
+
+
+def _of(request: Any) -> tuple[list[int], str]:
+    """Its tokens by now, and their namespace."""
+    return list(request.origin_input_ids + request.output_ids), str(request.extra_key)

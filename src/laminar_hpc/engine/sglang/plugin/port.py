@@ -109,6 +109,8 @@ class EnginePort:
                 return self.source.send(request)
             case protocol.KvDetach():
                 return self.source.detach(request)
+            case protocol.KvSendKept():
+                return self.source.send_kept(request)
             case protocol.KvEnd():
                 return self.kv.end(request)
         raise AssertionError(f"{type(request).__name__} has no operation")

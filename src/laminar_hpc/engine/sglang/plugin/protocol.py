@@ -102,6 +102,16 @@ class KvDetach(KvRequest):
     request_id: str
 
 
+class KvSendKept(KvRequest):
+    """The KV of the longest prefix of `tokens` in the prefix cache, to a reserved engine."""
+
+    tokens: list[int]
+    namespace: str
+    address: str
+    folder: str
+    seconds: float
+
+
 class KvImport(KvRequest):
     """The destination takes the KV, of a prefix of `tokens`, into its prefix cache and holds it."""
 
@@ -126,7 +136,9 @@ class Refused(Reply):
     text: str
 
 
-AnyRequest = Ping | GetLayout | GetSums | LoadWeights | KvReserve | KvSend | KvDetach | KvImport | KvEnd
+AnyRequest = (
+    Ping | GetLayout | GetSums | LoadWeights | KvReserve | KvSend | KvDetach | KvSendKept | KvImport | KvEnd
+)
 AnyReply = Alive | LiveLayout | LiveSums | KvReserved | KvDone | Refused
 
 _encoder = msgspec.msgpack.Encoder()

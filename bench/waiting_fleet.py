@@ -1,0 +1,62 @@
+"""Replicas that wait as batches do, for bench/environments.py: waiting_fleet.py RUN_DIR FIRST COUNT.
+
+All that a replica generates waits for the slowest tool of each turn before anybody's next turn begins. The
+rest is the product's: `laminar_hpc.emulation`.
+"""
+
+import asyncio
+import logging
+import sys
+from pathlib import Path
+
+from laminar_hpc.cluster.processes import die_with_parent
+from laminar_hpc.config.load import read_config
+from laminar_hpc.emulation import fleet
+from laminar_hpc.rollout import worker
+from laminar_hpc.rollout.batch import Turn
+from laminar_hpc.rollout.episodes import Episodes
+from laminar_hpc.rollout.work import Outcome, Work
+from laminar_hpc.turns.calls import Malformed, ToolCall
+from laminar_hpc.turns.conversation import ToolResult
+from laminar_hpc.turns.pool import Session
+
+
+class BatchEpisodes(Episodes):
+    """See Episodes; results are given to all together."""
+
+    _running = _there = 0
+    _all: asyncio.Event | None = None
+
+    async def run(self, work: Work, turn: Turn) -> Outcome:
+        """See Episodes."""
+        self._running += 1
+        try:
+            return await super().run(work, turn)
+        finally:
+            self._running -= 1
+            self._look()
+
+    async def _results(self, session: Session, found: list[ToolCall] | Malformed) -> list[ToolResult]:
+        results = await super()._results(session, found)
+        self._there += 1
+        waits = self._all = self._all or asyncio.Event()
+        self._look()
+        await waits.wait()
+        return results
+
+    def _look(self) -> None:
+        if self._all is not None and self._there == self._running:
+            self._all.set()
+            self._all, self._there = None, 0
+
+
+def main() -> None:
+    die_with_parent()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    worker.new_episodes = BatchEpisodes
+    config = read_config(Path(sys.argv[1]) / "config.yaml")
+    asyncio.run(fleet.run(config, int(sys.argv[2]), int(sys.argv[3])))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,34 @@
+"""What came of calls whose trajectory has moved while they were made: it follows the trajectory.
+
+    source --MoveReady: a Partial that awaits an Answer--> destination
+    source --Answer--> here --> whoever has the trajectory by now
+
+The pool has it too, so that a rescue goes on behind the calls. When the replica that makes them is lost, the
+owner is told that nothing will come. Owns nothing: a controller that takes over passes on what arrives, and
+an owner that waits in vain gives up by itself.
+"""
+
+from laminar_hpc.controller.members import Member
+from laminar_hpc.controller.partials import PartialPool
+from laminar_hpc.controller.shared import Shared
+from laminar_hpc.controller.tracker import TrajectoryTracker
+from laminar_hpc.messages.moves import Answer
+
+
+class Answers:
+    """Called for Answer, and when a replica is lost."""
+
+    def __init__(self, shared: Shared, tracker: TrajectoryTracker, pool: PartialPool) -> None:
+        self._shared, self._tracker, self._pool = shared, tracker, pool
+
+    def on_answer(self, _: Member, answer: Answer) -> None:
+        self._pool.answered(answer)
+        owner, _attempt = self._tracker.owner(answer.trajectory_id)
+        if owner is not None:
+            self._shared.outbox.send(self._shared.members.at("rollout", owner), answer)
+
+    def replica_lost(self, member: Member) -> None:
+        """Nothing will come of the calls that it made for others."""
+        for trajectory_id, name in self._pool.awaited_of(member.hello.index):
+            error = f"replica {member.hello.index} was lost while it made its calls"
+            self.on_answer(member, Answer(trajectory_id, name, error=error))

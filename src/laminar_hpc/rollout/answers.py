@@ -1,0 +1,162 @@
+"""What the calls of a turn come to, while their trajectory may move: calls that are made here, and those that
+another replica makes, from which their trajectory has moved here meanwhile.
+
+    made_here        calls end -> Answer
+                     MoveOrder -> migration.py hands the trajectory over -> the calls go on; Answer to the
+                                  controller, which passes it on to whoever has the trajectory
+                     the engine fails -> the same, of all that wait
+    made_elsewhere   <- Answer, through the controller; may be ordered to move like any other
+
+Owned by episodes.py. Names are never used twice, so an Answer that nobody wants does no harm.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from laminar_hpc.cluster.channel import Channel
+from laminar_hpc.messages.moves import Answer
+from laminar_hpc.rollout.work import Outcome, Work
+
+WAY_SECONDS = 30.0  # of an Answer from another replica, beyond the time of its calls
+_REMEMBERED = 4096  # Answers that nobody has asked for yet
+HandOver = Callable[[Work], Coroutine[Any, Any, bool]]  # whether the trajectory of a move has gone
+
+
+class Ended(Exception):
+    """The trajectory goes on elsewhere, or cannot go on."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        self.outcome = outcome
+
+
+def name_of(replica: int, trajectory_id: int, attempt: int, tokens: int) -> str:
+    """Of the calls behind so many tokens of this attempt. The controller reads the replica."""
+    return f"{replica}:{trajectory_id}:{attempt}:{tokens}"
+
+
+class Answers:
+    """A replica's. migration.py sets `hand_over`."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self.hand_over: HandOver | None = None
+        self._heard: dict[str, asyncio.Future[Answer]] = {}
+        self._following: dict[str, asyncio.Task[None]] = {}
+        self._may_tell = asyncio.Event()
+        self._may_tell.set()
+
+    async def made_here(self, work: Work, name: str, making: Coroutine[Any, Any, Answer]) -> Answer:
+        """What `making` comes to. Raises Ended, and what `making` raises."""
+        calls = asyncio.create_task(making)
+        try:
+            return await self._awaited(work, name, calls, None)
+        finally:
+            if name not in self._following:
+                calls.cancel()
+
+    async def made_elsewhere(self, work: Work, seconds: float) -> Answer:
+        """What another replica tells of calls that take at most so long. Raises Ended."""
+        name = work.partial.awaits
+        try:
+            return await self._awaited(work, name, self._told(name), seconds + WAY_SECONDS)
+        finally:
+            self._heard.pop(name, None)
+
+    def arrived(self, answer: Answer) -> None:
+        """It may be here before its trajectory is, or behind it."""
+        if not (future := self._told(answer.name)).done():
+            future.set_result(answer)
+        while len(self._heard) > _REMEMBERED:
+            del self._heard[next(iter(self._heard))]
+
+    def _told(self, name: str) -> asyncio.Future[Answer]:
+        return self._heard.setdefault(name, asyncio.get_running_loop().create_future())
+
+    @property
+    def made_for_others(self) -> bool:
+        """Calls are made here for trajectories that go on elsewhere."""
+        return bool(self._following)
+
+    def go_on(self) -> None:
+        """What a local batch that has failed had in hand is handed over: its Answers may follow."""
+        self._may_tell.set()
+
+    async def settled(self) -> None:
+        """Returns when no calls are made here for what has moved."""
+        while self._following:
+            await asyncio.wait(self._following.values())
+
+    async def close(self) -> None:
+        """Calls that are still made are given up."""
+        tasks = list(self._following.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # ---- a trajectory that waits ---------------------------------------------------------------------------
+
+    async def _awaited(
+        self, work: Work, name: str, answer: asyncio.Future[Answer], seconds: float | None
+    ) -> Answer:
+        work.waits, deadline = True, None if seconds is None else time.monotonic() + seconds
+        try:
+            while not answer.done():
+                if not await self._wakes(work, answer, deadline):
+                    raise Ended(Outcome(lost=f"nobody has said within {seconds:g} s what its calls came to"))
+                if work.is_dropped():
+                    raise Ended(Outcome(moved_away=True))
+                if work.order is not None:
+                    await self._leaves(work, name, answer)
+        except asyncio.CancelledError:
+            if work.left and not (work.bound or work.evaluation):
+                self._may_tell.clear()
+                self._follow(work, name, answer)
+            raise
+        finally:
+            work.waits = False
+            work.ordered.clear()
+        if (found := answer.result()).error:
+            raise Ended(Outcome(lost=found.error))
+        return found
+
+    async def _wakes(self, work: Work, answer: asyncio.Future[Answer], deadline: float | None) -> bool:
+        """Waits for the answer, an order or a drop. False when the deadline came first."""
+        ordered = asyncio.create_task(work.ordered.wait())
+        either: set[asyncio.Future[Any]] = {answer, ordered}
+        left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        try:
+            done, _ = await asyncio.wait(either, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            ordered.cancel()
+        return bool(done)
+
+    async def _leaves(self, work: Work, name: str, answer: asyncio.Future[Answer]) -> None:
+        """Returns when its move is off. Raises Ended when it has gone."""
+        assert self.hand_over is not None
+        before, work.partial.awaits = work.partial.awaits, name
+        if await self.hand_over(work):
+            self._follow(work, name, answer)
+            raise Ended(Outcome(moved_away=True))
+        work.partial.awaits, work.order = before, None
+        work.sent.clear()
+        work.ordered.clear()
+
+    def _follow(self, work: Work, name: str, answer: asyncio.Future[Answer]) -> None:
+        """It goes on elsewhere, and the answer follows; but one that was to come from elsewhere, and has not,
+        goes there by itself."""
+        work.partial.awaits = name
+        if name not in self._heard or answer.done():
+            self._following[name] = asyncio.create_task(self._tell(work.trajectory_id, name, answer))
+
+    async def _tell(self, trajectory_id: int, name: str, answer: asyncio.Future[Answer]) -> None:
+        try:
+            found = await answer
+        except Exception as error:  # no process can be started any more: this replica is about to end
+            found = Answer(trajectory_id, name, error=f"{type(error).__name__}: {error}")
+        try:
+            await self._may_tell.wait()
+            self._channel.send(found)
+        finally:
+            del self._following[name]

@@ -1,0 +1,142 @@
+"""docs/architecture.md#one-call at the controller, message by message: an Answer goes to whoever has the
+trajectory by now, and when none will come its owner is told."""
+
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from script import Script, samples_of
+from stand import small_config
+
+from laminar_hpc.messages.data import Message, Partial, ReplicaLoad, VersionSpan
+from laminar_hpc.messages.membership import Ping
+from laminar_hpc.messages.moves import (
+    Answer,
+    Import,
+    Imported,
+    MoveCommit,
+    MoveOrder,
+    MoveReady,
+    Reserve,
+    Reserved,
+)
+from laminar_hpc.messages.rollouts import Grant
+from laminar_hpc.rollout.answers import name_of
+from laminar_hpc.rollout.work import columns
+
+GIVEN = np.array([5, 6, 7], "<i4").tobytes()
+
+
+class Moving:
+    """Three replicas on weight id 0, each with a grant of its own; `moves` takes a trajectory that waits for
+    its tool from one to another."""
+
+    def __init__(self, folder: Path) -> None:
+        config = small_config(folder, replicas=3, steps=4)
+        config.algorithm.prompts_per_step, config.algorithm.samples_per_prompt = 6, 2
+        config.rollout.increment_tokens, config.pipeline.repack = 10, "reprefill"
+        self.script = Script(config)
+        self.script.publish(0, 0)
+        grants = []
+        for index in range(3):
+            self.script.rollout(index)
+            self.script.asks(index, 0)
+            grants.append(self.script.granted(index))
+            load = ReplicaLoad("draining", 0, 4, 0, kv_capacity=10_000, kv_tokens=100)
+            self.script.hear("rollout", index, Ping(load))
+        assert all(grants)
+        first = grants[0]
+        assert isinstance(first, Grant)
+        self.trajectory_id = min(samples_of(first))
+        self.name = name_of(0, self.trajectory_id, 0, 4)
+
+    def sent(self, replica: int, kind: type[Message]) -> list:
+        return [m for m in self.script.hub.left.get(f"rollout:{replica}:", []) if isinstance(m, kind)]
+
+    def moves(self, attempt: int, source: int, destination: int) -> None:
+        script = self.script
+        script.controller.migration.begin(
+            self.trajectory_id, attempt, source, destination, 0, 100, time.monotonic()
+        )
+        script.controller.turn()
+        reserve = self.sent(destination, Reserve)[-1]
+        script.hear("rollout", destination, Reserved(reserve.move_id, ""))
+        order = self.sent(source, MoveOrder)[-1]
+        partial = Partial(
+            *columns([1, 2, 3, 4], [-1.0] * 4), [VersionSpan(0, 0, 4)], 1.0, attempt, True, self.name
+        )
+        script.hear("rollout", source, MoveReady(order.move_id, partial))
+        assert self.sent(destination, Import)[-1].partial.awaits == self.name
+        script.hear("rollout", destination, Imported(order.move_id, 0))
+        assert self.sent(destination, MoveCommit)[-1].attempt == attempt + 1
+
+    def known(self, attempt: int) -> Partial | None:
+        return self.script.controller.pool.get(self.trajectory_id, attempt)
+
+
+@pytest.fixture
+def moving(tmp_path: Path) -> Moving:
+    return Moving(tmp_path)
+
+
+def test_it_goes_to_the_present_owner(moving: Moving) -> None:
+    """Of two moves only the last destination hears it, and the pool has it: whoever goes on from there begins
+    behind the calls."""
+    moving.moves(0, 0, 1)
+    moving.moves(1, 1, 2)
+    answer = Answer(moving.trajectory_id, moving.name, GIVEN, 1, 0.5)
+    moving.script.hear("rollout", 0, answer)
+    assert moving.sent(2, Answer) == [answer] and not moving.sent(1, Answer)
+    known = moving.known(2)
+    assert known is not None and not known.called and not known.awaits and known.trained == 4
+    assert np.frombuffer(known.tokens, "<i4").tolist() == [1, 2, 3, 4, 5, 6, 7]
+    assert np.frombuffer(known.logprobs, "<f4").tolist() == [-1.0] * 4 + [0.0] * 3
+    moving.script.hear("rollout", 0, answer)
+    again = moving.known(2)
+    assert again is not None and again.count == 7, "said twice, it counts once"
+
+
+def test_the_replica_that_makes_the_calls_is_lost(moving: Moving) -> None:
+    """Its owner is told so, and what is known of the trajectory does not pretend that an Answer will come."""
+    moving.moves(0, 0, 1)
+    moving.script.dies(0)
+    (told,) = moving.sent(1, Answer)
+    assert told.name == moving.name and "replica 0 was lost while it made its calls" in told.error
+    known = moving.known(1)
+    assert known is not None and known.called and not known.awaits
+
+
+def test_the_owner_is_lost_while_it_waits(moving: Moving) -> None:
+    """Another one goes on with what is known: it still awaits the Answer, which then goes there."""
+    moving.moves(0, 0, 1)
+    moving.script.dies(1)
+    reserves = [r for i in (0, 2) for r in moving.sent(i, Reserve) if r.trajectory_id == moving.trajectory_id]
+    (reserve,) = reserves
+    rescuer = next(i for i in (0, 2) if reserve in moving.sent(i, Reserve))
+    moving.script.hear("rollout", rescuer, Reserved(reserve.move_id, ""))
+    (given,) = moving.sent(rescuer, Import)
+    assert given.partial.called and given.partial.awaits == moving.name
+    moving.script.hear("rollout", rescuer, Imported(reserve.move_id, 0))
+    moving.script.hear("rollout", 0, Answer(moving.trajectory_id, moving.name, GIVEN))
+    assert [a.name for a in moving.sent(rescuer, Answer)] == [moving.name]
+
+
+def test_a_replica_that_only_waits_is_emptied(tmp_path: Path) -> None:
+    """Two replicas whose trajectories all wait for tools, with nothing in their engines' KV caches: one is
+    emptied into the other, as soon as they say so. While one still draws, its KV use has to fall first."""
+    moving = Moving(tmp_path)
+    script = moving.script
+    script.controller.tracker.counted -= 1000  # there is work for whoever is emptied
+
+    def report(replica: int, waiting: int) -> None:
+        engine = {"kv_capacity": 10_000, "kv_tokens": 0 if waiting == 4 else 100, "batch_max": 64}
+        load = ReplicaLoad("draining", 0, 4, 0, waiting=waiting, waiting_tokens=100 * waiting, **engine)
+        script.hear("rollout", replica, Ping(load))
+
+    for waiting, begun in ((2, False), (3, False), (4, True)):
+        for replica in range(2):
+            report(replica, waiting)
+        script.controller.repacker.consolidate(time.monotonic())
+        script.controller.turn()
+        assert bool(moving.sent(0, Reserve) or moving.sent(1, Reserve)) == begun
