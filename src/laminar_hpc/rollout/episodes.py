@@ -29,7 +29,8 @@ from laminar_hpc.turns.calls import Malformed, ToolCall
 from laminar_hpc.turns.conversation import ToolResult
 from laminar_hpc.turns.dialogue import Dialogue, with_answers
 from laminar_hpc.turns.episode import Episode
-from laminar_hpc.turns.pool import EnvironmentFailed, EnvironmentPool, environment_of
+from laminar_hpc.turns.pool import EnvironmentPool, environment_of
+from laminar_hpc.turns.session import EnvironmentFailed
 from laminar_hpc.turns.tools import error_text, is_error
 
 logger = logging.getLogger(__name__)
@@ -76,7 +77,8 @@ class Episodes:
     async def run(self, work: Work, turn: Turn) -> Outcome:
         """From where it is to its last token."""
         why = ""
-        for _ in range(TRIES):
+        for tried in range(TRIES):
+            work.patient = tried == TRIES - 1
             try:
                 return await self._episode(work, turn)
             except EnvironmentFailed as error:
@@ -122,7 +124,7 @@ class Episodes:
     async def _begin(self, work: Work) -> None:
         """Its environment is reset; what reset says stands behind the prompt."""
         t0 = time.time()
-        work.session = await self.pool.open(work.group.row)
+        work.session = await self.pool.open(work.group.row, work.patient)
         if self.bound:
             opening = self._dialogue(work).conversation.opening(work.session.observation or "")
             if len(opening) >= work.room:
