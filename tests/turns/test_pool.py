@@ -286,15 +286,16 @@ async def test_a_late_reset_and_a_hung_call(pool, monkeypatch: pytest.MonkeyPatc
     the first is ended. A call that hangs is found long before its limit; one that is patient is not cut
     off."""
     monkeypatch.setattr(deadlines, "LATE_SECONDS", 0.2)
-    monkeypatch.setattr(deadlines, "HUNG_SECONDS", 3.0)
+    monkeypatch.setattr(deadlines, "HUNG_SECONDS", 100.0)
     environments = pool(factory="Slow", seconds=500.0)
     await environments.start()
     try:
         learned(environments, "", "reset")
-        learned(environments, "", "wait")
         Path("reset").touch()
         session = await environments.open({})
         assert not Path("reset").exists() and session.observation == await session.call("wait", {})
+        learned(environments, "", "wait")
+        monkeypatch.setattr(deadlines, "HUNG_SECONDS", 0.5)
         Path("wait").touch()
         with pytest.raises(EnvironmentFailed, match="wait did not return in time"):
             await session.call("wait", {})
@@ -302,7 +303,7 @@ async def test_a_late_reset_and_a_hung_call(pool, monkeypatch: pytest.MonkeyPatc
         Path("wait").touch()
         patient = await environments.open({}, patient=True)
         waiting = asyncio.create_task(patient.call("wait", {}))
-        done, _ = await asyncio.wait({waiting}, timeout=4.0)
+        done, _ = await asyncio.wait({waiting}, timeout=1.5)
         assert not done
         waiting.cancel()
         patient.close()

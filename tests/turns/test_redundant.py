@@ -14,13 +14,14 @@ class Asked:
     def __init__(self) -> None:
         self.answers: list[asyncio.Future[str]] = []
         self.undone: list[str] = []
-        self.begun = asyncio.Event()
 
     async def __call__(self) -> str:
         self.answers.append(asyncio.get_running_loop().create_future())
-        if len(self.answers) == 2:
-            self.begun.set()
         return await self.answers[-1]
+
+    async def begun(self, count: int) -> None:
+        while len(self.answers) < count:
+            await asyncio.sleep(0)
 
 
 def started(asked: Asked, late: float | None) -> asyncio.Task[str]:
@@ -33,7 +34,7 @@ async def test_the_first_that_returns_counts(winner: int) -> None:
     """Whichever it is; the other is cancelled."""
     asked = Asked()
     task = started(asked, 0.0)
-    await asked.begun.wait()
+    await asked.begun(2)
     asked.answers[winner].set_result("won")
     assert await task == "won" and asked.answers[1 - winner].cancelled() and not asked.undone
 
@@ -42,7 +43,7 @@ async def test_both_at_once() -> None:
     """One counts, the other is undone."""
     asked = Asked()
     task = started(asked, 0.0)
-    await asked.begun.wait()
+    await asked.begun(2)
     for number, answer in enumerate(asked.answers):
         answer.set_result(str(number))
     assert sorted([await task, *asked.undone]) == ["0", "1"]
@@ -53,7 +54,7 @@ async def test_what_is_raised() -> None:
     the second's is told."""
     asked = Asked()
     task = started(asked, None)
-    await asyncio.sleep(0)
+    await asked.begun(1)
     asked.answers[0].set_exception(ValueError("first"))
     with pytest.raises(ValueError, match="first"):
         await task
@@ -61,7 +62,7 @@ async def test_what_is_raised() -> None:
 
     asked = Asked()
     task = started(asked, 0.0)
-    await asked.begun.wait()
+    await asked.begun(2)
     asked.answers[0].set_exception(ValueError("first"))
     await asyncio.sleep(0)
     asked.answers[1].set_result("second")
@@ -69,7 +70,7 @@ async def test_what_is_raised() -> None:
 
     asked = Asked()
     task = started(asked, 0.0)
-    await asked.begun.wait()
+    await asked.begun(2)
     asked.answers[1].set_exception(ValueError("second"))
     asked.answers[0].set_exception(ValueError("first"))
     with pytest.raises(ValueError, match="second"):
@@ -80,7 +81,7 @@ async def test_whoever_asks_is_cancelled() -> None:
     """Nothing goes on behind it."""
     asked = Asked()
     task = started(asked, 0.0)
-    await asked.begun.wait()
+    await asked.begun(2)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
