@@ -18,7 +18,7 @@ from laminar_hpc.rollout.episodes import Episodes
 from laminar_hpc.rollout.work import Outcome, Work
 from laminar_hpc.turns.calls import Malformed, ToolCall
 from laminar_hpc.turns.conversation import ToolResult
-from laminar_hpc.turns.pool import Session
+from laminar_hpc.turns.session import Session
 
 
 class BatchEpisodes(Episodes):

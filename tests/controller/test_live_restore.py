@@ -94,14 +94,14 @@ class Life(RuleBasedStateMachine):
             i: (s.replica, s.attempt, s.generated) for g in (False, True) for _, i, s in self.unfinished(g)
         }
         back = [group for trained, groups in self.history.items() if trained >= step for group in groups]
-        draws, finished = self.tracker._draws, self.tracker._finished_count
+        draws, finished = self.tracker.upcoming.used, self.tracker._finished_count
         assert self.tracker.restore(step) == len(back)
         after = {
             i: (s.replica, s.attempt, s.generated) for g in (False, True) for _, i, s in self.unfinished(g)
         }
         assert before == after, "work in progress has changed"
         assert all(self.tracker.groups[group].finished for group in back)
-        assert (draws, finished) == (self.tracker._draws, self.tracker._finished_count)
+        assert (draws, finished) == (self.tracker.upcoming.used, self.tracker._finished_count)
         self.history = {trained: groups for trained, groups in self.history.items() if trained < step}
         self.step = step
 

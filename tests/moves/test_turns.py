@@ -20,9 +20,11 @@ from laminar_hpc.data.tokens import TextDecoder
 from laminar_hpc.emulation.fleet import Replica
 from laminar_hpc.engine.emulated import responses
 from laminar_hpc.payload.whole import Whole
+from laminar_hpc.turns.ahead import Ahead
+from laminar_hpc.turns.session import Session
 
 TOOLBOX = """
-import os, time
+import asyncio, os, time
 
 def _noted(what):
     with open("calls.log", "a") as file:
@@ -63,6 +65,11 @@ class Drawer:
 
     async def get_reward(self) -> float:
         return self.calls
+
+class Slow(Drawer):
+    async def reset(self, prompt: str) -> str:
+        await asyncio.sleep(0.3)
+        return await super().reset(prompt)
 
 class Broken(Shelf):
     def reset(self, prompt: str, **row) -> None:
@@ -194,6 +201,26 @@ def test_each_row_has_its_own_environment(config: RunConfig) -> None:
         assert whole.record.reward == (calls % 2 if name == "shelf" else calls)
         seen[name] += calls
     assert seen["shelf"] > 3 and seen["drawer"] > 3
+
+
+@pytest.mark.slow
+def test_resets_begin_before_their_grant(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replica is told the rows of its next local batch, and resets their environments while the present one
+    ends: most trajectories behind the first batches find theirs begun. No row is used twice in a pass."""
+    taken, take = Counter[bool](), Ahead.take
+
+    async def counted(ahead: Ahead, row: dict) -> Session | None:
+        session = await take(ahead, row)
+        taken[session is not None] += 1
+        return session
+
+    monkeypatch.setattr(Ahead, "take", counted)
+    config.environment.tools, config.environment.factory = [], "turns_toolbox.Slow"
+    config.reward.function, config.steps, config.rollout.replicas = "", 6, 2
+    Stand(config).run(120)
+    prompts = Counter(whole.prompt.tobytes() for whole in trajectories(config))
+    assert set(prompts.values()) == {config.algorithm.samples_per_prompt}
+    assert taken[True] > taken[False], f"{taken[True]} environments were begun before"
 
 
 @pytest.mark.slow

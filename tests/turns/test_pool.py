@@ -10,7 +10,9 @@ import pytest
 
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import EnvironmentConfig
-from laminar_hpc.turns.pool import EnvironmentFailed, EnvironmentPool, environment_of
+from laminar_hpc.policies import deadlines
+from laminar_hpc.turns.pool import EnvironmentPool, environment_of
+from laminar_hpc.turns.session import EnvironmentFailed
 
 MODULE = '''
 import asyncio, os, time
@@ -75,6 +77,54 @@ class Waiting:
 
     async def get_reward(self) -> dict:
         return {"reward": self.n, "accuracy": 1.0}
+
+class Slow:
+    """The first one's reset, or its wait, does not end; which file is there says so."""
+    def _first(self, what):
+        try:
+            os.unlink(what)
+        except FileNotFoundError:
+            return
+        time.sleep(600)
+
+    def reset(self, **row) -> str:
+        self._first("reset")
+        return str(os.getpid())
+
+    def wait(self) -> str:
+        """Waits."""
+        self._first("wait")
+        return str(os.getpid())
+
+    def get_reward(self) -> float:
+        return 1.0
+
+def again() -> str:
+    """Hangs once."""
+    Slow()._first("again")
+    return "answered"
+again.idempotent = True
+
+def once() -> str:
+    """Hangs once."""
+    Slow()._first("again")
+    return "answered"
+
+async def asks() -> str:
+    """Hangs once."""
+    if os.path.exists("again"):
+        os.unlink("again")
+        await asyncio.sleep(600)
+    return "answered"
+asks.idempotent = True
+
+def dies() -> str:
+    """Dies once."""
+    if os.path.exists("again"):
+        os.unlink("again")
+        os._exit(3)
+    return "answered"
+dies.idempotent = True
 
 class Bare:
     def get_reward(self) -> float:
@@ -223,3 +273,70 @@ async def test_what_is_no_environment(pool, name: str, words: str) -> None:
     """One line before anything starts."""
     with pytest.raises(LaminarError, match=words):
         await pool(factory=name).start()
+
+
+def learned(environments: EnvironmentPool, name: str, method: str) -> None:
+    """As if a hundred calls had been quick."""
+    for _ in range(deadlines.FEWEST):
+        environments.deadline(name, method).took(0.001)
+
+
+async def test_a_late_reset_and_a_hung_call(pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reset that does not end is begun in a second environment, whose session is the one that is given, and
+    the first is ended. A call that hangs is found long before its limit; one that is patient is not cut
+    off."""
+    monkeypatch.setattr(deadlines, "LATE_SECONDS", 0.2)
+    monkeypatch.setattr(deadlines, "HUNG_SECONDS", 100.0)
+    environments = pool(factory="Slow", seconds=500.0)
+    await environments.start()
+    try:
+        learned(environments, "", "reset")
+        Path("reset").touch()
+        session = await environments.open({})
+        assert not Path("reset").exists() and session.observation == await session.call("wait", {})
+        learned(environments, "", "wait")
+        monkeypatch.setattr(deadlines, "HUNG_SECONDS", 0.5)
+        Path("wait").touch()
+        with pytest.raises(EnvironmentFailed, match="wait did not return in time"):
+            await session.call("wait", {})
+        session.close()
+        Path("wait").touch()
+        patient = await environments.open({}, patient=True)
+        waiting = asyncio.create_task(patient.call("wait", {}))
+        done, _ = await asyncio.wait({waiting}, timeout=1.5)
+        assert not done
+        waiting.cancel()
+        patient.close()
+    finally:
+        await environments.close()
+
+
+@pytest.mark.parametrize("name", ["again", "asks", "dies"])
+async def test_an_idempotent_tool_is_called_again(pool, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """One that hangs, or whose process dies: the second answer is the call's."""
+    monkeypatch.setattr(deadlines, "LATE_SECONDS", 0.2)
+    tools = pool(name, seconds=500.0)
+    await tools.start()
+    try:
+        learned(tools, name, "")
+        Path("again").touch()
+        session = await tools.open({})
+        assert await session.call(name, {}) == "answered" and not Path("again").exists()
+        session.close()
+    finally:
+        await tools.close()
+
+
+async def test_another_tool_is_called_once(pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However late it is: the model is told at its time limit."""
+    monkeypatch.setattr(deadlines, "LATE_SECONDS", 0.05)
+    tools = pool("once", seconds=2.0)
+    await tools.start()
+    try:
+        learned(tools, "once", "")
+        Path("again").touch()
+        session = await tools.open({})
+        assert json.loads(await session.call("once", {})) == {"error": "no result within 2 s"}
+        session.close()
+    finally:
+        await tools.close()

@@ -50,6 +50,7 @@ class Dispatcher:
         barrier = self._config.pipeline.refresh == "barrier"
         self._rounds = Rounds() if barrier else None
         self._next_batch, self._local_batch = first_batch, 1
+        self._resets = bool(self._config.environment.factory)  # a row's environment takes its time to begin
         self._asked: set[int] = set()  # replicas whose newest request was not looked at yet
         self._looked: tuple[object, ...] = ()  # what the last look for a round saw
         self._more = False  # whether the last look has left some work for the next turn
@@ -74,6 +75,7 @@ class Dispatcher:
         self._asked.add(member.hello.index)
 
     def replica_lost(self, replica: int) -> None:
+        self._tracker.upcoming.release(replica)
         if self._rounds:
             self._rounds.leave([replica])
 
@@ -200,7 +202,12 @@ class Dispatcher:
         )
         if self._rounds is not None and groups:
             self._rounds.took(replica)
-        return self._sampled(weight_id, step, groups, {}) if groups else None
+        if not groups:
+            return None
+        grant = self._sampled(weight_id, step, groups, {})
+        if self._resets:
+            grant.ahead = tracker.ahead(replica, self._local_batch)
+        return grant
 
     def _look_for_a_round(self) -> None:
         """Opens the next one when all are ready, if anything has changed since the last look."""

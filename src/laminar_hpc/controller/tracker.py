@@ -14,6 +14,7 @@ from collections.abc import Callable
 from laminar_hpc.controller.groups import Counts, Group, SampleState
 from laminar_hpc.controller.holders import Holders
 from laminar_hpc.controller.store import Store
+from laminar_hpc.controller.upcoming import Upcoming
 from laminar_hpc.data.prompts import Prompt
 from laminar_hpc.messages.data import PromptGroup, Sample, ScorePart, Trajectory
 from laminar_hpc.messages.rollouts import Lost, ScoreOrder
@@ -40,7 +41,7 @@ class TrajectoryTracker:
         self._store, self._prompts, self._size = store, prompts, size
         self._prompt_of_draw, self._filters = prompt_of_draw, filters
         _, self._next_group, self._next_trajectory = store.next_ids()
-        self._draws = store.get("prompts_drawn", 0)
+        self.upcoming = Upcoming(store)
         self._finished_count = store.get("groups_finished", 0)
         self.counted = store.counted_groups()
         self.groups: dict[int, Group] = {}
@@ -141,14 +142,21 @@ class TrajectoryTracker:
         new = range(min(-(-room // self._size.first), quota))
         batch += [self._new_group(replica, weight_id, weight_step, now) for _ in new]
         if new:
-            self._store.put("prompts_drawn", self._draws)
+            self.upcoming.save()
         return batch
+
+    def ahead(self, replica: int, groups: int) -> list[tuple[dict, int]]:
+        """The rows of so many groups that `replica` will get next, and the samples of each at first."""
+        draws = self.upcoming.keep(replica, groups)
+        self.upcoming.save()
+        rows = [self._prompts[self._prompt_of_draw(draw)].row for draw in draws]
+        return [(row, self._size.first) for row in rows]
 
     def _new_group(self, replica: int, weight_id: int, weight_step: int, now: float) -> PromptGroup:
         self.counted += 1
-        group = Group(self._next_group, self._prompt_of_draw(self._draws), self.counted)
+        draw = self.upcoming.take(replica)
+        group = Group(self._next_group, self._prompt_of_draw(draw), self.counted)
         self._next_group += 1
-        self._draws += 1
         self._store.add_group(group.group_id, group.prompt_index, weight_id, weight_step, group.number, now)
         self._store.add_prompt(group.group_id, self._prompts[group.prompt_index].tokens)
         self._add_samples(group, self._size.first, replica, weight_id, weight_step)

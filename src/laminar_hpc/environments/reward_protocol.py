@@ -68,12 +68,14 @@ class Call(msgspec.Struct, tag=True, omit_defaults=True):
 class Ready(msgspec.Struct, tag=True):
     """All functions are imported, or `error` says why not. `asynchronous`: the names of those that are
     awaited. `tools`: JSON schemas, as turns/tools.py makes them, by name of the function or environment;
-    `rewards`: names of the environments that have a get_reward."""
+    `rewards`: names of the environments that have a get_reward; `idempotent`: names of the tools that say so
+    of themselves, by name of the function or environment."""
 
     error: str
     asynchronous: list[str] = []
     tools: dict[str, list[dict]] = {}
     rewards: list[str] = []
+    idempotent: dict[str, list[str]] = {}
 
 
 class Forked(msgspec.Struct, tag=True):

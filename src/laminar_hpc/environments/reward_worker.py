@@ -141,7 +141,9 @@ def ready(served: dict[str, Served]) -> Ready:
     """The report that all is imported, which of it is awaited, and which tools there are."""
     awaited = [name for name, each in served.items() if each.is_async]
     tools = {name: list(getattr(each, "tools", ())) for name, each in served.items()}
-    return Ready("", awaited, tools, [n for n, each in served.items() if getattr(each, "rewards", False)])
+    rewards = [name for name, each in served.items() if getattr(each, "rewards", False)]
+    idempotent = {name: list(getattr(each, "idempotent", ())) for name, each in served.items()}
+    return Ready("", awaited, tools, rewards, idempotent)
 
 
 def result(call: Call, t0: float, error: BaseException) -> Result:

@@ -41,7 +41,8 @@ class Grant(Message):
 
     `parts`: responses so far, by trajectory, of those that go on from a replica that is dead. Then the
     replica may serve other weights, or none yet: it loads these from a slot that still holds them. Answer if
-    there is none: NotLoaded.
+    there is none: NotLoaded. `ahead`: rows of the replica's next local batch and how many samples each will
+    have, where environments are to be reset; a hint.
     """
 
     batch_id: int
@@ -52,6 +53,7 @@ class Grant(Message):
     max_response_tokens: int
     evaluation: str = ""
     parts: dict[int, Partial] = msgspec.field(default_factory=dict)
+    ahead: list[tuple[dict, int]] = msgspec.field(default_factory=list)
 
 
 class NotLoaded(Message):

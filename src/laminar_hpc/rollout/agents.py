@@ -29,7 +29,8 @@ from laminar_hpc.rollout.work import Outcome, Work, logprobs_of, tokens_of
 from laminar_hpc.turns.calls import Malformed, ToolCall
 from laminar_hpc.turns.dialogue import Dialogue
 from laminar_hpc.turns.episode import Episode
-from laminar_hpc.turns.pool import EnvironmentFailed, EnvironmentPool
+from laminar_hpc.turns.pool import EnvironmentPool
+from laminar_hpc.turns.session import EnvironmentFailed
 from laminar_hpc.turns.tools import is_error
 from laminar_hpc.verifiers.pool import VerifiersPool
 

@@ -35,7 +35,8 @@ from laminar_hpc.turns.calls import Malformed, ToolCall
 from laminar_hpc.turns.conversation import ToolResult
 from laminar_hpc.turns.dialogue import Dialogue, with_answers
 from laminar_hpc.turns.episode import Episode
-from laminar_hpc.turns.pool import EnvironmentFailed, EnvironmentPool, Session, environment_of
+from laminar_hpc.turns.pool import EnvironmentPool, environment_of
+from laminar_hpc.turns.session import EnvironmentFailed, Session
 from laminar_hpc.turns.tools import error_text, is_error
 
 logger = logging.getLogger(__name__)
@@ -86,6 +87,7 @@ class Episodes:
         why, tries = "", 0
         while tries < TRIES:
             tries += 1
+            work.patient = tries == TRIES
             try:
                 return await self._episode(work, turn)
             except Ended as ended:
@@ -135,7 +137,7 @@ class Episodes:
     async def _begin(self, work: Work) -> None:
         """Its environment is reset; what reset says stands behind the prompt."""
         t0 = time.time()
-        work.session = await self.pool.open(work.group.row)
+        work.session = await self.pool.open(work.group.row, work.patient)
         if self.bound:
             opening = self._dialogue(work).conversation.opening(work.session.observation or "")
             if len(opening) >= work.room:

@@ -17,7 +17,7 @@ from laminar_hpc.payload.layout import Tokens, drawn, last_drawn
 from laminar_hpc.payload.reader import read
 from laminar_hpc.rollout.episodes import Episodes
 from laminar_hpc.rollout.work import Work, tokens_of
-from laminar_hpc.turns.pool import EnvironmentFailed
+from laminar_hpc.turns.session import EnvironmentFailed
 
 logger = logging.getLogger(__name__)
 

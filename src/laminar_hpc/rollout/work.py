@@ -26,7 +26,7 @@ from laminar_hpc.payload.layout import (
     tokens_array,
 )
 from laminar_hpc.turns.episode import Episode
-from laminar_hpc.turns.pool import Session
+from laminar_hpc.turns.session import Session
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,7 @@ class Work:
     ordered: asyncio.Event = field(default_factory=asyncio.Event)  # while it waits: to move, or to end
     ungraded: int = 0  # it is lost because its environment failed so many times
     score: Score | None = None  # its agent's
+    patient: bool = False  # its environment has all of environment.timeout_seconds for each call
     bound: bool = False  # to its environment here: it goes on here, or begins again
     of_request: Partial | None = None  # the increments of its present request
     sent: asyncio.Event = field(default_factory=asyncio.Event)  # the source's part of the order is done

@@ -51,6 +51,7 @@ from laminar_hpc.rollout.episodes import new_episodes
 from laminar_hpc.rollout.health import BatchHealth
 from laminar_hpc.rollout.migration import ReplicaMigration
 from laminar_hpc.rollout.reporting import UtilizationReporter
+from laminar_hpc.rollout.resets import ResetsAhead
 from laminar_hpc.rollout.results import Results
 from laminar_hpc.rollout.scoring import Scoring
 from laminar_hpc.rollout.state import ReplicaState, WrongState
@@ -86,7 +87,7 @@ class RolloutWorker:
         self.health = BatchHealth(context.index, self.state, self.engines)
         turns = self.episodes.run if self.episodes else None
         self.batch = LocalBatch(
-            context, self.engines, self.state, stop_ids, lambda *ended: self.results.ended(*ended), turns
+            context, self.engines, self.state, stop_ids, lambda *ended: self._ended(*ended), turns
         )
         if self.episodes:
             self.episodes.young = lambda: self.batch.young
@@ -97,6 +98,7 @@ class RolloutWorker:
         answers = self.episodes.answers if self.episodes else None
         self.migration = ReplicaMigration(context, self.batch, self.state, answers)
         self.departure = Departure(context, self.batch, self._leave, answers)
+        self.resets = ResetsAhead(self.episodes.pool if self.episodes else None, self.state)
         self.interrupts = self.config.pipeline.refresh == "interrupt"
         self.pulling = asyncio.Lock()
         self.grants: deque[Grant] = deque()
@@ -345,6 +347,7 @@ class RolloutWorker:
             if grant.parts:
                 self.weight_loader.let_go()
         self.health.begin()
+        self.resets.told(grant.ahead, len(begun))
         with self.context.trace.span(
             "generate", batch_id=grant.batch_id, weight_id=grant.weight_id, step=grant.weight_step
         ) as fields:
@@ -357,6 +360,10 @@ class RolloutWorker:
             fields["tokens"] = self.health.tokens
         self.health.end(len(begun), self.batch.moved_away)
         return None
+
+    def _ended(self, work: Work, lost: str | None) -> None:
+        self.results.ended(work, lost)
+        self.resets.look()
 
     async def _engine_fails(self, error: EngineHangs | EngineDied) -> None:
         """The engine is ended; the next turn starts another with its pull. What was generated goes on

@@ -1,5 +1,6 @@
 """The environments of a rollout rank, in worker processes as its rewards have them.
 
+    expect(rows)         resets begin
     open(row) -> Session: reset
     session.call(tool, arguments) -> what the model reads
     session.reward(), session.close()
@@ -11,13 +12,18 @@
 
 What the user's tool raises is told to the model. What is nobody's answer (a process that died, a factory's
 method that hangs, a reset or get_reward that raises) is EnvironmentFailed: the trajectory cannot be graded.
+When a method hangs is learned from its calls (policies/deadlines.py). A reset that is late is begun in a
+second environment, and a tool that calls itself idempotent is called a second time: the first to return
+counts.
 """
 
 import asyncio
 import contextlib
 import itertools
-from collections.abc import Callable, Coroutine
-from typing import Any
+import time
+from collections.abc import Sequence
+
+import msgspec
 
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import EnvironmentConfig
@@ -25,79 +31,14 @@ from laminar_hpc.environments.fork_server import ForkServer, Worker, WorkerLost
 from laminar_hpc.environments.interpreter import OURS, Interpreter
 from laminar_hpc.environments.reward_crews import Crew, SharedCrew
 from laminar_hpc.environments.reward_protocol import Call, Result, Setup, Spec
-from laminar_hpc.turns.tools import error_text
+from laminar_hpc.policies.deadlines import Deadline
+from laminar_hpc.turns.ahead import Ahead
+from laminar_hpc.turns.redundant import first_of
+from laminar_hpc.turns.session import RUN, Ask, Close, EnvironmentFailed, FunctionSession, Session
 
 SESSIONS_MAX = 1024  # at once; others wait for one to end
 _CALLS_MAX = 256  # processes of plain functions
-_RUN = "run"  # an agent's only method
 _UNBOUNDED = 1e9  # seconds, for a worker
-
-Ask = Callable[[Call], Coroutine[Any, Any, Result]]
-Close = Callable[[], None]
-
-
-class EnvironmentFailed(Exception):
-    """Not by what the model did: nothing can be said of the trajectory."""
-
-
-class Session:
-    """One trajectory's, of the environment called `name`. `observation`: what reset returned."""
-
-    def __init__(self, name: str, number: int, ask: Ask, close: Close) -> None:
-        self.observation: str | None = None
-        self._name, self._number, self._ask, self._close = name, number, ask, close
-
-    async def reset(self, row: dict) -> None:
-        """Raises EnvironmentFailed."""
-        self.observation = (await self._sure("reset", row=row)).text
-
-    async def call(self, name: str, arguments: dict) -> str:
-        """What the model reads. Raises EnvironmentFailed."""
-        return (await self._sure(name, arguments=arguments)).text or ""
-
-    async def reward(self) -> Result:
-        """Raises EnvironmentFailed."""
-        return await self._sure("get_reward")
-
-    async def run(self, **arguments: str) -> Result:
-        """An agent's, to its end. Raises EnvironmentFailed."""
-        return await self._sure(_RUN, arguments=dict(arguments), what="the agent")
-
-    def close(self) -> None:
-        """For good; once."""
-        self._close()
-
-    async def _sure(
-        self, method: str, row: dict | None = None, arguments: dict | None = None, what: str = ""
-    ) -> Result:
-        """`what`: errors call the method so."""
-        call, what = Call(0, self._name, session=self._number, method=method), what or method
-        call.row, call.arguments = row or {}, arguments or {}
-        try:
-            result = await self._ask(call)
-        except WorkerLost:
-            raise EnvironmentFailed(f"its process ended in {what}") from None
-        except TimeoutError:
-            raise EnvironmentFailed(f"{what} did not return in time") from None
-        if result.error:
-            raise EnvironmentFailed(f"{what}: {result.error}")
-        return result
-
-
-class _FunctionSession(Session):
-    """Of environment.tools: nothing is kept between two calls. A process that died, or was ended at its time
-    limit, had this call alone, so that the model is told."""
-
-    async def reset(self, row: dict) -> None:
-        """There is nothing to reset."""
-
-    async def call(self, name: str, arguments: dict) -> str:
-        """See Session."""
-        try:
-            result = await self._ask(Call(0, name, arguments=arguments))
-        except WorkerLost:
-            return error_text(f"the process of {name} ended")
-        return error_text(result.error) if result.error else result.text or ""
 
 
 class EnvironmentPool:
@@ -115,6 +56,8 @@ class EnvironmentPool:
         self._ids = itertools.count(1)
         self._free = asyncio.Semaphore(SESSIONS_MAX)
         self._ending: set[asyncio.Task[None]] = set()
+        self._deadlines: dict[tuple[str, str], Deadline] = {}
+        self._ahead = Ahead(self._begun, SESSIONS_MAX // 2)
         self.tools: dict[str, list[dict]] = {}
         self.rewards: list[str] = []
 
@@ -134,18 +77,37 @@ class EnvironmentPool:
             await self.close()
             raise
 
-    async def open(self, row: dict) -> Session:
-        """A session whose reset has returned. Raises EnvironmentFailed; LaminarError only when no worker can
-        be started any more."""
+    def deadline(self, name: str, method: str) -> Deadline:
+        """Of the calls of an environment's method."""
+        return self._deadlines.setdefault((name, method), Deadline(self._limit))
+
+    async def open(self, row: dict, patient: bool = False) -> Session:
+        """A session whose reset has returned. `patient`: each call has all of timeout_seconds, however long
+        others took. Raises EnvironmentFailed; LaminarError only when no worker can be started any more."""
+        if self._functions:
+            await self._free.acquire()
+            return FunctionSession("", next(self._ids), self._ask_any, self._released)
+        if not patient and (session := await self._ahead.take(row)) is not None:
+            return session
+        return await self._begun(row, patient)
+
+    def expect(self, rows: Sequence[tuple[dict, int]]) -> None:
+        """Rows that will be asked for soon, so many times each: their resets begin now. Of what was expected
+        before, what is not among them is closed."""
+        self._ahead.expect(rows)
+
+    async def _begun(self, row: dict, patient: bool = False) -> Session:
+        late = self.deadline(environment_of(self._config, row), "reset").late
+        return await first_of(lambda: self._opened(row, patient), late, Session.close)
+
+    async def _opened(self, row: dict, patient: bool) -> Session:
         await self._free.acquire()
         name, number, close = environment_of(self._config, row), next(self._ids), None
         try:
-            if self._functions:
-                return _FunctionSession(name, number, self._ask_any, self._released)
             alone = name not in self._server.ready.asynchronous
             worker = await (self._server.fork(False) if alone else self._shared.worker())
             close = self._closes(worker, name, number, alone)
-            session = Session(name, number, self._asks(worker, alone), close)
+            session = Session(name, number, self._asks(worker, alone, patient), close)
             await session.reset(row)
             return session
         except BaseException as error:
@@ -159,6 +121,7 @@ class EnvironmentPool:
 
     async def close(self) -> None:
         """Ends all workers, also those with calls in flight."""
+        await self._ahead.close()
         await asyncio.gather(self._crew.stop(), self._shared.stop())
         for task in list(self._ending):
             task.cancel()
@@ -169,20 +132,47 @@ class EnvironmentPool:
         self._free.release()
 
     async def _ask_any(self, call: Call) -> Result:
-        """One function's call, made once."""
-        call.id = next(self._ids)
+        """One function's call, made once, unless it says that it may be made twice."""
         crew: Crew | SharedCrew = self._crew
         if call.name in self._server.ready.asynchronous:
             crew = self._shared
-        return await crew.run(call)
+        deadline = self.deadline(call.name, "")
 
-    def _asks(self, worker: Worker, alone: bool) -> Ask:
-        """A shared worker bounds its calls itself."""
+        async def once() -> Result:
+            t0 = time.monotonic()
+            result = await crew.run(msgspec.structs.replace(call, id=next(self._ids)))
+            deadline.took(time.monotonic() - t0)
+            return result
+
+        if not self._server.ready.idempotent[call.name]:
+            return await once()
+        try:
+            return await first_of(once, deadline.late, _nothing)
+        except WorkerLost:
+            return await once()
+
+    def _asks(self, worker: Worker, alone: bool, patient: bool) -> Ask:
+        """A shared worker bounds its calls itself, by timeout_seconds, and can have a call twice."""
+        ready = self._server.ready
 
         async def ask(call: Call) -> Result:
-            call.id = next(self._ids)
-            unbounded = self._config.agent and call.method == _RUN
-            return await worker.ask(call, self._limit if alone and not unbounded else None)
+            if self._config.agent and call.method == RUN:
+                return await worker.ask(msgspec.structs.replace(call, id=next(self._ids)))
+            deadline = self.deadline(call.name, call.method)
+            limit = self._limit if patient or call.method == "get_reward" else deadline.hung
+
+            async def once() -> Result:
+                t0, ours = time.monotonic(), msgspec.structs.replace(call, id=next(self._ids))
+                try:
+                    result = await worker.ask(ours, limit if alone or limit < self._limit else None)
+                except TimeoutError:
+                    deadline.given_up(limit)
+                    raise
+                deadline.took(time.monotonic() - t0)
+                return result
+
+            twice = not alone and call.method in ready.idempotent[call.name]
+            return await first_of(once, deadline.late if twice else None, _nothing)
 
         return ask
 
@@ -203,6 +193,10 @@ class EnvironmentPool:
             task.add_done_callback(self._ending.discard)
 
         return close
+
+
+def _nothing(_: Result) -> None:
+    """Of an answer that came second nothing is to be undone."""
 
 
 def environment_of(config: EnvironmentConfig, row: dict, where: str = "a row") -> str:

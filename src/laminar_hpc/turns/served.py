@@ -33,6 +33,7 @@ class Tool:
     def __init__(self, function: Callable, label: str) -> None:
         self._tool = PythonTool(function, label)
         self.is_async, self.tools = self._tool.is_async, [self._tool.schema]
+        self.idempotent = _idempotent({self._tool.name: function})
 
     def call(self, call: Call) -> object:
         return _called(self._tool, call.arguments)
@@ -58,6 +59,7 @@ class Environment:
             raise LaminarError(f"{label} has no public method beside reset and get_reward: it has no tools")
         self.tools = [tool.schema for tool in made.values()]
         self.rewards = "get_reward" in methods
+        self.idempotent = _idempotent({name: methods[name] for name in made})
         self._parameters = inspect.signature(_unbound(methods["reset"])).parameters
         self.is_async = all(inspect.iscoroutinefunction(method) for method in methods.values())
         self._label, self._runner = label, asyncio.Runner()
@@ -88,6 +90,11 @@ class Environment:
             number, parts = checked(value, "laminar")
             return Result(call.id, number, parts, t0, time.time())
         return _told(call, value, t0)
+
+
+def _idempotent(tools: dict[str, Callable]) -> list[str]:
+    """Those that may be called twice for one call of the model: `function.idempotent = True` says so."""
+    return [name for name, tool in tools.items() if getattr(tool, "idempotent", False)]
 
 
 def _unbound(method: Callable) -> Callable:

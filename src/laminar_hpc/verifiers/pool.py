@@ -12,7 +12,7 @@ import time
 
 from laminar_hpc.config.schema import EnvironmentConfig
 from laminar_hpc.environments.reward_protocol import Result
-from laminar_hpc.turns.pool import EnvironmentFailed, Session
+from laminar_hpc.turns.session import EnvironmentFailed, Session
 from laminar_hpc.verifiers.process import Lost, Process
 
 

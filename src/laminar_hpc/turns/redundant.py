@@ -1,0 +1,37 @@
+"""The same asked twice, where the first answer is late: for what may be done twice."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+async def first_of(
+    begin: Callable[[], Coroutine[Any, Any, T]], late: float | None, undo: Callable[[T], None]
+) -> T:
+    """What `begin()` returns; after `late` seconds it is begun a second time, and the first that returns
+    counts. The other is cancelled, or undone where it has returned too. Raises what the first raises before
+    it is late, and after that what the second raises. None is never late."""
+    tasks = [asyncio.create_task(begin())]
+    won: asyncio.Task[T] | None = None
+    try:
+        await asyncio.wait(tasks, timeout=late)
+        if not tasks[0].done():
+            tasks.append(asyncio.create_task(begin()))
+        pending = set(tasks)
+        while won is None and pending:
+            _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            won = next((task for task in tasks if _returned(task)), None)
+        return (won or tasks[-1]).result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for task in tasks:
+            if task is not won and _returned(task):
+                undo(task.result())
+
+
+def _returned(task: asyncio.Task) -> bool:
+    return task.done() and not task.cancelled() and task.exception() is None

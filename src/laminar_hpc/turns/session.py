@@ -1,0 +1,76 @@
+"""What a trajectory has of its environment: its reset, its calls, its reward. Made by pool.py."""
+
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from laminar_hpc.environments.fork_server import WorkerLost
+from laminar_hpc.environments.reward_protocol import Call, Result
+from laminar_hpc.turns.tools import error_text
+
+RUN = "run"  # an agent's only method
+Ask = Callable[[Call], Coroutine[Any, Any, Result]]
+Close = Callable[[], None]
+
+
+class EnvironmentFailed(Exception):
+    """Not by what the model did: nothing can be said of the trajectory."""
+
+
+class Session:
+    """One trajectory's, of the environment called `name`. `observation`: what reset returned."""
+
+    def __init__(self, name: str, number: int, ask: Ask, close: Close) -> None:
+        self.observation: str | None = None
+        self._name, self._number, self._ask, self._close = name, number, ask, close
+
+    async def reset(self, row: dict) -> None:
+        """Raises EnvironmentFailed."""
+        self.observation = (await self._sure("reset", row=row)).text
+
+    async def call(self, name: str, arguments: dict) -> str:
+        """What the model reads. Raises EnvironmentFailed."""
+        return (await self._sure(name, arguments=arguments)).text or ""
+
+    async def reward(self) -> Result:
+        """Raises EnvironmentFailed."""
+        return await self._sure("get_reward")
+
+    async def run(self, **arguments: str) -> Result:
+        """An agent's, to its end. Raises EnvironmentFailed."""
+        return await self._sure(RUN, arguments=dict(arguments), what="the agent")
+
+    def close(self) -> None:
+        """For good; once."""
+        self._close()
+
+    async def _sure(
+        self, method: str, row: dict | None = None, arguments: dict | None = None, what: str = ""
+    ) -> Result:
+        """`what`: errors call the method so."""
+        call, what = Call(0, self._name, session=self._number, method=method), what or method
+        call.row, call.arguments = row or {}, arguments or {}
+        try:
+            result = await self._ask(call)
+        except WorkerLost:
+            raise EnvironmentFailed(f"its process ended in {what}") from None
+        except TimeoutError:
+            raise EnvironmentFailed(f"{what} did not return in time") from None
+        if result.error:
+            raise EnvironmentFailed(f"{what}: {result.error}")
+        return result
+
+
+class FunctionSession(Session):
+    """Of environment.tools: nothing is kept between two calls. A process that died, or was ended at its time
+    limit, had this call alone, so that the model is told."""
+
+    async def reset(self, row: dict) -> None:
+        """There is nothing to reset."""
+
+    async def call(self, name: str, arguments: dict) -> str:
+        """See Session."""
+        try:
+            result = await self._ask(Call(0, name, arguments=arguments))
+        except WorkerLost:
+            return error_text(f"the process of {name} ended")
+        return error_text(result.error) if result.error else result.text or ""

@@ -1,0 +1,72 @@
+"""Prompts that are kept for a replica: whatever comes and goes, each draw is used once."""
+
+from pathlib import Path
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from laminar_hpc.controller.store import Store
+from laminar_hpc.controller.upcoming import Upcoming
+
+EVENTS = st.lists(
+    st.tuples(st.sampled_from(["take", "keep", "gone", "starts"]), st.integers(0, 3)), max_size=60
+)
+
+
+class Kept:
+    """What a store keeps."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, str] = {}
+
+    def get(self, key: str, default: int) -> int:
+        return int(self.values.get(key, default))
+
+    def get_text(self, key: str) -> str:
+        return self.values.get(key, "")
+
+    def put(self, key: str, value: int) -> None:
+        self.values[key] = str(value)
+
+    def put_text(self, key: str, value: str) -> None:
+        self.values[key] = value
+
+
+@given(EVENTS)
+@settings(deadline=None)
+def test_each_draw_is_used_once(events: list[tuple[str, int]]) -> None:
+    """By replicas that come and go, and controllers that start again: none twice, and those that were
+    kept for nothing come first. A replica gets what was kept for it."""
+    store = Kept()
+    upcoming, used, kept = Upcoming(store), list[int](), dict[int, list[int]]()  # type: ignore[arg-type]
+    for what, replica in events:
+        if what == "take":
+            draw = upcoming.take(replica)
+            if kept.get(replica):
+                assert draw == kept[replica].pop(0)
+            used.append(draw)
+        elif what == "keep":
+            before = kept.get(replica, [])
+            kept[replica] = upcoming.keep(replica, 2)
+            assert kept[replica][: len(before)] == before
+        elif what == "gone":
+            upcoming.release(replica)
+            kept.pop(replica, None)
+        else:
+            upcoming, kept = Upcoming(store), {}  # type: ignore[arg-type]
+        upcoming.save()
+        assert upcoming.used == len(used) == len(set(used)) == store.get("prompts_drawn", -1)
+    for replica in list(kept):
+        upcoming.release(replica)
+    used += [upcoming.take(9) for _ in store.get_text("prompts_kept").split()]
+    assert sorted(used) == list(range(len(used))), "one is left out"
+
+
+def test_nothing_is_written_where_nothing_is_kept(tmp_path: Path) -> None:
+    """A run without environments has one number in its store, as before."""
+    store = Store(tmp_path)
+    upcoming = Upcoming(store)
+    assert [upcoming.take(replica) for replica in (0, 1, 0)] == [0, 1, 2]
+    upcoming.save()
+    assert store.get("prompts_drawn", 0) == 3 and store.get_text("prompts_kept") == ""
+    store.close()
