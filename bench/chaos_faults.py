@@ -132,7 +132,9 @@ def _power(run: SlurmRun, target: str, element: Element) -> dict:
     return {"noticed": noticed}
 
 
-def _usr1(run: SlurmRun, target: str, element: Element) -> dict:
+def _usr1(run: SlurmRun, target: str, element: Element) -> dict | None:
+    if not run.hears(element):
+        return None
     run.cluster.command("scancel", "--batch", "--signal=USR1", element.job)
     return {}
 

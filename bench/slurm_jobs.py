@@ -105,6 +105,14 @@ class SlurmRun:
             here = [each for each in here if holder and each.node == holder[0].host]
         return draw.choice(here) if here else None
 
+    def hears(self, element: Element) -> bool:
+        """Whether its script has begun: a signal that comes before ends the job, as it would end any."""
+        number = self.cluster.command("squeue", "-h", "-j", element.job, "-o", "%A").strip()
+        said = self.cluster.command("scontrol", "-o", "show", "job", element.job).split()
+        restarts = next(word.partition("=")[2] for word in said if word.startswith("Restarts="))
+        role = "rollouts" if element.role == "rollout" else element.role
+        return (self.run_dir / "jobs" / f"{role}.{number}.{restarts}").exists()
+
     def processes(self, kind: str, node: str) -> list[psutil.Process]:
         """As Roles.processes, on one node."""
         if kind == ENGINE:

@@ -42,6 +42,7 @@ run_job() {
   trap 'told limit' USR1
   trap judge TERM
   trap tidy EXIT
+  [ -z "${early:-}" ] || told "$early"            # by a signal that came before
   with_room put "$mine" "$head"
   say "$role on $SLURM_JOB_NUM_NODES nodes, the first is $head; run $RUN_DIR"
   code=0
