@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from chats import vocabulary_size
 from test_agents import END, Rollout, saying, with_agents
 
 from laminar_hpc.cluster.processes import process_is_alive
@@ -130,7 +131,9 @@ def test_rows_without_tasks_are_refused(folder: Path) -> None:
     """With their place, before a run."""
     config = RunConfig(run_dir=str(folder / "other"))
     config.environment = EnvironmentConfig(**ENVIRONMENT)
-    config.model.path, config.data.chat_template = str(Rollout(folder, "").model), True
+    model = Rollout(folder, "").model
+    (model / "config.json").write_text(json.dumps({"model_type": "qwen2", "vocab_size": vocabulary_size()}))
+    config.model.path, config.data.chat_template = str(model), True
     config.trainer.tokens_per_microbatch, config.sampling.max_response_tokens = 4096, 1000
     said: list[str] = []
     train, _ = load_run_prompts(config, said.append)
