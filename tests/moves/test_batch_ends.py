@@ -42,7 +42,7 @@ class OneBatch:
         )
         self.engines, self.state = EngineLives(engine_factory(config, 0, folder), lambda: 0), ReplicaState()
         self.batch = LocalBatch(context, self.engines, self.state, [], lambda *_: None)
-        self.migration = ReplicaMigration(context, self.batch, self.state)
+        self.migration = ReplicaMigration(context, self.batch, self.state, None)
 
     async def begin(self, folder: Path) -> asyncio.Task[None]:
         await self.engines.start(folder, 0)

@@ -1,7 +1,6 @@
 """Who is granted what, against a plain pass: each replica without work in the order of asking, each with a
 look at all groups."""
 
-import dataclasses
 import tempfile
 from pathlib import Path
 
@@ -65,7 +64,7 @@ def plain_pass(c: Controller, opened_for: set[int]) -> Expected:
                 room -= len(again[group_id])
                 weights[group_id].update(dict.fromkeys(again[group_id], step))
                 oldest = min(weights[group_id].values())
-                views[group_id] = dataclasses.replace(views[group_id], weight_step=oldest)
+                views[group_id] = views[group_id]._replace(weight_step=oldest)
         new = max(0, min(-(-room // FIRST), quota))
         for number in range(new):
             views[-counted - number - 1] = GroupView(-counted - number - 1, 0, step, False)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from chats import SEPARATED, save, vocabulary_size
 from stand import Stand, small_config
-from test_turns import TURN, trajectories
+from turning import TURN, trajectories
 
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.data.tokens import TextDecoder

@@ -119,8 +119,6 @@ class ReplicaLoad(msgspec.Struct, omit_defaults=True):
     weight_id: int | None  # None = no verified weights yet
     in_flight: int  # trajectories of the local batch without their last token
     scoring: int  # trajectories whose reward is being computed
-    waiting: int = 0  # of them, those that wait for a tool
-    waiting_tokens: int = 0  # of their prompts and responses so far
     running: int = 0  # requests that the engine decodes
     queued: int = 0  # requests that wait in the engine
     kv_tokens: int = 0  # of the KV cache in use
@@ -128,6 +126,8 @@ class ReplicaLoad(msgspec.Struct, omit_defaults=True):
     tokens_per_second: float = 0.0  # response tokens of the trajectories that ended in the last half minute
     # requests at which decode stops being memory-bound (B of policies/repack.py); None = not measured
     batch_max: int | None = None
+    waiting: int = 0  # trajectories in flight that wait for a tool
+    waiting_tokens: int = 0  # of their prompts and responses so far
 
     @property
     def held_tokens(self) -> int:
