@@ -10,34 +10,13 @@ from pathlib import Path
 import pytest
 
 from audits import assert_clean
-from laminar_hpc.config.load import examples_directory
 from laminar_hpc.simulator import plan_command
 from laminar_hpc.simulator.plan import Plan, Planned, candidates, evaluate
 from laminar_hpc.simulator.plan_files import rollout_machines
 from laminar_hpc.simulator.settings import load_plan
+from small_plans import SMALL, WORK
 
 POOLS = "pools=[{gpu: H100, count: 1}, {gpu: H20, count: 2}, {gpu: A100, count: 1}]"
-WORK = [
-    "model=0.5B",
-    "workload.prompts_per_step=8",
-    "workload.samples_per_prompt=4",
-    "workload.updates_per_step=2",
-    "workload.mean_response_tokens=30",
-    "workload.max_response_tokens=128",
-]
-SMALL = [  # what a machine without GPUs needs: a small model, and no engine
-    f"model.path={examples_directory('arithmetic/base')}",
-    "model.dtype=float32",
-    "trainer.gpu_memory_gigabytes=null",
-    "rollout.gpu_memory_gigabytes=null",
-    "trainer.tokens_per_microbatch=2048",
-    f"data.train={examples_directory('arithmetic/data/train.jsonl')}",
-    "reward.function=laminar_hpc.environments.arithmetic.reward",
-    "rollout.engine=emulated",
-    "emulation.model=0.5B",
-    "emulation.median_response_tokens=30",
-    "steps=6",
-]
 
 
 @pytest.mark.slow
@@ -60,7 +39,14 @@ def test_a_mixed_plan_starts_all_replicas(tmp_path):
     with open(tmp_path / "out", "w") as out:
         started = [
             subprocess.Popen(
-                [tmp_path / "kinds.sh", role, str(number), *SMALL, f"relay.shm_dir={shared_memory[number]}"],
+                [
+                    tmp_path / "kinds.sh",
+                    role,
+                    str(number),
+                    *SMALL,
+                    "steps=6",
+                    f"relay.shm_dir={shared_memory[number]}",
+                ],
                 stdout=out,
                 stderr=out,
                 env=env,

@@ -9,35 +9,14 @@ from pathlib import Path
 import pytest
 
 from audits import assert_clean
-from laminar_hpc.config.load import examples_directory
 from laminar_hpc.simulator import plan_command
 from laminar_hpc.simulator.plan import Plan, Planned, candidates, evaluate
 from laminar_hpc.simulator.settings import load_plan
+from small_plans import SMALL, WORK
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(900)]
 RUN_SECONDS = 400  # start-up of a trainer on a busy machine, then some steps
-QUESTION = [
-    "model=0.5B",
-    "name=two",
-    "pools=[{gpu: H100, count: 1}, {gpu: H100, count: 2}]",  # two machines
-    "workload.prompts_per_step=8",
-    "workload.samples_per_prompt=4",
-    "workload.updates_per_step=2",
-    "workload.mean_response_tokens=30",
-    "workload.max_response_tokens=128",
-]
-SMALL = [  # what machines without GPUs need: a small model, and no engine
-    f"model.path={examples_directory('arithmetic/base')}",
-    "model.dtype=float32",
-    "trainer.gpu_memory_gigabytes=null",
-    "rollout.gpu_memory_gigabytes=null",
-    "trainer.tokens_per_microbatch=2048",
-    f"data.train={examples_directory('arithmetic/data/train.jsonl')}",
-    "reward.function=laminar_hpc.environments.arithmetic.reward",
-    "rollout.engine=emulated",
-    "emulation.model=0.5B",
-    "emulation.median_response_tokens=30",
-]
+QUESTION = [*WORK, "name=two", "pools=[{gpu: H100, count: 1}, {gpu: H100, count: 2}]"]  # two machines
 
 
 def planned(folder: Path) -> tuple[Path, str]:
