@@ -13,7 +13,7 @@ from laminar_hpc.cluster.checkpoints import checkpoint_path, newest_gang
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.controller.continuation import Continuation
-from laminar_hpc.controller.gang import Gang
+from laminar_hpc.controller.gang import Gang, StopCutShort
 from laminar_hpc.controller.members import Member, Members
 from laminar_hpc.controller.membership import Membership
 from laminar_hpc.controller.shared import Outbox, RunState, Shared
@@ -179,6 +179,18 @@ def test_the_run_waits_for_trainers_no_longer_than_it_says(tmp_path: Path, store
     entry.hello("c")
     with pytest.raises(LaminarError, match="no good; other trainers are not awaited: the same happened"):
         entry.membership.on_failure(entry.members.at("trainer"), Failure("no good"))
+    store.close()
+
+
+def test_trainers_are_lost_while_the_run_stops(tmp_path: Path, store: Store) -> None:
+    """Promise: a run that was to stop, and has lost its trainers, ends at once; what had asked it to stop
+    decides whether its jobs are requeued (jobs/ending.py)."""
+    entry = Entry(tmp_path, store)
+    entry.hello("a"), entry.hello("x", index=1)
+    entry.shared.state.gang = "a"
+    entry.shared.request_stop("SIGTERM")
+    with pytest.raises(StopCutShort, match="trainer 0 has died, before the run could stop; go on with"):
+        entry.gang.end("trainer 0 has died")
     store.close()
 
 

@@ -51,6 +51,8 @@ def test_it_trains_on_as_long_as_a_stop_leaves_time_for(tmp_path: Path) -> None:
         ("trainer", "laminar stop", True, False, False),  # while it went on until its time was over
         ("trainer", "failed: no room", True, False, False),
         ("rollouts", "done", False, False, False),
+        ("controller", "SIGTERM: trainer 0 has died, before the run could stop", False, False, True),
+        ("trainer", "laminar stop: trainer 0 has died, before the run could stop", True, False, False),
     ],
 )
 def test_who_is_requeued(tmp_path: Path, role: str, word: str, told: bool, lives: bool, again: bool) -> None:

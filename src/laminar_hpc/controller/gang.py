@@ -51,6 +51,10 @@ class _Leaving(NamedTuple):
     by: float
 
 
+class StopCutShort(LaminarError):
+    """The run was to stop, and its trainers are gone without their last checkpoint."""
+
+
 class Gang:
     """`forget()`: the parts of the controller drop what they had with the gang that has ended."""
 
@@ -131,10 +135,10 @@ class Gang:
 
     def end(self, cause: str) -> None:
         """A rank is lost, so all of them are: the run waits for the next gang. Raises LaminarError when it
-        was about to stop."""
+        was about to stop (StopCutShort)."""
         shared, seconds = self._shared, self._shared.config.cluster.join_timeout_seconds
         if shared.state.stopping:
-            raise LaminarError(f"{cause}, before the run could stop; go on with resume=auto")
+            raise StopCutShort(f"{cause}, before the run could stop; go on with resume=auto")
         self._end_ranks(cause)
         shared.metrics.write("gang_ended", gang=self.number - 1, step=shared.state.trainer_step, reason=cause)
         log.error(cause)

@@ -32,6 +32,7 @@ from laminar_hpc.controller.beginning import Begun, start_up
 from laminar_hpc.controller.collector import collect_rarely
 from laminar_hpc.controller.ending import finish
 from laminar_hpc.controller.evaluations import Evaluations
+from laminar_hpc.controller.gang import StopCutShort
 from laminar_hpc.controller.journal import Journal
 from laminar_hpc.controller.loop import Controller
 from laminar_hpc.controller.members import Members
@@ -198,9 +199,10 @@ def run(
             controller.metrics.write("end", reason=reason, step=state.trainer_step)
         except BaseException as error:
             if controller is not None and lock.is_sure:
-                step = controller.state.trainer_step
+                state = controller.state  # a job that was told of its end is requeued all the same
+                word = state.stopping if isinstance(error, StopCutShort) else "failed"
                 with suppress(OSError):  # a full disk: `error` itself is what the user should read
-                    controller.metrics.write("end", reason=f"failed: {error}", step=step)
+                    controller.metrics.write("end", reason=f"{word}: {error}", step=state.trainer_step)
             raise
         finally:
             replaced = not lock.is_sure

@@ -36,8 +36,8 @@ def seconds_to_go_on(role: str, run_dir: Path, left: float | None) -> float:
 
 
 def last_word(run_dir: Path) -> str:
-    """Why the run ended, as its controller wrote: "done", "failed: ...", or what asked it to stop. "" while
-    it goes on, or if no controller could say it."""
+    """Why the run ended, as its controller wrote: "done", "failed: ...", or what asked it to stop, and why it
+    could not do that in order. "" while it goes on, or if no controller could say it."""
     last: dict = {}
     for record in jsonl.read(run_dir / "metrics.jsonl", "start", "end"):
         last = record
@@ -62,4 +62,4 @@ def has_more_to_do(role: str, run_dir: Path, told: bool, sleep: Callable[[float]
 
 def is_final(word: str) -> bool:
     """Whether a run that ended with it is not to go on by itself."""
-    return word in ("done", BY_THE_USER) or word.startswith("failed")
+    return word == "done" or word.startswith((BY_THE_USER, "failed"))
