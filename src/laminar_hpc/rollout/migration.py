@@ -55,9 +55,7 @@ class ReplicaMigration:
     ) -> None:
         self.context, self.batch, self.state, self.answers = context, batch, state, answers
         self._mail: dict[str, asyncio.Queue[FromController]] = {}
-        self._not_taken: dict[
-            str, int
-        ] = {}  # moves to here that an engine's end has broken off: trajectories
+        self._not_taken: dict[str, int] = {}  # trajectories of moves to here that an engine's end broke off
         self.imported: set[str] = set()  # moves that wait for MoveCommit or MoveAbort here
         batch.hand_over = self.hand_over
         if answers is not None:

@@ -86,9 +86,7 @@ class RolloutWorker:
         self.payloads = PayloadWriter(context.run_dir, f"rollout{context.index}")
         self.health = BatchHealth(context.index, self.state, self.engines)
         turns = self.episodes.run if self.episodes else None
-        self.batch = LocalBatch(
-            context, self.engines, self.state, stop_ids, lambda *ended: self._ended(*ended), turns
-        )
+        self.batch = LocalBatch(context, self.engines, self.state, stop_ids, self._ended, turns)
         if self.episodes:
             self.episodes.young = lambda: self.batch.young
         self.reporter = UtilizationReporter(
