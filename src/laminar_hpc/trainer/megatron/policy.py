@@ -46,12 +46,12 @@ from laminar_hpc.trainer.megatron.cpu import cuda_as_cpu, native_calls
 from laminar_hpc.trainer.megatron.flash import use_fastest_attention
 from laminar_hpc.trainer.megatron.head import HeadSwitch, chunked_logprobs
 from laminar_hpc.trainer.megatron.linear import float32_product
+from laminar_hpc.trainer.megatron.loading import load_slices, own_slices
 from laminar_hpc.trainer.megatron.logprobs import entropy, mask_padding, token_logprobs
 from laminar_hpc.trainer.megatron.packs import Pack, make_pack
 from laminar_hpc.weights.finite import all_finite, culprits
-from laminar_hpc.weights.hf import TensorReader, read_shape
+from laminar_hpc.weights.hf import read_shape
 from laminar_hpc.weights.lanes import Lane
-from laminar_hpc.weights.mapping import Shard, check_names, local_slices
 from laminar_hpc.weights.probe import probe_sequences
 from laminar_hpc.weights.stream import Span
 
@@ -111,7 +111,7 @@ class MegatronPolicy:
             self._head = HeadSwitch(self.gpt.output_layer)
             self.gpt.output_layer.register_forward_pre_hook(self._keep_selected)
         self.gpt.to(self.device)
-        local = self._local_slices()
+        local = own_slices(self.gpt, self.shape)
         relay = self.config.relay
         self._canonical = Canonical(
             local,
@@ -127,7 +127,7 @@ class MegatronPolicy:
         self._load_hf(Path(self.config.model.path), local)
         self.model = wrap(self.transformer, self.gpt, self.config)
         # anew, because the distributed optimizer moves parameters into its buffers
-        self.slices = self._local_slices()
+        self.slices = own_slices(self.gpt, self.shape)
 
     def _build_optimizer(self) -> None:
         self.optimizer, self.scheduler = build_optimizer(self.config, self.model, self.dtype)
@@ -299,34 +299,11 @@ class MegatronPolicy:
 
     # ---- Hugging Face --------------------------------------------------------------------------------------
 
-    def _local_slices(self) -> list[LocalSlice]:
-        shard = Shard(
-            parallel_state.get_tensor_model_parallel_rank(),
-            parallel_state.get_tensor_model_parallel_world_size(),
-        )
-        layers = self.gpt.decoder.layers
-        first = layers[0].layer_number - 1 if len(layers) else 0
-        return local_slices(dict(self.gpt.named_parameters()), self.shape, first, shard)
-
     @torch.no_grad()
     def _load_hf(self, directory: Path, local: list[LocalSlice]) -> None:
         for parameter in self.gpt.parameters():
             parameter.zero_()  # the vocabulary's padding has no counterpart in the directory
-        with TensorReader(directory) as tensors:
-            check_names(self._canonical.slices, tensors.names(), self.shape.tied, str(directory))
-            for own in local:
-                if (there := tensors.shape(own.name)) != own.shape:
-                    raise LaminarError(
-                        f"{directory}: {own.name} is {there}, "
-                        f"config.json says {own.shape}; download the model again"
-                    )
-                part = tensors.narrow(own.name, own.dim, own.start, own.length)
-                if not all_finite([part]):
-                    raise LaminarError(
-                        f"{directory}: {culprits([(own.name, part)])} is NaN or infinite, so the model "
-                        "cannot be trained; download it again, or repair the checkpoint that it comes from"
-                    )
-                own.load(part)
+        load_slices(directory, local, self._canonical.slices, self.shape.tied)
 
     @torch.no_grad()
     def check_finite(self, step: int) -> None:

@@ -1,0 +1,46 @@
+"""What a rank holds of a Hugging Face directory's tensors, and how it reads just that."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+
+from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.kernels.slices import LocalSlice
+from laminar_hpc.weights.finite import all_finite, culprits
+from laminar_hpc.weights.hf import ModelShape, TensorReader
+from laminar_hpc.weights.mapping import Shard, check_names, local_slices
+
+
+def own_slices(gpt: GPTModel, shape: ModelShape) -> list[LocalSlice]:
+    """Of the parameters of this rank's stage, as they are now: each is a view."""
+    shard = Shard(
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_tensor_model_parallel_world_size(),
+    )
+    layers = gpt.decoder.layers
+    first = layers[0].layer_number - 1 if len(layers) else 0
+    return local_slices(dict(gpt.named_parameters()), shape, first, shard)
+
+
+@torch.no_grad()
+def load_slices(directory: Path, own: list[LocalSlice], canonical: Iterable[str], tied: bool) -> None:
+    """Into `own`, what the directory has for them. Raises LaminarError when it is not the model whose
+    tensors `canonical` names, or holds NaN or an infinity."""
+    with TensorReader(directory) as tensors:
+        check_names(canonical, tensors.names(), tied, str(directory))
+        for each in own:
+            if (there := tensors.shape(each.name)) != each.shape:
+                raise LaminarError(
+                    f"{directory}: {each.name} is {there}, "
+                    f"config.json says {each.shape}; download the model again"
+                )
+            part = tensors.narrow(each.name, each.dim, each.start, each.length)
+            if not all_finite([part]):
+                raise LaminarError(
+                    f"{directory}: {culprits([(each.name, part)])} is NaN or infinite, so the model "
+                    "cannot be trained; download it again, or repair the checkpoint that it comes from"
+                )
+            each.load(part)
