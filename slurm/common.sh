@@ -25,8 +25,12 @@ with_room() {
 
 put() { echo "$2" >"$1"; }
 
-# Slurm's own words on this job; an array's first element would get those of all.
-job_field() { scontrol -o show job "$SLURM_JOB_ID" | grep "^JobId=$SLURM_JOB_ID " | sed -n "s/.* $1=\([^ ]*\) .*/\1/p"; }
+# Slurm's own words on this job; an array's first element would get those of all. Asked again while Slurm cannot be reached.
+job_field() {
+  local line= tries=60
+  until line=$(scontrol -o show job "$SLURM_JOB_ID" | grep "^JobId=$SLURM_JOB_ID ") || [ $((tries -= 1)) = 0 ]; do sleep 1; done
+  sed -n "s/.* $1=\([^ ]*\) .*/\1/p" <<<"$line"
+}
 
 run_job() {
   role=$1; shift

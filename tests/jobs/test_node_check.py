@@ -5,13 +5,14 @@ import os
 import socket
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from laminar_hpc import cli
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.jobs.check import rows
-from laminar_hpc.jobs.network import INTERFACE, addresses, own_address
+from laminar_hpc.jobs.network import INTERFACE, addresses, await_own_address, own_address
 from laminar_hpc.jobs.probe import Seen, ask_clock, serve_clock, storage
 
 
@@ -129,6 +130,34 @@ def test_the_interface_is_the_user_s_choice(monkeypatch: pytest.MonkeyPatch) -> 
     name, address = next(iter(addresses().items()))
     monkeypatch.setenv(INTERFACE, name)
     assert own_address() == addresses()[name] and socket.inet_aton(address)
+
+
+def test_a_network_that_is_down_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Promise: a job that starts while a cable is out goes on when it is back; one without any network is
+    refused at once."""
+    monkeypatch.delenv(INTERFACE, raising=False)
+    looks: list[bool] = []
+
+    def stats() -> dict[str, SimpleNamespace]:
+        looks.append(len(looks) >= 3)
+        return {"lo": SimpleNamespace(isup=True), "eth9": SimpleNamespace(isup=looks[-1])}
+
+    entry = SimpleNamespace(family=socket.AF_INET, address="192.0.2.7")
+    monkeypatch.setattr("psutil.net_if_addrs", lambda: {"eth9": [entry]})
+    monkeypatch.setattr("psutil.net_if_stats", stats)
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    monkeypatch.setattr("socket.gethostbyname", lambda name: "127.0.1.1")
+    assert await_own_address(60) == "192.0.2.7" and len(looks) == 4
+    looks.clear()
+    with pytest.raises(LaminarError, match="no network but loopback: ip link; it did not come up within"):
+        await_own_address(-1)
+    monkeypatch.setattr("socket.gethostbyname", lambda name: "192.0.2.7")
+    looks.clear()
+    with pytest.raises(LaminarError, match=r"192\.0\.2\.7 is down: ip link; it did not come up"):
+        await_own_address(-1)
+    monkeypatch.setattr("psutil.net_if_addrs", dict)
+    with pytest.raises(LaminarError, match=r"no network but loopback: ip link$"):
+        await_own_address(60)
 
 
 def test_outside_an_allocation_it_says_how(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,21 +10,31 @@ from pathlib import Path
 import psutil
 
 from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.observability import console
 
 INTERFACE = "LAMINAR_INTERFACE"
 # below what the kernel hands out by itself: no connection gets such a port before its owner listens there
 _PORTS = range(20_000, 32_768)
 
 
+class NetworkDown(LaminarError):
+    """There is a network here that is down; it may come back."""
+
+
 def addresses() -> dict[str, str]:
     """The IPv4 addresses of this node's interfaces, by their names, without loopback and those that are
     down."""
     up = {name for name, state in psutil.net_if_stats().items() if state.isup}
+    return {name: address for name, address in _all_addresses().items() if name in up}
+
+
+def _all_addresses() -> dict[str, str]:
+    """Those of interfaces that are down too."""
     return {
         name: entry.address
         for name, entries in psutil.net_if_addrs().items()
         for entry in entries
-        if name in up and entry.family == socket.AF_INET and not entry.address.startswith("127.")
+        if entry.family == socket.AF_INET and not entry.address.startswith("127.")
     }
 
 
@@ -32,22 +42,42 @@ def own_address() -> str:
     """Of the interface that LAMINAR_INTERFACE names; else what the node's name resolves to, unless that is a
     loopback address of its own /etc/hosts; else of the first interface.
 
-    Raises LaminarError where there is none."""
-    here, wanted = addresses(), os.environ.get(INTERFACE, "")
+    Raises LaminarError where there is none, NetworkDown where it may come back."""
+    here, everything, wanted = addresses(), _all_addresses(), os.environ.get(INTERFACE, "")
     if wanted:
-        if wanted not in here:
-            raise LaminarError(
-                f"{INTERFACE}={wanted}: this node ({socket.gethostname()}) has no such interface with an "
-                f"IPv4 address; it has {', '.join(here) or 'none'}: set it in slurm/site.sh"
-            )
-        return here[wanted]
+        if wanted in here:
+            return here[wanted]
+        raise (NetworkDown if wanted in everything else LaminarError)(
+            f"{INTERFACE}={wanted}: this node ({socket.gethostname()}) has no such interface with an "
+            f"IPv4 address; it has {', '.join(here) or 'none'}: set it in slurm/site.sh"
+        )
     for name in (os.environ.get("SLURMD_NODENAME", ""), socket.gethostname()):
         with suppress(OSError):
-            if name and (address := socket.gethostbyname(name)) in here.values():
-                return address
+            if name and (address := socket.gethostbyname(name)) in everything.values():
+                if address in here.values():
+                    return address
+                raise NetworkDown(f"the interface of this node's address {address} is down: ip link")
     if not here:
-        raise LaminarError(f"this node ({socket.gethostname()}) has no network but loopback: ip link")
+        raise (NetworkDown if everything else LaminarError)(
+            f"this node ({socket.gethostname()}) has no network but loopback: ip link"
+        )
     return next(iter(here.values()))
+
+
+def await_own_address(seconds: float) -> str:
+    """`own_address`, once the node's network is up: a job may start while a cable is out. Raises LaminarError
+    after so many seconds, and at once where there is no network to wait for."""
+    until, said = time.monotonic() + seconds, False
+    while True:
+        try:
+            return own_address()
+        except NetworkDown as error:
+            if time.monotonic() > until:
+                raise LaminarError(f"{error}; it did not come up within {seconds:.0f} s") from None
+            if not said:
+                print(console.line("waits", f"until the network is up: {error}"), flush=True)
+            said = True
+            time.sleep(1)
 
 
 def use_interface(address: str) -> None:

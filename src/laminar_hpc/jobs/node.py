@@ -38,7 +38,7 @@ from laminar_hpc.config.load import load_config
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.jobs.ending import has_more_to_do, is_final, last_word, seconds_to_go_on
 from laminar_hpc.jobs.machine_number import MachineNumber
-from laminar_hpc.jobs.network import own_address, use_interface
+from laminar_hpc.jobs.network import await_own_address, use_interface
 from laminar_hpc.jobs.spare import ONE_WORLD_SECONDS, Turn, await_turn, other_lives
 from laminar_hpc.jobs.world import world_command
 from laminar_hpc.observability import console
@@ -294,7 +294,7 @@ def main(arguments: list[str]) -> int:
     try:
         place, words = Place.here(arguments[0]), arguments[1:]
         config = load_config(words)
-        address = own_address()
+        address = await_own_address(config.cluster.join_timeout_seconds)
         use_interface(address)
         machine = MachineNumber(place.run_dir, config.relay.lanes) if place.role == "rollouts" else None
         started = partial(commands, place, config, words, address, machine.number if machine else 0)
