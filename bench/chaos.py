@@ -11,7 +11,8 @@ seconds, whatever the run has made of the last one; --seed gives the same kinds,
 kind does, and what cannot be had on one machine: bench/chaos_faults.py. The run beside it has no faults.
 
 A run whose jobs have all ended is submitted again, as its user would (`submissions`; a full disk ends a run).
-The bench fails when no step is trained for `--limit` seconds, or the audit objects.
+The bench fails when no step is trained for `--limit` seconds, or the audit objects. One that fails or is
+ended (Ctrl-C, TERM) prints the faults so far; its Slurm ends with it, whatever it dies of.
 
 Figures: `effective_share` = response tokens per second trained on in the history that led to the last
 weights, with faults over without. `accuracy`: of the trained batches, the mean of the ten steps up to
@@ -30,11 +31,12 @@ import os
 import random
 import re
 import shutil
+import signal
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -76,8 +78,9 @@ def running(options: argparse.Namespace, cluster: SlurmCluster, name: str) -> It
         run.until_step(2, START_SECONDS)
         yield run
     finally:
-        late = run.end()
-        print(f"  {name}: {late} jobs did not end by themselves", file=sys.stderr, flush=True)
+        if not isinstance(sys.exception(), KeyboardInterrupt):  # else the jobs end with their Slurm
+            late = run.end()
+            print(f"  {name}: {late} jobs did not end by themselves", file=sys.stderr, flush=True)
 
 
 class Watch:
@@ -100,6 +103,10 @@ class Watch:
             self._run.tend_for(min(1.0, left))
             self.look()
 
+    def until(self, what: Callable[[], bool]) -> None:
+        while not what():
+            self.tend_for(1.0)
+
     def until_struck(self, kind: str, seed: int) -> dict:
         """Strikes as soon as there is somebody to be struck; the row of it."""
         fault = Fault.read(kind)
@@ -108,6 +115,17 @@ class Watch:
             if (found := fault.strike(self._run, random.Random(seed))) is not None:
                 return {"fault": kind, "time": begun, "step": step, "load": os.getloadavg()[0], **found}
             self.tend_for(1.0)
+
+
+@contextmanager
+def said_at_a_stop(run: SlurmRun, rows: list[dict]) -> Iterator[None]:
+    """The faults so far, of a bench that stops before its end."""
+    try:
+        yield
+    except BaseException:
+        found = rundata.load(run.run_dir)
+        print(common.table([row | aftermath(found, row) for row in rows], COLUMNS), flush=True)
+        raise
 
 
 def members(run: SlurmRun) -> tuple[int, int]:
@@ -122,7 +140,7 @@ def members(run: SlurmRun) -> tuple[int, int]:
 def faulty(options: argparse.Namespace, cluster: SlurmCluster) -> tuple[list[dict], float, float, int]:
     """The faults, when they began and ended, and how often the run was submitted."""
     rows: list[dict] = []
-    with running(options, cluster, "faults") as run:
+    with running(options, cluster, "faults") as run, said_at_a_stop(run, rows):
         watch, start = Watch(run, options.limit), time.time()
         for pause, kind, seed in sequence(options.kinds, options.seed, options.every):
             watch.tend_for(pause)
@@ -264,6 +282,7 @@ def keep(options: argparse.Namespace, cluster: SlurmCluster) -> None:
 
 def main() -> None:
     options = options_of()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     if options.runs_dir:
         options.runs_dir.mkdir(parents=True)
     folder = Path(tempfile.mkdtemp(prefix="chaos", dir="/tmp"))  # short: Slurm has unix sockets below it
@@ -273,6 +292,8 @@ def main() -> None:
                 culprits = report(options, cluster)
             finally:
                 keep(options, cluster)
+    except KeyboardInterrupt:
+        raise SystemExit("ended before its time") from None
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     if culprits:

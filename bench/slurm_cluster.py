@@ -2,7 +2,8 @@
 
 Each node has an address, a host name, processes and /dev/shm of its own; its power and its cable can be cut.
 All see one folder, `shared`, a file system of its own that can be filled. Jobs of the partition `urgent`
-preempt those of `batch`, which have `GRACE_SECONDS` to leave.
+preempt those of `batch`, which have `GRACE_SECONDS` to leave. However the bench ends, its Slurm does too: a
+process of its own waits for that.
 """
 
 import os
@@ -21,6 +22,16 @@ PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 PartitionName=urgent Nodes=ALL PriorityTier=10 PreemptMode=OFF MaxTime=INFINITE State=UP
 """
+# SCRIPTS FOLDER: until its standard input ends, which the bench holds; one that was killed removes nothing
+_KEEPER = """\
+cat
+"$1/slurm_down.sh" "$2"; code=$?
+umount -l "$2/shared"
+[ -d /proc/$PPID ] || rm -rf "$2"
+exit $code
+"""
+_END_SECONDS = 120.0
+_LOG = "scripts.log"
 
 
 def missing() -> str:
@@ -38,10 +49,21 @@ class SlurmCluster:
         self.folder, self.shared = folder, folder / "shared"
         self._nodes, self._timeout = nodes, slurmd_timeout
         self.environment = {**os.environ, "SLURM_CONF": str(folder / "etc/slurm.conf")}
+        self._keeper: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> "SlurmCluster":
         self.shared.mkdir(parents=True)
-        self._run("mount", "-t", "tmpfs", "-o", f"size={SHARED_MB}m", "tmpfs", str(self.shared))
+        mount = ("mount", "-t", "tmpfs", "-o", f"size={SHARED_MB}m", "tmpfs", str(self.shared))
+        subprocess.run(mount, check=True, timeout=30)
+        with open(self.folder / _LOG, "ab") as log:
+            self._keeper = subprocess.Popen(
+                ["bash", "-c", _KEEPER, "keeper", str(SCRIPTS), str(self.folder)],
+                env=self.environment,
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
         try:
             conf = self.folder / "more.conf"
             conf.write_text(_CONF.format(timeout=self._timeout))
@@ -57,14 +79,16 @@ class SlurmCluster:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._script("slurm_down.sh", seconds=120)
-        self._run("umount", "-l", str(self.shared))
+        assert self._keeper is not None and self._keeper.stdin is not None
+        self._keeper.stdin.close()
+        if code := self._keeper.wait(_END_SECONDS):
+            raise SystemExit(f"slurm_down.sh {self.folder} failed ({code}):\n{self._said()}")
 
     def _script(self, name: str, *words: str, seconds: float) -> None:
         """Its output goes to a file: daemons that it starts would keep a pipe open."""
         command = [str(SCRIPTS / name), str(self.folder), *words]
         environment = {**self.environment, "SHM_MB": str(SHM_MB)}
-        with open(self.folder / "scripts.log", "ab") as log:
+        with open(self.folder / _LOG, "ab") as log:
             done = subprocess.run(
                 command,
                 env=environment,
@@ -75,11 +99,10 @@ class SlurmCluster:
                 check=False,
             )
         if done.returncode:
-            said = (self.folder / "scripts.log").read_text(errors="replace").splitlines()[-5:]
-            raise SystemExit(f"{' '.join(command)} failed ({done.returncode}):\n" + "\n".join(said))
+            raise SystemExit(f"{' '.join(command)} failed ({done.returncode}):\n{self._said()}")
 
-    def _run(self, *words: str) -> None:
-        subprocess.run(words, check=True, timeout=30)
+    def _said(self) -> str:
+        return "\n".join((self.folder / _LOG).read_text(errors="replace").splitlines()[-5:])
 
     def command(self, *words: str, seconds: float = 30.0, **environment: str) -> str:
         """The standard output of a command of Slurm, or of `laminar`. Raises SystemExit with its words when

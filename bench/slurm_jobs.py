@@ -19,6 +19,7 @@ from slurm_cluster import SlurmCluster
 
 from laminar_hpc.cluster.lock_owner import read_owner
 from laminar_hpc.cluster.run_lock import LOCK_FILE
+from laminar_hpc.jobs.ending import last_word
 
 JOBS = ("controller", "trainer", "rollout")
 _JOB_NAMES = {"laminar-control": "controller", "laminar-trainer": "trainer", "laminar-rollouts": "rollout"}
@@ -121,11 +122,16 @@ class SlurmRun:
         found = {p.pid: p for p in psutil.process_iter() if is_rank(p, kind, mine) and node_of(p) == node}
         return [p for p in found.values() if p.ppid() not in found][:1]  # not what it has forked
 
+    @property
+    def is_done(self) -> bool:
+        """Whether all its steps are trained."""
+        return last_word(self.run_dir) == "done"
+
     def tend(self) -> None:
         """Submits a run that has ended again, as its user would; raises SystemExit when that is refused for
         longer than the lock of a dead controller lasts."""
         self.cluster.resume()
-        if self.elements():
+        if self.elements() or self.is_done:
             return
         print(f"  {self.name}: its jobs have ended; submitted again", file=sys.stderr, flush=True)
         until = time.monotonic() + LOCK_SECONDS

@@ -2,7 +2,8 @@
 #
 # One job is one failure domain. The jobs of a run find each other in its folder, RUN_DIR:
 #   jobs/ROLE.JOB.RESTARTS        this life of a job goes on; its node
-#   jobs/end.JOB.RESTARTS         it is to end: `limit` (USR1, before the time limit) or `now` (TERM, preemption)
+#   jobs/end.JOB.RESTARTS         it is to end: `limit` (USR1, before the time limit), `now` (TERM, preemption), or
+#                                 `failed: ...`, what else of the job has
 #   jobs/term.JOB.RESTARTS        a node of it was sent TERM; only Slurm knows why
 #   jobs/again.JOB.RESTARTS       it has ended in order and has more to do, so it is requeued
 #   jobs/failed                   the controller has failed: whoever was waiting for it waits no longer
@@ -71,7 +72,7 @@ end_of_time() {
 told() {
   local before
   before=$(cat "$end" 2>/dev/null || true)
-  if [ -z "$before" ] || [ "$1 after $before" = "now after limit" ]; then say "told to end ($1)"; with_room put "$end" "$1"; fi
+  if [ -z "$before" ] || { [ "$before" = limit ] && [ "$1" != limit ]; }; then say "told to end ($1)"; with_room put "$end" "$1"; fi
 }
 
 # TERM at preemption, or by scancel, is to stop; that of a job which Slurm has requeued already, because a node of it died, is not:
@@ -142,7 +143,7 @@ start_nodes() {
       if [ $code = 0 ]; then continue; fi
       if [ "$role" != hetjob ]; then failed=$code; continue; fi
       say "$part ended with exit code $code"
-      if [ "$part" != rollouts ]; then failed=$code; told now; fi
+      if [ "$part" != rollouts ]; then failed=$code; told "failed: $part ended with exit code $code"; fi
     done
     [ ${#steps[@]} = 0 ] || { sleep 1 & wait $! || true; }   # a signal ends the wait, not the step
   done

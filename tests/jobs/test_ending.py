@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from laminar_hpc.cluster.launch import DEAF, reason_of
 from laminar_hpc.jobs.ending import has_more_to_do, lead_seconds, seconds_to_go_on
 from laminar_hpc.jobs.machine_number import MachineNumber
 from laminar_hpc.jobs.node import Child, Node, Place
@@ -129,6 +130,42 @@ def test_a_preemption_while_it_goes_on_ends_it_at_once(tmp_path: Path, handlers:
     threading.Timer(2.0, lambda: place.file("end").write_text("now\n")).start()
     started = time.monotonic()
     assert node.run() == 0 and 2.0 <= time.monotonic() - started < 60
+
+
+TELLS = """
+import os, pathlib, signal, sys
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+said = pathlib.Path(sys.argv[1])
+said.touch()
+signal.sigwait([signal.SIGUSR1])
+said.write_text(pathlib.Path(os.environ[sys.argv[2]]).read_text())
+"""
+
+
+@pytest.mark.parametrize(
+    ("told", "reason"),
+    [
+        ("limit", "SIGUSR1"),
+        ("now", "SIGTERM"),  # of a preemption, of which the processes hear by USR1 too
+        ("failed: trainer ended with exit code 2", "failed: trainer ended with exit code 2"),
+    ],
+)
+def test_the_reason_of_a_stop_is_what_happened(
+    told: str, reason: str, tmp_path: Path, handlers: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Promise (docs/architecture.md#failure-domains): the run's last record tells a preemption from the end
+    of the time, though the launchers of a job hear of both by one signal; by another one it is that."""
+    (tmp_path / "jobs").mkdir()
+    place, said = Place("trainer", 0, 1, tmp_path, "5.0", None), tmp_path / "said"
+    node = Node(place, {"trainer": [sys.executable, "-c", TELLS, str(said), DEAF]})
+    while not said.exists():  # it would not hear the signal
+        time.sleep(0.02)
+    place.file("end").write_text(f"{told}\n")
+    assert node.run() == 0 and said.read_text() == reason
+    monkeypatch.setenv(DEAF, str(said))
+    assert [reason_of(number) for number in (signal.SIGUSR1, signal.SIGINT)] == [reason, "SIGINT"]
+    monkeypatch.delenv(DEAF)
+    assert reason_of(signal.SIGUSR1) == "SIGUSR1"
 
 
 def test_a_relay_that_dies_is_started_again_while_the_run_goes_on() -> None:

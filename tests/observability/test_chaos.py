@@ -3,6 +3,7 @@
 import importlib
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import synthetic
@@ -66,3 +67,23 @@ def test_what_came_of_a_fault(load, tmp_path: Path) -> None:
     )
     assert came_of("kill-relay", 0)["back"] is came_of("usr1-trainer", 0)["back"] is None
     assert chaos.accuracies(run, None)["accuracy"] == pytest.approx(0.25)
+
+
+def test_a_bench_that_stops_says_the_faults_so_far(load, tmp_path: Path, capsys, monkeypatch) -> None:
+    """Promise: one that ends because no step is trained, or by Ctrl-C or TERM, prints its table first; what
+    it ended by goes on, and with Ctrl-C the run is not waited for."""
+    chaos, run_dir = load("chaos"), tmp_path / "run"
+    synthetic.write(run_dir, steps=3)
+    ended, row = [], {"fault": "kill-relay", "node": "n3", "time": synthetic.EPOCH, "step": 2, "over": 0.5}
+    run = SimpleNamespace(
+        run_dir=run_dir, submit=lambda: None, until_step=lambda *_: None, end=lambda: ended.append(1) or 0
+    )
+    monkeypatch.setattr(chaos, "SlurmRun", lambda *_: run)
+    options = SimpleNamespace(experiment="demo", overrides=[], rollouts=2, spare=False)
+    for error, ends in ((SystemExit("no step after step 2"), 1), (KeyboardInterrupt(), 1)):
+        with pytest.raises(type(error)), chaos.running(options, None, "faults") as running:
+            with chaos.said_at_a_stop(running, [row]):
+                raise error
+        said = capsys.readouterr().out.splitlines()
+        assert [line.split()[:2] for line in said] == [["fault", "node"], ["kill-relay", "n3"]]
+        assert len(ended) == ends

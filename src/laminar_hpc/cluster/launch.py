@@ -32,12 +32,21 @@ _ERROR = "laminar: error:"
 _REFUSED = f"{_ERROR} refused:"  # an error seen before anything began
 GO_ON = ", then go on with the same command and resume=auto"
 REFUSED, PERMANENT = 2, 3  # exit codes of a rank: before the run began; failed, and would fail again
-# set in the environment of launchers that jobs/node.py starts, which tells them by USR1: a Slurm may send its
-# TERM to all processes of a job
+# in the environment of launchers that jobs/node.py starts: the file that says what its USR1 is for. They do
+# not hear TERM, which a Slurm may send to all processes of a job
 DEAF = "LAMINAR_DEAF_TO_TERM"
 JOINED_AS = "laminar: joined as"  # ROLE INDEX, by a process that did not know its number when it started
 REPEAT_SECONDS = 2.0  # `timeout` and some terminals send the same signal twice at once
 GONE_SECONDS = 20.0  # a session that was told to end is gone after this
+
+
+def reason_of(number: int) -> str:
+    """What is recorded as the reason of a stop by this signal: its name, or what jobs/node.py was told."""
+    told_in = os.environ.get(DEAF)
+    if told_in and number == signal.SIGUSR1:
+        with suppress(OSError):
+            return Path(told_in).read_text() or signal.Signals(number).name
+    return signal.Signals(number).name
 
 
 class Launch:
@@ -115,7 +124,7 @@ class Launch:
         if self._stops and now - self._asked < REPEAT_SECONDS:
             return
         self._stops, self._asked = self._stops + 1, now
-        name = signal.Signals(number).name
+        name = reason_of(number)
         if self._stops == 1:
             try:
                 if not request_stop(Path(self._config.run_dir), name, seconds=2.0):

@@ -36,6 +36,7 @@ _LOOK_SECONDS = 0.5
 _ALONE_SECONDS = 20.0  # of relays after their replicas: at the end of a run they leave by themselves
 _CLOSE_SECONDS = 5.0
 _SEEN_SECONDS = 15.0  # for a network file system to show what the launcher has written
+_CTRL_C = "SIGINT"  # of the launcher, as the run records it
 
 
 class Output:
@@ -128,14 +129,14 @@ class HostRun:
         if {child.role for child in self._children} <= {"relay", "rollout"}:
             return False
         with suppress(LaminarError):
-            request_stop(self._run_dir, "SIGINT")
+            request_stop(self._run_dir, _CTRL_C)
             return True
         return False
 
     def _leave(self) -> None:
         self._left = True
         for child in self._children:
-            child.leave()
+            child.leave(_CTRL_C)
 
 
 def own_address_for_others() -> str:

@@ -8,8 +8,8 @@ tell each other: `end.LIFE`, that it is to end, `term.LIFE`, that a node was sen
 it is to be requeued.
 
 Slurm sends TERM at preemption, and also when another node of the job has died; the script finds out which.
-The processes are told to leave once: a second signal would end them at once. Exit code: 0 = done or left in
-order, 2 = refused, 1 = failed.
+The processes are told to leave once, by USR1 and a file that says why: a second signal would end them at
+once. Exit code: 0 = done or left in order, 2 = refused, 1 = failed.
 """
 
 import hashlib
@@ -48,6 +48,8 @@ ROLES = ("trainer", "controller", "rollouts", "all")
 _LOOK_SECONDS = 0.5
 _RESTARTS_PER_HOUR = 10  # of a node's relays, and of its rollouts
 _ALONE_SECONDS = 20.0  # of relays after their rollouts: at the end of a run they leave by themselves
+_LIMIT = "limit"  # what `end` says where time is left; else it says why there is none
+_REASONS = {_LIMIT: "SIGUSR1", "now": "SIGTERM"}  # as the run records them
 _AGAIN = ("relay", "rollout")  # a controller and trainers are started again by their own launcher
 
 
@@ -140,7 +142,9 @@ class Child:
     """One launcher of this node, started again after a death where nobody else does it."""
 
     def __init__(self, role: str, command: list[str], turn: Path | None = None) -> None:
-        self._environment = {**os.environ, DEAF: "1", **({VARIABLE: str(turn)} if turn else {})}
+        self._why = os.memfd_create("why")  # it is to leave
+        told_in = f"/proc/{os.getpid()}/fd/{self._why}"
+        self._environment = {**os.environ, DEAF: told_in, **({VARIABLE: str(turn)} if turn else {})}
         self.role, self._command, self._restarts = role, command, Restarts(_RESTARTS_PER_HOUR)
         self._start()
 
@@ -172,7 +176,9 @@ class Child:
         self._start()
         return None
 
-    def leave(self) -> None:
+    def leave(self, reason: str) -> None:
+        """`reason`: what the run records of the stop."""
+        os.pwrite(self._why, reason.encode(), 0)
         with suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGUSR1)
 
@@ -182,8 +188,9 @@ class Node:
     for their turn, if they do."""
 
     def __init__(self, place: Place, started: dict[str, list[str]], turn: Path | None = None) -> None:
-        self._place, self._told_at, self._left = place, 0.0, False
+        self._place, self._left = place, False
         self._stop_at: float | None = None
+        self._reason = "SIGUSR1"  # of the stop
         signal.signal(signal.SIGTERM, lambda *_: self._on_term())
         for number in (signal.SIGINT, signal.SIGUSR1):
             signal.signal(number, lambda *_: None)  # not ignored, which the children would inherit
@@ -224,7 +231,8 @@ class Node:
 
     def _look_for_the_end(self) -> None:
         told = "" if self._left else self._told_by_the_script()
-        if told == "now":
+        self._reason = _REASONS.get(told, told) or self._reason
+        if told and told != _LIMIT:
             self._stop_at = 0.0
         elif told and self._stop_at is None:
             now, ends_at = time.time(), self._place.ends_at
@@ -246,7 +254,7 @@ class Node:
         if not self._left:
             self._left = True
             for child in self._children if self._place.node == 0 else []:
-                child.leave()
+                child.leave(self._reason)
 
 
 def run_in_turn(place: Place, started: Callable[[], dict[str, list[str]]]) -> tuple[int, bool]:
