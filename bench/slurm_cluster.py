@@ -71,8 +71,8 @@ class SlurmCluster:
             self._script("slurm_up.sh", *counts, "--conf", str(conf), seconds=240)
             grace = f"GraceTime={GRACE_SECONDS}"
             self.command("scontrol", "update", "PartitionName=batch", grace)
-        except BaseException:
-            self.__exit__(None, None, None)
+        except BaseException as error:
+            self.__exit__(type(error), error, None)
             raise
         return self
 
@@ -81,7 +81,7 @@ class SlurmCluster:
     ) -> None:
         assert self._keeper is not None and self._keeper.stdin is not None
         self._keeper.stdin.close()
-        if code := self._keeper.wait(_END_SECONDS):
+        if (code := self._keeper.wait(_END_SECONDS)) and error is None:
             raise SystemExit(f"slurm_down.sh {self.folder} failed ({code}):\n{self._said()}")
 
     def _script(self, name: str, *words: str, seconds: float) -> None:

@@ -99,9 +99,10 @@ def test_a_restore_behind_the_archive_brings_responses_back(tmp_path):
     run = EmulatedRun(tmp_path)
     run.train(9)
     shutil.rmtree(tmp_path / "checkpoints")
-    run = run.again()
+    run, signs = run.again(), list[bool]()
+    run.archiving.at_work = lambda: signs.append(True)
     run.restore(3)
-    assert run.store.archived_steps == 3
+    assert run.store.archived_steps == 3 and len(signs) == 3 * BATCH, "a long turn shows that it goes on"
     groups = [row[0] for row in run.store.live_groups()]
     assert groups == list(range(3 * GROUPS, 9 * GROUPS))
     back = wholes(tmp_path, run.store.batch(groups))

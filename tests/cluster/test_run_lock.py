@@ -333,6 +333,48 @@ def test_a_holder_that_stood_still_and_was_succeeded(tmp_path, successor):
     assert path.exists() == (successor != "done and gone"), "the successor's lock stays"
 
 
+def test_who_waits_to_be_sure_goes_on(tmp_path):
+    """Promise (docs/architecture.md#standstill): a loop that waits for the lock is not taken for one that
+    stands still, as it keeps the lock from nobody."""
+    lock, waits = RunLock([tmp_path], print, stale_after=600.0), list[bool]()
+    [held] = lock._held.values()
+    standing_still(lock, 600.0)
+
+    def at_work() -> None:
+        waits.append(lock.is_sure)
+        if len(waits) == 3:
+            assert held.renew() == ""
+
+    lock.at_work = at_work
+    lock.assure()
+    assert waits == [False] * 3
+    lock.release()
+
+
+def test_a_holder_that_gives_up_keeps_nobody_out(tmp_path, monkeypatch):
+    """Promise (docs/architecture.md#standstill): it is sure no more at once, renews no more, and another one,
+    which cannot see its process, takes over after the time that it waits for any; whatever the first one does
+    when it goes on meets LockLost."""
+    owner = Owner("far", "ann", "n7", 4711, "1", "boot pid:[1]", time.time(), 1.0)
+    before = set(threading.enumerate())
+    with monkeypatch.context() as far:
+        far.setattr(Owner, "this_process", staticmethod(lambda stale_after: owner))
+        first = RunLock([tmp_path], print, stale_after=1.0)
+    [renews] = set(threading.enumerate()) - before
+    first.give_up("its loop stands still")
+    assert not first.is_sure
+    renews.join(30)
+    assert not renews.is_alive()
+    os.utime(tmp_path / LOCK_FILE, (1, 1))  # not fresh: the second one watches it
+    second = RunLock([tmp_path], print)
+    assert second.is_sure and not first.is_sure
+    with pytest.raises(LockLost, match="its loop stands still"):
+        first.assure()
+    first.release()
+    assert second.is_sure and (tmp_path / LOCK_FILE).exists(), "the successor's lock stays"
+    second.release()
+
+
 def test_a_folder_that_is_moved_leaves_its_lock(tmp_path):
     """Promise: when an earlier run is moved aside, the lock holds for the new folder and none is left in the
     old one."""

@@ -196,6 +196,29 @@ def test_a_controller_that_has_lost_its_lock_says_nothing_more(lives: Lives) -> 
 
 
 @pytest.mark.slow
+def test_a_controller_whose_loop_blocks_is_replaced(lives: Lives) -> None:
+    """Promise (docs/architecture.md#standstill): it ends by itself, though its other threads go on; what it
+    had not committed nobody was told of, and the next one, which it no longer keeps out, hears it again."""
+    lives.begin("stuck Generated", "")
+    trainer, relay = Trainer(lives.run_dir, "trainer", 0), Relay(lives.run_dir, "relay", 0)
+    crew = Crew(trainer, relay, one := Rollout(lives.run_dir, 0), two := Rollout(lives.run_dir, 1))
+    trainer.channel.send(Restored(None))
+    relay.takes(trainer.publishes(0))
+    crew.until(lambda: one.generating and two.generating, "grants")
+    one.ends(1)
+    crew.until(lambda: "stuck" in lives.out.read_text(), "the turn that blocks")
+    crew.until(lambda: "ended 1" in lives.out.read_text(), "its end")
+    assert lives.out.read_text().count("and another one can take over") == 1
+    assert lives.select("id FROM trajectories WHERE state = 'generated'") == []
+    crew.until(lambda: one.is_back() and two.is_back(), "the next one")
+    crew.until(lambda: lives.groups_ready_by(one, two), "the groups of step 0")
+    assert not one.dropped + two.dropped
+    assert lives.select("id FROM trajectories WHERE attempt > 1") == []
+    for worker in crew.workers:
+        worker.channel.close()
+
+
+@pytest.mark.slow
 def test_a_request_to_stop_waits_for_the_next_controller(lives: Lives) -> None:
     """`laminar stop` while there is no controller: the roles that wait for one are asked by the next, and
     leave in order; one that comes to other trainers knows nothing of it."""

@@ -1,7 +1,7 @@
 """A thread that sees that a loop of this process stands still: all stacks go to the log, then its owner is
 told, once for each standstill.
 
-Used by rollout/role.py, which ends, and controller/run.py, which only says so. A process that was stopped
+Used by rollout/role.py and controller/standstill.py. A process that was stopped
 as a whole stood still with its watch, which counts only time in which it ran itself.
 """
 
@@ -21,9 +21,12 @@ class LoopWatch:
     """`turned` is called by the loop, once per turn; `stuck(text)` in the watch's thread, with what to say.
 
     The limit is `_TIMES_SLOWEST` times the slowest turn so far, at least `least` and at most `most`
-    seconds."""
+    seconds. `writes`: stacks and a line to the log, for which it may have to wait."""
 
-    def __init__(self, name: str, least: float, most: float, stuck: Callable[[str], None]) -> None:
+    def __init__(
+        self, name: str, least: float, most: float, stuck: Callable[[str], None], writes: bool = True
+    ) -> None:
+        self._writes = writes
         self._name, self._least, self._most, self._stuck = name, least, most, stuck
         self._slowest = self._standing = 0.0
         self._turned_at = time.monotonic()
@@ -55,7 +58,9 @@ class LoopWatch:
             looked = now
             if self._standing > self.limit and not self._said:
                 self._said = True
-                faulthandler.dump_traceback(sys.stderr, all_threads=True)
-                text = f"{self._name} has not turned for {self._standing:.0f} s; its stacks are in the log"
-                log.error(text)
+                text = f"{self._name} has not turned for {self._standing:.0f} s"
+                if self._writes:
+                    faulthandler.dump_traceback(sys.stderr, all_threads=True)
+                    text += "; its stacks are in the log"
+                    log.error(text)
                 self._stuck(text)

@@ -63,7 +63,8 @@ class RunLock:
         """Takes all of them or none. Raises Refused when a live process holds one, OSError when one cannot be
         written. Waits up to the holder's `stale_after` if it is unclear whether one on another machine is
         alive, less what was `watched` before. `stale_after`: of these locks."""
-        self.lost = ""  # why they are no longer held
+        self.lost = ""  # why they are no longer held, or not for long
+        self.at_work: Callable[[], None] = lambda: None  # called while `assure` waits
         self._say, self._held = say, dict[Path, _Held]()
         self._stale_after = stale_after or STALE_SECONDS
         self._watched: Watched = {} if watched is None else watched
@@ -93,7 +94,12 @@ class RunLock:
         while not self.is_sure and not self._released.is_set():
             if self.lost:
                 raise LockLost(self.lost)
+            self.at_work()
             time.sleep(_SURE_SECONDS)
+
+    def give_up(self, why: str) -> None:
+        """They are renewed no more, and others may take them. Returns at once."""
+        self.lost = self.lost or why
 
     def moved(self, folder: Path, to: Path) -> None:
         """`folder` was renamed with its lock inside: releases that one and takes the lock of a new
@@ -116,7 +122,7 @@ class RunLock:
             with self._renewing:
                 for folder, held in () if self._released.is_set() else list(self._held.items()):
                     try:
-                        self.lost = self.lost or held.renew()
+                        self.lost = self.lost or held.renew() or self.lost
                     except OSError as error:  # a file server may be away for a while
                         log.warning("%s could not be renewed: %s", folder / LOCK_FILE, error)
 

@@ -14,6 +14,7 @@ import logging
 import sqlite3
 import time
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -44,6 +45,7 @@ class Archiving:
         self._done = store.archived_steps
         self._job: Future[Archived] | None = None
         self._not_before, self._limit = 0.0, 0
+        self.at_work: Callable[[], None] = lambda: None  # called while a turn puts responses back
         self._trims = True  # whether the store may have too many rows
         self.checkpointed()
 
@@ -120,6 +122,7 @@ class Archiving:
             if not samples[record.group_id]:
                 self._store.add_prompt(record.group_id, whole.prompt.tolist())
             samples[record.group_id] += 1
+            self.at_work()
 
     def close(self) -> None:
         """Lets a job under way end, for some seconds."""

@@ -12,7 +12,7 @@ import signal
 import sqlite3
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from functools import partial
 from pathlib import Path
 
@@ -20,7 +20,6 @@ from laminar_hpc.cluster.address import ADDRESS_FILE, read_address
 from laminar_hpc.cluster.channel import RUN_FAILED
 from laminar_hpc.cluster.folders import slots_root
 from laminar_hpc.cluster.hub import Hub
-from laminar_hpc.cluster.loop_watch import LoopWatch
 from laminar_hpc.cluster.run_lock import RunLock
 from laminar_hpc.cluster.stop import forget_request, left_request, request_is_left
 from laminar_hpc.cluster.waiting import who_waits
@@ -47,6 +46,7 @@ from laminar_hpc.controller.rundir import (
     was_restarted,
 )
 from laminar_hpc.controller.shared import NUMBERS
+from laminar_hpc.controller.standstill import Standstill
 from laminar_hpc.controller.store import Store
 from laminar_hpc.controller.tracker import TrajectoryTracker
 from laminar_hpc.data.prompts import Prompt, load_run_prompts
@@ -61,7 +61,6 @@ from laminar_hpc.pretrained import recorded_name
 
 log = logging.getLogger(__name__)
 _STATUS_SECONDS = 1.0
-_TURN_SECONDS = 10.0  # of the loop at least, before it is said to stand still
 
 
 def build(
@@ -187,12 +186,11 @@ def run(
             received: list[str] = []
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
                 signal.signal(number, lambda n, _: received.append(signal.Signals(n).name))
-            say_stuck = partial(_say_stuck, say)
-            most = max(_TURN_SECONDS, config.cluster.heartbeat_timeout_seconds / 2)
-            watch = LoopWatch("the controller's loop", _TURN_SECONDS, most, say_stuck)
-            at_the_end.callback(watch.close)
             take_up_request(controller, run_dir, waiting)
-            loop(controller, received, lock, watch)
+            with closing(Standstill(config.cluster, lock, say)) as watch:
+                if controller.archiving:
+                    controller.archiving.at_work = watch.turned
+                loop(controller, received, lock, watch)
             lock.assure()
             state = controller.state
             reason = f"failed: {state.failure}" if state.failure else state.stopping or "done"
@@ -223,11 +221,7 @@ def take_up_request(controller: Controller, run_dir: Path, waiting: list[str]) -
     forget_request(run_dir)
 
 
-def _say_stuck(say: Callable[[str], None], text: str) -> None:
-    say(console.line("warning", f"{text} (logs/controller0.log)"))
-
-
-def loop(controller: Controller, received: list[str], lock: RunLock, watch: LoopWatch) -> None:
+def loop(controller: Controller, received: list[str], lock: RunLock, watch: Standstill) -> None:
     """Turns until the work is done, then until all have said goodbye. Bounded by the join and stop time
     limits. `received`: names of signals, filled by their handler."""
     state, members, cluster = controller.state, controller.members, controller.config.cluster
