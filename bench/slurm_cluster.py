@@ -8,6 +8,7 @@ process of its own waits for that.
 
 import os
 import subprocess
+import time
 from pathlib import Path
 from types import TracebackType
 
@@ -31,6 +32,7 @@ umount -l "$2/shared"
 exit $code
 """
 _END_SECONDS = 120.0
+_ASK_SECONDS = 60.0
 _LOG = "scripts.log"
 
 
@@ -104,6 +106,17 @@ class SlurmCluster:
     def _said(self) -> str:
         return "\n".join((self.folder / _LOG).read_text(errors="replace").splitlines()[-5:])
 
+    def ask(self, *words: str) -> str:
+        """The standard output of a question to Slurm, which is put again while nothing comes of it."""
+        until = time.monotonic() + _ASK_SECONDS
+        while True:
+            try:
+                return self.command(*words)
+            except (SystemExit, subprocess.TimeoutExpired):
+                if time.monotonic() > until:
+                    raise
+                time.sleep(1)
+
     def command(self, *words: str, seconds: float = 30.0, **environment: str) -> str:
         """The standard output of a command of Slurm, or of `laminar`. Raises SystemExit with its words when
         it fails."""
@@ -127,10 +140,10 @@ class SlurmCluster:
     def resume(self) -> None:
         """Gives back to Slurm the nodes that it has drained: one that was away for longer than it waits comes
         back with the job that was given to others, and that needs an administrator."""
-        for name in self.command("sinfo", "-h", "-N", "-p", "batch", "-t", "drained", "-o", "%n").split():
+        for name in self.ask("sinfo", "-h", "-N", "-p", "batch", "-t", "drained", "-o", "%n").split():
             self.command("scontrol", "update", f"NodeName={name}", "State=RESUME")
 
     def is_up(self, name: str) -> bool:
         """Whether Slurm would give jobs to this node."""
-        state = self.command("sinfo", "-h", "-n", name, "-p", "batch", "-o", "%T").strip()
+        state = self.ask("sinfo", "-h", "-n", name, "-p", "batch", "-o", "%T").strip()
         return state.rstrip("*") in ("idle", "mixed", "allocated", "completing")

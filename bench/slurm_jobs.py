@@ -92,7 +92,7 @@ class SlurmRun:
 
     def elements(self, role: str | None = None) -> list[Element]:
         """The jobs that are not over, of one role or of all."""
-        text = self.cluster.command("squeue", "-h", "-r", "-o", "%i|%j|%N|%T")
+        text = self.cluster.ask("squeue", "-h", "-r", "-o", "%i|%j|%N|%T")
         fields = [line.split("|") for line in text.splitlines()]
         found = [Element(i, _JOB_NAMES[j], node, state) for i, j, node, state in fields if j in _JOB_NAMES]
         return [each for each in found if role in (None, each.role) and each.state in _ALIVE]
@@ -108,8 +108,8 @@ class SlurmRun:
 
     def hears(self, element: Element) -> bool:
         """Whether its script has begun: a signal that comes before ends the job, as it would end any."""
-        number = self.cluster.command("squeue", "-h", "-j", element.job, "-o", "%A").strip()
-        said = self.cluster.command("scontrol", "-o", "show", "job", element.job).split()
+        number = self.cluster.ask("squeue", "-h", "-j", element.job, "-o", "%A").strip()
+        said = self.cluster.ask("scontrol", "-o", "show", "job", element.job).split()
         restarts = next(word.partition("=")[2] for word in said if word.startswith("Restarts="))
         role = "rollouts" if element.role == "rollout" else element.role
         return (self.run_dir / "jobs" / f"{role}.{number}.{restarts}").exists()
