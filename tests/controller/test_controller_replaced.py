@@ -208,7 +208,7 @@ def test_a_controller_whose_loop_blocks_is_replaced(lives: Lives) -> None:
     one.ends(1)
     crew.until(lambda: "stuck" in lives.out.read_text(), "the turn that blocks")
     crew.until(lambda: "ended 1" in lives.out.read_text(), "its end")
-    assert lives.out.read_text().count("and another one can take over") == 1
+    assert "the controller ends, and another one can take over" in lives.out.read_text()
     assert lives.select("id FROM trajectories WHERE state = 'generated'") == []
     crew.until(lambda: one.is_back() and two.is_back(), "the next one")
     crew.until(lambda: lives.groups_ready_by(one, two), "the groups of step 0")
