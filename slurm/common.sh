@@ -42,7 +42,8 @@ run_job() {
   with_room mkdir -p "$RUN_DIR/jobs"
   end=$RUN_DIR/jobs/end.$LAMINAR_LIFE term=$RUN_DIR/jobs/term.$LAMINAR_LIFE
   again=$RUN_DIR/jobs/again.$LAMINAR_LIFE mine=$RUN_DIR/jobs/$role.$LAMINAR_LIFE failed=$RUN_DIR/jobs/failed
-  head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+  head=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+  head=${head%%$'\n'*}                            # not by `head`, which many nodes' names would outlive
   rm -f "$RUN_DIR/jobs"/*."$SLURM_JOB_ID".*       # of earlier lives that were killed
   trap 'told limit' USR1
   trap judge TERM

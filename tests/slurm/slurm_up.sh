@@ -102,12 +102,15 @@ else
     if   can_ns && can_net; then MODE=netns; elif can_ns; then MODE=shared; else MODE=plain; fi
   elif [ "$MODE" = netns  ]; then can_ns && can_net || die "--mode netns needs CAP_SYS_ADMIN, CAP_NET_ADMIN, veth and bridge"
   elif [ "$MODE" = shared ]; then can_ns || die "--mode shared needs CAP_SYS_ADMIN"; fi
-  NETID=; BR=
+  NETID=; BR=; FIRST=21000
   if [ "$MODE" = netns ]; then
-    for NETID in $(seq 77 250); do ip -4 -o addr | grep -q " 10\.231\.$NETID\." || break; done
-    BR=slbr$NETID
+    NETID=77   # the bridge is the claim: of two that start at once only one can make it
+    until ip link add "slbr$NETID" type bridge 2>/dev/null; do
+      NETID=$((NETID+1)); [ $NETID -le 190 ] || die "no network is free for another Slurm"
+    done
+    BR=slbr$NETID FIRST=$((21000 + 100 * (NETID - 77)))
   fi
-  for BASE in $(seq 21000 100 31000); do   # below ip_local_port_range
+  for BASE in $(seq "$FIRST" 100 32600); do   # below ip_local_port_range
     ok=1; for k in 0 1 2 3 4; do ! port_busy $((BASE+k)) || ok=0; done; [ $ok = 0 ] || break
   done
   { for v in NODES CPUS MEM GPUS PREFIX MODE NETID BR BASE GPUTYPE FEATURES EXTRA; do printf '%s=%q\n' $v "${!v}"; done
@@ -214,9 +217,8 @@ fi
 
 # ---- network ----------------------------------------------------------------------------
 if [ "$MODE" = netns ]; then
-  if ! ip link show "$BR" >/dev/null 2>&1; then
-    ip link add "$BR" type bridge; ip addr add "10.231.$NETID.1/24" dev "$BR"; ip link set "$BR" up
-  fi
+  ip link show "$BR" >/dev/null 2>&1 || ip link add "$BR" type bridge
+  ip addr replace "10.231.$NETID.1/24" dev "$BR"; ip link set "$BR" up
   for i in $(seq 1 "$NODES"); do
     ns=sl$NETID-$PREFIX$i
     [ -e "/run/netns/$ns" ] || ip netns add "$ns"
