@@ -22,7 +22,7 @@ from laminar_hpc.verifiers.rows import run_rows
 pytestmark = pytest.mark.slow
 HERE = Path(__file__).parent
 V1 = ["verifiers[ta]==0.4.0", "uv", "msgspec"]  # the last: for the agent of renderers
-V0 = ["verifiers==0.3.1"]
+V0 = "0.1.14", "0.3.1"  # the first and the last version with v0 that is taken
 MAKING_SECONDS = 1800
 OF_V0 = """
 import verifiers as vf
@@ -88,9 +88,9 @@ def v1(tmp_path_factory: pytest.TempPathFactory) -> str:
     return interpreter(tmp_path_factory.mktemp("v1"), V1)
 
 
-@pytest.fixture(scope="module")
-def v0(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return interpreter(tmp_path_factory.mktemp("v0"), V0)
+@pytest.fixture(scope="module", params=V0)
+def v0(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return interpreter(tmp_path_factory.mktemp("v0"), [f"verifiers=={request.param}"])
 
 
 @pytest.fixture(scope="module")
@@ -204,7 +204,7 @@ async def test_code_runs_where_the_user_says(folder: Path, v1: str) -> None:
 
 
 async def test_an_environment_of_v0(folder: Path, v0: str) -> None:
-    """As verifiers 0.3.1 still has them; load_environment's arguments are the user's."""
+    """Unchanged, by each version; load_environment's arguments are the user's."""
     named = {"taskset": {"id": "old_sums", "first": 3}}
     right, wrong = await played(folder, v0, named, [saying("6"), saying("7")])
     assert right[0].score is not None and wrong[0].score is not None

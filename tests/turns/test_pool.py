@@ -206,7 +206,9 @@ async def test_sessions(pool, factory: str) -> None:
     environments = pool(factory=factory, seconds=20.0)
     await environments.start()
     try:
-        assert environments.rewards == [""] and len(environments.tools[""]) == (3 if factory == "Counter" else 2)
+        assert environments.rewards == [""] and len(environments.tools[""]) == (
+            3 if factory == "Counter" else 2
+        )
         first, second = await asyncio.gather(*(environments.open({"start": n, "q": "x"}) for n in (0, 5)))
         said = await asyncio.gather(*(session.call("add", {"by": 2}) for session in (first, second)))
         assert [text[-1] for text in said] == ["2", "7"]

@@ -8,7 +8,7 @@ process to itself (turns/pool.py sees to it), so that it may block, and be ended
 import asyncio
 import inspect
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.environments.reward_protocol import MAX_ERROR, Call, Result, Spec
@@ -93,7 +93,7 @@ class Environment:
         return _told(call, value, t0)
 
 
-def _idempotent(tools: dict[str, Callable]) -> list[str]:
+def _idempotent(tools: Mapping[str, Callable]) -> list[str]:
     """Those that may be called twice for one call of the model: `function.idempotent = True` says so."""
     return [name for name, tool in tools.items() if getattr(tool, "idempotent", False)]
 
