@@ -4,6 +4,7 @@ token by token, what the engine saw, on one policy."""
 import json
 import sys
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -54,7 +55,8 @@ COMPACTS = AGENT.replace(
         answer = await client.chat.completions.create(
             model=model, messages=messages, max_tokens=40, logprobs=True, extra_body=extras)
         choice = answer.choices[0]
-        asked.append([answer.prompt_token_ids, choice.token_ids, [one.logprob for one in choice.logprobs.content]])
+        logprobs = [one.logprob for one in choice.logprobs.content]
+        asked.append([answer.prompt_token_ids, choice.token_ids, logprobs])
         messages += [choice.message, {"role": "user", "content": "on"}]
     with open""",
 )
@@ -146,16 +148,18 @@ def test_an_agent_that_compacts_on_a_real_engine(tmp_path: Path, monkeypatch: py
         for t in (m.trajectory for m in messages if isinstance(m, Generated)):
             assert t.place is not None and t.policies == 1 and t.turns == 5
             [response] = read(replica.folder, [(t.trajectory_id, t.place)])
-            [start], tokens = response.starts, response.tokens.tolist()
-            branches = [START, *tokens[:start]], tokens[start:]
+            whole, starts = [START, *response.tokens.tolist()], [1 + start for start in response.starts]
+            branches = [(a, b, whole[a:b]) for a, b in pairwise([0, *starts, len(whole)])]
             asked = json.loads((tmp_path / f"of-{t.trajectory_id}.json").read_text())
             for span, (prompt, drawn, logprobs) in zip(response.spans, asked, strict=True):
-                of, at = (
-                    (branches[0], span.start + 1) if span.end <= start else (branches[1], span.start - start)
-                )
-                assert [*prompt, *drawn] == of[: at + len(drawn)] and len(prompt) == at
+                [(begin, tokens)] = [(a, tokens) for a, b, tokens in branches if a <= span.start + 1 < b]
+                assert [*prompt, *drawn] == tokens[: 1 + span.end - begin]
                 assert logprobs == response.logprobs[span.start : span.end].tolist()
-            parts = [hf_logprobs(model, part[:1], part[1:]) for part in branches]
-            expected = torch.cat([parts[0], torch.zeros(1), parts[1]])
-            gap = (torch.tensor(response.logprobs) - expected)[torch.tensor(response.loss_mask)].abs().max()
-            assert gap < 1e-3
+            compacted = [1 + response.spans[n].start - len(asked[n][0]) for n in (2, 3)]
+            assert compacted[0] < compacted[1] and compacted[1] in starts
+            first = torch.zeros(1)
+            expected = torch.cat(
+                [torch.cat([first, hf_logprobs(model, b[:1], b[1:])]) for _, _, b in branches]
+            )
+            gap = (torch.tensor(response.logprobs) - expected[1:])[torch.tensor(response.loss_mask)]
+            assert gap.abs().max() < 1e-3
