@@ -74,7 +74,10 @@ def test_a_template_that_forgets_begins_branches(tmp_path: Path, template: str) 
 
 
 def test_results_that_are_cleared_begin_branches(tmp_path: Path) -> None:
-    """The last result is there, the earlier ones are not."""
+    """The last result is there, the earlier ones are not. A prompt that does not read back as it was written
+    is refused in one line."""
+    with pytest.raises(LaminarError, match=r"reads a prompt back as .* set environment.history=keep"):
+        History(talk_of(tmp_path, CLEARED), "go")
     branches = grown(tmp_path, talk_of(tmp_path, CLEARED), [("a", "x"), ("b", "y")])
     assert len(branches) == 2 and branches[0].endswith(f"x{NEXT}")
     assert branches[1].endswith(f"{GO}a{END}\n<|tool|>\n{END}\n<|assistant|>\nb{END}\n<|tool|>\ny{NEXT}")

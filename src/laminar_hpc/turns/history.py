@@ -3,14 +3,20 @@ turns? Then a branch begins, whose prompt is all that the template writes now. P
 
 from collections.abc import Sequence
 
+from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.turns.conversation import Conversation, Messages, ToolResult, assistant, tool_message
 
 
 class History:
     """One trajectory's turns. `begun`: the text that its first turn answers. `anew`: the last turn's results
-    have begun a branch."""
+    have begun a branch. Raises LaminarError for a text that does not end where an answer begins."""
 
     def __init__(self, talk: Conversation, begun: str) -> None:
+        if not begun.endswith(talk.closing):
+            raise LaminarError(
+                f"environment.history=branch: the tokenizer reads a prompt back as ...{begun[-40:]!r}, which "
+                f"does not end with the template's {talk.closing!r}; set environment.history=keep"
+            )
         self._talk, self._begun = talk, begun.removesuffix(talk.closing)
         self._messages: Messages = []
         self.anew = False
