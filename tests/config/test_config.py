@@ -90,6 +90,7 @@ EXPERIMENTS = {
     "one_gpu": (1, 1, 2, 0.494e9, 1),
     "node_8gpu_7b": (4, 4, 8, 7.616e9, 15),
     "retool_7b": (4, 4, 8, 7.616e9, 15),
+    "retool_32b": (16, 4, 32, 32.764e9, 66),
     "cluster_64gpu_32b": (32, 8, 64, 32.764e9, 66),
     "cluster_1024gpu_72b": (768, 32, 1024, 72.706e9, 145),
 }
@@ -265,6 +266,7 @@ BAD = [
         "environment.factory={a:1,b:m.B} data.chat_template=true",
         "environment.factory={a:1,b:m.B}: write a class's dotted path, or several as {NAME: PATH}",
     ),
+    ("environment.history=branch", "environment.history=branch: a trajectory has one turn; set environment"),
     ("environment.factory={a:m.A,b:m.B}", "environment.factory={a:m.A,b:m.B} needs data.chat_template"),
     ("pipeline=stream algorithm.prompts_per_step=33", "divisible by algorithm.minibatches_per_step"),
     ("source=replay:/nowhere", "no store.sqlite"),

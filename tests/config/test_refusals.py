@@ -104,7 +104,7 @@ SHAPES = {
     "pipline": "not key=value (did you mean pipeline?)",
     "~steps": "a setting cannot be removed",
     "experiment=dmeo": "use one of cluster_1024gpu_72b, cluster_64gpu_32b, demo, node_8gpu_7b, one_gpu, "
-    "retool_7b, tools (did you mean demo?)",
+    "retool_32b, retool_7b, tools (did you mean demo?)",
     "pipeline=laminarr": "use one of laminar, one_step, partial, stream, sync (did you mean laminar?)",
     "experiment=demo,one_gpu": "use one of",
 }

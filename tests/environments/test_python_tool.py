@@ -42,6 +42,6 @@ async def test_it_is_a_tool_of_a_run() -> None:
 
 def test_the_model_is_told_of_one_argument() -> None:
     """Its schema: the name that models know from elsewhere, and the program as a text."""
-    schema = PythonTool(python_tool.python, "environment.tools").schema["function"]
+    schema = PythonTool(python_tool.python, "python", "environment.tools").schema["function"]
     assert schema["name"] == "python" and list(schema["parameters"]["properties"]) == ["code"]
     assert "whole program" in schema["parameters"]["properties"]["code"]["description"]

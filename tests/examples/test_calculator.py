@@ -24,7 +24,7 @@ from laminar_hpc.turns.tools import PythonTool
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "calculator"
 BASE = str(EXAMPLE / "base")
-TOOLS = [PythonTool(calculate, "environment.tools").schema]
+TOOLS = [PythonTool(calculate, "calculate", "environment.tools").schema]
 
 
 @pytest.fixture(scope="module")

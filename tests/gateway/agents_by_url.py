@@ -151,6 +151,47 @@ async def nemo(row: dict, client: AsyncOpenAI, model: str) -> float:
     return 1.0
 
 
+async def compacts(row: dict, client: AsyncOpenAI, model: str) -> dict:
+    """Two turns; then a summary in place of them, and two turns behind it, whose token ids come back."""
+    messages, extras, seen = begin(row), {"return_token_ids": True}, []
+
+    async def turn() -> dict:
+        answer = await client.chat.completions.create(model=model, messages=messages, extra_body=extras)
+        seen.append([answer.prompt_token_ids, answer.choices[0].token_ids])
+        said = answer.choices[0].message.model_dump(exclude_none=True)
+        messages.extend((said, USER))
+        return said
+
+    await turn()
+    await turn()
+    messages[2:] = [{"role": "assistant", "content": "in short"}, USER]
+    said = await turn()
+    messages[-2] = {**said, "prompt_token_ids": said["prompt_token_ids"][1:]}
+    try:
+        await turn()
+    except APIStatusError as error:
+        refused = error.body["message"]
+    messages[-2] = said
+    await turn()
+    with open("compacted.json", "w") as file:
+        json.dump({"seen": seen, "refused": refused}, file)
+    return {"reward": 1.0}
+
+
+async def edits(row: dict, client: AsyncOpenAI, model: str) -> float:
+    """In token ids: a second request that is not the first one's continuation, and one that is its own."""
+    url, said = str(client.base_url).removesuffix("/v1/") + "/inference/v1/generate", row["ids"]
+
+    async def drawn(ids: list[int]) -> list[int]:
+        body = {"model": model, "token_ids": ids, "sampling_params": {}}
+        answer = (await client.post(url, cast_to=Response, body=body)).json()
+        return [*ids, *answer["choices"][0]["token_ids"]]
+
+    await drawn(said)
+    await drawn([*await drawn([*said, 9]), 8])
+    return 1.0
+
+
 USER = {"role": "user", "content": [{"type": "text", "text": "go on"}]}
 
 
@@ -158,6 +199,7 @@ async def run(row: dict, base_url: str, api_key: str, model: str) -> float | dic
     """All of the above."""
     async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
         kinds = {"looks": looks, "tries": tries, "obeys": obeys, "generates": generates, "nemo": nemo}
+        kinds |= {"compacts": compacts, "edits": edits}
         return await kinds[row["kind"]](row, client, model)
 
 

@@ -2,4 +2,4 @@ import sys
 from pathlib import Path
 
 tests = Path(__file__).parents[1]
-sys.path[:0] = [str(tests), str(tests / "turns")]
+sys.path[:0] = [str(tests), str(tests / "turns"), str(tests / "rollout")]

@@ -4,15 +4,13 @@ here. The model alone is stood in for, by a script of what it says."""
 
 import asyncio
 import json
-import os
-import subprocess
 import sys
-import venv
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from test_agents import END, Rollout, Script, saying, with_agents
+from verifiers_of_pypi import V1, interpreter
 
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.rollout.work import Outcome, Work, logprobs_of, tokens_of
@@ -21,9 +19,7 @@ from laminar_hpc.verifiers.rows import run_rows
 
 pytestmark = pytest.mark.slow
 HERE = Path(__file__).parent
-V1 = ["verifiers[ta]==0.4.0", "uv", "msgspec"]  # the last: for the agent of renderers
-V0 = ["verifiers==0.3.1"]
-MAKING_SECONDS = 1800
+V0 = "0.1.14", "0.3.1"  # the first and the last version with v0 that is taken
 OF_V0 = """
 import verifiers as vf
 from datasets import Dataset
@@ -69,28 +65,14 @@ async def run(row, base_url, api_key, model):
 """
 
 
-def interpreter(folder: Path, packages: list[str]) -> str:
-    """Of a new virtual environment; LAMINAR_TEST_VERIFIERS_0_4_0=PATH and so on name one that is there."""
-    name = packages[0].partition("==")[2].replace(".", "_")
-    if given := os.environ.get(f"LAMINAR_TEST_VERIFIERS_{name}"):
-        return given
-    venv.create(folder, with_pip=True)
-    python = str(folder / "bin" / "python")
-    words = [python, "-m", "pip", "install", "--quiet", *packages]
-    made = subprocess.run(words, capture_output=True, text=True, timeout=MAKING_SECONDS)
-    if made.returncode:
-        pytest.skip(f"{' '.join(packages)} cannot be installed: {made.stderr.strip().splitlines()[-1][:200]}")
-    return python
-
-
 @pytest.fixture(scope="module")
 def v1(tmp_path_factory: pytest.TempPathFactory) -> str:
     return interpreter(tmp_path_factory.mktemp("v1"), V1)
 
 
-@pytest.fixture(scope="module")
-def v0(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return interpreter(tmp_path_factory.mktemp("v0"), V0)
+@pytest.fixture(scope="module", params=V0)
+def v0(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return interpreter(tmp_path_factory.mktemp("v0"), [f"verifiers=={request.param}"])
 
 
 @pytest.fixture(scope="module")
@@ -204,7 +186,7 @@ async def test_code_runs_where_the_user_says(folder: Path, v1: str) -> None:
 
 
 async def test_an_environment_of_v0(folder: Path, v0: str) -> None:
-    """As verifiers 0.3.1 still has them; load_environment's arguments are the user's."""
+    """Unchanged, by each version; load_environment's arguments are the user's."""
     named = {"taskset": {"id": "old_sums", "first": 3}}
     right, wrong = await played(folder, v0, named, [saying("6"), saying("7")])
     assert right[0].score is not None and wrong[0].score is not None

@@ -30,6 +30,7 @@ EXPECTED = {
     "demo": {"laminar_single": (1, 0)},
     "node_8gpu_7b": {"laminar_single": (1, 8)},
     "one_gpu": {"laminar_single": (1, 1)},
+    "retool_32b": {"control": (1, 0), "trainer": (2, 8), "rollouts": (2, 8)},
     "retool_7b": {"laminar_single": (1, 8)},
     "tools": {"laminar_single": (1, 0)},
 }

@@ -63,6 +63,24 @@ def test_what_no_span_covers_is_not_trained(parts, rest):
     assert unpack(pack(found)).trained == sum(mask)
 
 
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 3), st.integers(1, 4)), min_size=1, max_size=9))
+def test_branches_begin_where_they_were_begun(parts):
+    """docs/architecture.md#branches: before any turn but the first, with what is given; behind drawn tokens,
+    or behind others that were given: which tokens are trained stays the same."""
+    spans, starts, at = [], [], 0
+    for begins, given_tokens, drawn_tokens in parts:
+        if begins and at:
+            at += given_tokens
+            starts.append(at)
+            given_tokens = 1 + drawn_tokens
+        at += given_tokens + drawn_tokens
+        spans.append(VersionSpan(5, at - drawn_tokens, at))
+    found = unpack(pack(Response(1, 0, *columns(at + 2), spans, drawn(at + 2, spans, starts))))
+    plain = Response(1, 0, *columns(at + 2), spans, drawn(at + 2, spans))
+    assert found.starts == starts and plain.starts == []
+    assert found.loss_mask.tolist() == plain.loss_mask.tolist() and found.trained == plain.trained
+
+
 def test_eight_bytes_per_token_and_no_object_for_any():
     """Packing takes two copies of the columns, unpacking none; neither makes an object per token."""
     made = response(1 << 20)

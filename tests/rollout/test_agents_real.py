@@ -4,6 +4,8 @@ token by token, what the engine saw, on one policy."""
 import json
 import sys
 from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -43,6 +45,21 @@ async def run(row, base_url, api_key, model):
         json.dump(asked, file)
     return {"reward": 0.25, "accuracy": 1.0}
 """
+
+
+COMPACTS = AGENT.replace(
+    "    with open",
+    """
+    messages = [messages[0], {"role": "assistant", "content": "so far so good"}, messages[-1]]
+    for turn in range(2):
+        answer = await client.chat.completions.create(
+            model=model, messages=messages, max_tokens=40, logprobs=True, extra_body=extras)
+        choice = answer.choices[0]
+        logprobs = [one.logprob for one in choice.logprobs.content]
+        asked.append([answer.prompt_token_ids, choice.token_ids, logprobs])
+        messages += [choice.message, {"role": "user", "content": "on"}]
+    with open""",
+)
 
 
 @pytest.fixture(scope="module")
@@ -102,3 +119,47 @@ def test_an_agent_on_a_real_engine(replica: Replica) -> None:
         shares.append(figures["environment.cached_share"])
     print(f"share of earlier turns in the cache: {np.mean(shares):.3f}")
     assert len(shares) == 8 and np.mean(shares) > 0.9
+
+
+def test_an_agent_that_compacts_on_a_real_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """docs/architecture.md#branches: what an agent has compacted begins a branch, whose tokens have the
+    log-probs that transformers gives them in the branch alone; the payload has both, each as the agent saw
+    it."""
+    (tmp_path / "compacting_of_real_test.py").write_text(COMPACTS)
+    (tmp_path / "gate").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+
+    def adjust(config: RunConfig) -> None:
+        config.environment.agent, config.environment.history = "compacting_of_real_test.run", "branch"
+        config.environment.timeout_seconds = 120.0
+        config.reward.function = ""
+
+    with replica_of_turns(tmp_path, TEMPLATE, STOPS, adjust) as replica:
+        controller = replica.controller
+        while controller.received.empty():
+            assert not replica.ended(0.1), replica.error
+        controller.get(WeightsOpened)
+        controller.until_asked(0)
+        rows = [{"prompt": f"prompt {g}", "number": g} for g in range(4)]
+        groups = [PromptGroup(g, [START], "", row, [Sample(g, 0)]) for g, row in enumerate(rows)]
+        controller.tell(Grant(1, 0, 0, groups, 1.0, 900, ""))
+        messages, model = controller.collect(8, Generated, Scored), reference(replica.models[0])
+        for t in (m.trajectory for m in messages if isinstance(m, Generated)):
+            assert t.place is not None and t.policies == 1 and t.turns == 5
+            [response] = read(replica.folder, [(t.trajectory_id, t.place)])
+            whole, starts = [START, *response.tokens.tolist()], [1 + start for start in response.starts]
+            branches = [(a, b, whole[a:b]) for a, b in pairwise([0, *starts, len(whole)])]
+            asked = json.loads((tmp_path / f"of-{t.trajectory_id}.json").read_text())
+            for span, (prompt, drawn, logprobs) in zip(response.spans, asked, strict=True):
+                [(begin, tokens)] = [(a, tokens) for a, b, tokens in branches if a <= span.start + 1 < b]
+                assert [*prompt, *drawn] == tokens[: 1 + span.end - begin]
+                assert logprobs == response.logprobs[span.start : span.end].tolist()
+            compacted = [1 + response.spans[n].start - len(asked[n][0]) for n in (2, 3)]
+            assert compacted[0] < compacted[1] and compacted[1] in starts
+            first = torch.zeros(1)
+            expected = torch.cat(
+                [torch.cat([first, hf_logprobs(model, b[:1], b[1:])]) for _, _, b in branches]
+            )
+            gap = (torch.tensor(response.logprobs) - expected[1:])[torch.tensor(response.loss_mask)]
+            assert gap.abs().max() < 1e-3

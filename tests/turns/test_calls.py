@@ -25,7 +25,7 @@ def add(a: int, b: float = 2.0) -> float:
     return a + b
 
 
-TOOLS = [PythonTool(add, "here").schema]
+TOOLS = [PythonTool(add, "add", "here").schema]
 PYTHONIC = (
     SEPARATED.replace("<tool_call>\n{", "{{ '[' }}")
     .replace("}\n</tool_call>", "]")
@@ -99,4 +99,4 @@ def silent(a: int) -> int:
 def test_what_is_no_tool(function, words) -> None:
     """One line that says what the model would lack."""
     with pytest.raises(LaminarError, match=words):
-        PythonTool(function, "environment.tools: x")
+        PythonTool(function, function.__name__, "environment.tools: x")

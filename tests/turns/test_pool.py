@@ -33,6 +33,14 @@ async def slowly(x: int) -> str:
     await asyncio.sleep(0.01)
     return f"slow {x}"
 
+def logged(function):
+    def logging(x: int) -> str:
+        """Says what it was called with."""
+        return f"{function(x)['twice']} logged"
+    return logging
+
+twice, alias = logged(double), double
+
 class Counter:
     """As in TRL: no argument to make one, reset takes the row."""
     def __init__(self):
@@ -57,6 +65,8 @@ class Counter:
     def pid(self) -> int:
         """Its process."""
         return os.getpid()
+
+    plus = add
 
     def get_reward(self) -> float:
         return float("nan") if self.n == 99 else self.n / 10
@@ -171,13 +181,34 @@ async def test_functions(pool) -> None:
         await tools.close()
 
 
+async def test_tools_are_called_as_the_user_names_them(pool) -> None:
+    """The model is told of the module's or class's own name, whatever the function calls itself: two that a
+    decorator has made, an alias, a method under a second name."""
+    tools, environments = pool("twice", "alias", seconds=20.0), pool(factory="Counter", seconds=20.0)
+    await asyncio.gather(tools.start(), environments.start())
+    try:
+        assert [tool["function"]["name"] for tool in tools.tools[""]] == ["twice", "alias"]
+        session = await tools.open({})
+        assert await session.call("twice", {"x": 4}) == "8 logged"
+        assert json.loads(await session.call("alias", {"x": 5}))["twice"] == 10
+        assert json.loads(await session.call("alias", {"y": 5}))["error"].startswith("x: Missing")
+        counting = await environments.open({"start": 1})
+        assert await counting.call("plus", {"by": 2}) == "3" and await counting.call("add", {"by": 1}) == "4"
+        session.close()
+        counting.close()
+    finally:
+        await asyncio.gather(tools.close(), environments.close())
+
+
 @pytest.mark.parametrize("factory", ["Counter", "Waiting"])
 async def test_sessions(pool, factory: str) -> None:
     """Of the same class side by side, each with a state of its own; plain ones in a process each."""
     environments = pool(factory=factory, seconds=20.0)
     await environments.start()
     try:
-        assert environments.rewards == [""] and len(environments.tools[""]) == 2
+        assert environments.rewards == [""] and len(environments.tools[""]) == (
+            3 if factory == "Counter" else 2
+        )
         first, second = await asyncio.gather(*(environments.open({"start": n, "q": "x"}) for n in (0, 5)))
         said = await asyncio.gather(*(session.call("add", {"by": 2}) for session in (first, second)))
         assert [text[-1] for text in said] == ["2", "7"]

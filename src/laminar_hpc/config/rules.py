@@ -125,6 +125,11 @@ def _environment(config: RunConfig) -> Iterator[Rule]:
         "verifiers and the taskset",
     )
     yield (
+        e.history != "refuse" and not e.several,
+        f"environment.history={e.history}: a trajectory has one turn; set environment.tools, factory, "
+        "agent or verifiers too, or leave it out",
+    )
+    yield (
         e.several and not config.data.chat_template,
         f"{key} needs data.chat_template=true: what stands between turns is the model's template's",
     )

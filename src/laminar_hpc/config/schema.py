@@ -127,6 +127,9 @@ class EnvironmentConfig:
     """answers of the model in one trajectory"""
     max_tool_calls: int = number(16, at_least=1)
     """in one trajectory"""
+    history: str = choice("refuse", "keep", "branch")
+    """where the chat template or an agent rewrites earlier turns: refuse it; keep what was drawn (the
+    template's rewriting only); or branch: what is rewritten begins another sequence of the trajectory"""
     timeout_seconds: float = seconds(30.0)
     """longest time for one reset, tool call or get_reward, and between two requests of an agent"""
     max_seconds: float = seconds(600.0)
@@ -143,6 +146,11 @@ class EnvironmentConfig:
     def several(self) -> bool:
         """Responses have several turns."""
         return bool(self.factory or self.tools or self.by_url)
+
+    @property
+    def stays(self) -> bool:
+        """Trajectories end where they have begun, or begin again."""
+        return bool(self.factory or self.by_url or self.history == "branch")
 
     @property
     def by_url(self) -> bool:

@@ -47,9 +47,8 @@ class Repacker:
 
     def tick(self, now: float) -> None:
         """`now`: monotonic seconds."""
-        environment, due = self._config.environment, now >= self._next
-        stays = bool(environment.factory or environment.by_url)  # trajectories do, where these are
-        if self._config.pipeline.repack != "off" and not stays and (due or self._soon):
+        due, stay = now >= self._next, self._config.environment.stays
+        if self._config.pipeline.repack != "off" and not stay and (due or self._soon):
             self._soon = False
             if due:  # a look in between delays none
                 self._next = now + self._config.pipeline.repack_seconds

@@ -130,7 +130,7 @@ def load_all(setup: Setup) -> dict[str, Served]:
             return Reward(spec, setup.timeout_seconds, setup.prompt_field)
         module, name = OTHERS[spec.style]
         served: Served = getattr(importlib.import_module(module), name)(
-            load_function(spec.function, spec.label), spec.label
+            load_function(spec.function, spec.label), spec
         )
         return served
 

@@ -17,9 +17,10 @@ _PROBE = {"name": "probe", "description": "Nothing.", "parameters": {"type": "ob
 
 
 class Dialogues:
-    """Of one model."""
+    """Of one model. `grows`: a template that rewrites earlier turns is refused."""
 
-    def __init__(self, model: Path) -> None:
+    def __init__(self, model: Path, grows: bool = True) -> None:
+        self._grows = grows
         self._model, self._tokenizer = str(model), load_tokenizer(str(model))
         self.vocabulary = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
         self._known: OrderedDict[str, Dialogue] = OrderedDict()
@@ -45,7 +46,8 @@ class Dialogues:
             return self._known[name]
 
     def _make(self, tools: list[dict]) -> Dialogue:
-        talk = conversation(self._model, tools, self._tokenizer, answered_by="tool" if tools else "")
+        by = "tool" if tools else ""
+        talk = conversation(self._model, tools, self._tokenizer, by, self._grows)
         parser, no_user = None, ""
         if tools:
             try:

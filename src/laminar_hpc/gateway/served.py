@@ -12,23 +12,23 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.environments.reward_protocol import Call, Result
+from laminar_hpc.environments.reward_protocol import Call, Result, Spec
 from laminar_hpc.environments.reward_styles import checked
 
 _GIVEN = ("row", "base_url", "api_key", "model")
 
 
 class Agent:
-    """The function. `label`: what errors call it. Raises LaminarError for one with other parameters."""
+    """The function. Raises LaminarError for one with other parameters."""
 
     tools: tuple[dict, ...] = ()
     rewards = True
 
-    def __init__(self, function: Callable, label: str) -> None:
+    def __init__(self, function: Callable, spec: Spec) -> None:
         try:
             inspect.signature(function).bind(**dict.fromkeys(_GIVEN))
         except (TypeError, ValueError) as error:
-            raise LaminarError(f"{label}: it is called as run({'=, '.join(_GIVEN)}=): {error}") from None
+            raise LaminarError(f"{spec.label}: it is called as run({'=, '.join(_GIVEN)}=): {error}") from None
         self.is_async = any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
         self._function = function
         self._rows, self._tasks = dict[int, dict](), dict[int, asyncio.Task]()

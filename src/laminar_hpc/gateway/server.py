@@ -25,10 +25,10 @@ _CLOSE_SECONDS = 0.2  # for answers that are on their way when all ends
 
 
 class Gateway:
-    """`start`, use, `close`. `max_tokens`: of a whole conversation."""
+    """`start`, use, `close`. `max_tokens`: of a whole conversation; `branches`: as Session has it."""
 
-    def __init__(self, max_tokens: int) -> None:
-        self._max_tokens = max_tokens
+    def __init__(self, max_tokens: int, branches: bool = False) -> None:
+        self._max_tokens, self._branches = max_tokens, branches
         self._sessions: dict[str, Session] = {}
         self._base = ""
         app = web.Application(client_max_size=MAX_REQUEST, middlewares=[_refusals])
@@ -55,7 +55,7 @@ class Gateway:
         """A session with a URL and a key that nobody else has."""
         name = secrets.token_urlsafe(12)
         session = self._sessions[name] = Session(
-            f"{self._base}/sessions/{name}/v1", secrets.token_urlsafe(32)
+            f"{self._base}/sessions/{name}/v1", secrets.token_urlsafe(32), self._branches
         )
         return session
 

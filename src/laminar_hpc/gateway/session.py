@@ -1,5 +1,6 @@
 """One trajectory's session: what was said in it, which only grows, and the question that is open. Owns no
-task and no socket; server.py and rollout/agents.py meet here.
+task and no socket; server.py and rollout/agents.py meet here. With environment.history=branch what does not
+go on from it begins anew.
 
     agent -> server.py -> ask(chat)                       waits
                           question() -> rollout/agents.py draws a turn -> answer(body), or refuse(why)
@@ -15,23 +16,28 @@ from laminar_hpc.gateway.chat import Chat, Refused
 from laminar_hpc.gateway.tokens import Prompt
 from laminar_hpc.turns.conversation import Messages
 
-_GROWS = "a session's conversation only grows; send back what it has, each answer as it was given"
+_GROWS = (
+    "a session's conversation only grows; send back what it has, each answer as it was given, or set "
+    "environment.history=branch"
+)
 
 
 @dataclass(frozen=True)
 class Question:
-    """`more`: the messages that are new; of token ids rollout/agents.py knows it."""
+    """`more`: the messages that are new, where the conversation begins `anew` those behind the last answer;
+    of token ids rollout/agents.py knows both."""
 
     chat: Chat | Prompt
     more: Messages
     answered: asyncio.Future[dict]
+    anew: bool = False
 
 
 class Session:
-    """`url`: the agent's base_url; `key`: its api_key."""
+    """`url`: the agent's base_url; `key`: its api_key. `branches`: a rewritten history is not refused."""
 
-    def __init__(self, url: str, key: str) -> None:
-        self.url, self.key = url, key
+    def __init__(self, url: str, key: str, branches: bool = False) -> None:
+        self.url, self.key, self._branches = url, key, branches
         self._said: Messages = []
         self._tools: list[dict] = []
         self._dialect: type | None = None  # of the first question that was answered
@@ -49,22 +55,28 @@ class Session:
                 raise Refused(self._ended, 503, "ended")
             if self._open is not None:
                 raise Refused("another request of this session is not answered yet; ask one after the other")
-            more = self._new(chat)
+            more, anew = self._new(chat)
             known = self._answers[chat.digest] = asyncio.get_running_loop().create_future()
-            self._open = Question(chat, more, known)
+            self._open = Question(chat, more, known, anew)
             self._asked.put_nowait(self._open)
         return await asyncio.shield(known)
 
-    def _new(self, chat: Chat | Prompt) -> Messages:
-        """Raises Refused."""
+    def _new(self, chat: Chat | Prompt) -> tuple[Messages, bool]:
+        """Messages and whether the conversation begins anew with them. Raises Refused."""
         if self._dialect not in (None, type(chat)):
             raise Refused("a session speaks in messages or in token ids, as it began; it cannot change")
         if isinstance(chat, Prompt):
-            return []
-        more = added(self._said, chat.messages)
-        if self._said and chat.tools != self._tools:
-            raise Refused(f"tools: they are not those of the request before; {_GROWS}")
-        return more
+            return [], False
+        try:
+            more = added(self._said, chat.messages)
+            if self._said and chat.tools != self._tools:
+                raise Refused(f"tools: they are not those of the request before; {_GROWS}")
+        except Refused:
+            if not self._branches:
+                raise
+            answers = [at for at, message in enumerate(chat.messages) if message["role"] == "assistant"]
+            return chat.messages[answers[-1] + 1 if answers else 0 :], True
+        return more, False
 
     # ---- the trajectory's side -----------------------------------------------------------------------------
 

@@ -86,14 +86,19 @@ def continued(prompt: Prompt, said: Sequence[int], begun: bool, vocabulary: int)
         raise Refused(f"token_ids[{at}] is {tokens[at]}: conversations of this model begin with {said[at]}")
     if at is not None:
         raise Refused(
-            f"token_ids[{at}] is {tokens[at]}, where {said[at]} was given or drawn: a session only grows"
+            f"token_ids[{at}] is {tokens[at]}, where {said[at]} was given or drawn: a session only grows, "
+            "unless environment.history=branch"
         )
     if len(tokens) <= len(said):
         raise Refused(f"token_ids: {len(tokens)}, of {len(said)} that were said: a session only grows")
-    more = tokens[len(said) :]
-    if wrong := [token for token in more if not 0 <= token < vocabulary]:
+    return known(tokens[len(said) :], vocabulary)
+
+
+def known(tokens: list[int], vocabulary: int) -> list[int]:
+    """Raises Refused for tokens that the model does not have."""
+    if wrong := [token for token in tokens if not 0 <= token < vocabulary]:
         raise Refused(f"token_ids: the model has no token {wrong[0]}")
-    return more
+    return tokens
 
 
 def generated(turn: Turn) -> dict:

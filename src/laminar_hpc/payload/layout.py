@@ -7,7 +7,9 @@ scorers, audit and archive read.
     tokens             i32 each
     log-probs          f32 each: the engine's behaviour log-probs of these tokens
     mask runs          u32 each: lengths of runs of the loss mask, trained and not trained in turn, the first
-                       trained (0 if the response begins with tokens that are not)
+                       trained (0 if the response begins with tokens that are not). Each later trained run
+                       of length 0 begins a branch: the tokens behind it are a sequence of their own, which
+                       repeats what it needs of prompt and earlier turns
 
 Little-endian, and a multiple of four bytes long. The digest is half a SHA-256 over all the rest. So a
 response takes 8 bytes per token and less than 100 more, if it is of one policy and all of it is trained.
@@ -62,6 +64,12 @@ class Response:
         """How many tokens are trained."""
         return int(self.mask_runs[::2].sum())
 
+    @property
+    def starts(self) -> list[int]:
+        """Where its later branches begin; empty where it has one."""
+        ends = np.cumsum(self.mask_runs)
+        return [int(ends[i]) for i in range(2, len(ends), 2) if self.mask_runs[i] == 0]
+
 
 def tokens_array(tokens: ArrayLike) -> Tokens:
     """Raises Damaged for token ids that are no int32."""
@@ -87,11 +95,14 @@ def last_drawn(tokens: Tokens, mask_runs: Runs) -> Tokens:
     return tokens[start : start + int(mask_runs[last])]
 
 
-def drawn(count: int, spans: Sequence[VersionSpan]) -> Runs:
+def drawn(count: int, spans: Sequence[VersionSpan], starts: Sequence[int] = ()) -> Runs:
     """The mask runs of a response of which the policy has drawn what `spans` cover, in order; the rest the
-    environment gave."""
-    runs, at = [0], 0
+    environment gave. `starts`: of later branches, which begin with what was given, each before a span."""
+    runs, at, left = [0], 0, list(starts)
     for span in spans:
+        while left and left[0] <= span.start:
+            runs += [left[0] - at, 0]
+            at = left.pop(0)
         if span.start > at:
             runs += [span.start - at, 0]
         runs[-1] += span.end - span.start

@@ -58,15 +58,16 @@ def table(row: Consumed, whole: Whole, tools: Sequence[Span], said: Callable[[li
 def stretches(row: Consumed, whole: Whole, tools: Sequence[Span]) -> list[Stretch]:
     """In the order of the tokens. A trajectory that moved has spans elsewhere too: then no times are told."""
     response, at, begun = whole.response, 0, False
+    branches = response.starts
     found = list[Stretch]()
     for number, count in enumerate(response.mask_runs.tolist()):
         drawn = number % 2 == 0
         begun = begun or (drawn and count > 0)
-        by = "model" if drawn else "tool" if begun else "reset"
+        by = "model" if drawn else "history" if at in branches else "tool" if begun else "reset"
         if count:
             found.append(Stretch(drawn, by, response.tokens[at : at + count].tolist(), []))
         at += count
-    calls = sum(each.by == "tool" for each in found)
+    calls = sum(each.by in ("tool", "history") for each in found)
     # the results of the last call may have had no room
     known = len(tools) == calls or (row.finish_reason == "length" and len(tools) == calls + 1)
     return _timed(row, found, tools, whole.record.reward_parts) if known else found
@@ -91,10 +92,11 @@ def _timed(
             generated += whole - asleep
             seconds = [("wait", asleep)] if asleep else []
             timed.append(each._replace(seconds=[*seconds, ("generate", whole - asleep)]))
-        elif each.by == "tool":
+        elif each.by in ("tool", "history"):
             span = left.pop(0)
             clock = span.t1
             by, took = str(span.fields.get("what", "tool")), span.t1 - span.t0
+            by += ", history" if each.by == "history" else ""
             timed.append(each._replace(by=by, seconds=[("tool", took)]))
         else:
             timed.append(each)

@@ -22,13 +22,15 @@ from laminar_hpc.gateway.dialogues import Dialogues
 from laminar_hpc.gateway.server import Gateway
 from laminar_hpc.gateway.session import Question
 from laminar_hpc.gateway.session import Session as Door
-from laminar_hpc.gateway.tokens import Prompt, confirm, continued, generated, token_fields
+from laminar_hpc.gateway.tokens import Prompt, confirm, continued, generated, known, token_fields
 from laminar_hpc.rollout.batch import Turn as Draw
 from laminar_hpc.rollout.episodes import Episodes
 from laminar_hpc.rollout.work import Outcome, Work, logprobs_of, tokens_of
 from laminar_hpc.turns.calls import Malformed, ToolCall
+from laminar_hpc.turns.conversation import Messages
 from laminar_hpc.turns.dialogue import Dialogue
 from laminar_hpc.turns.episode import Episode
+from laminar_hpc.turns.history import goes_on
 from laminar_hpc.turns.pool import EnvironmentPool
 from laminar_hpc.turns.session import EnvironmentFailed
 from laminar_hpc.turns.tools import is_error
@@ -46,8 +48,8 @@ class AgentEpisodes(Episodes):
         self._agents: EnvironmentPool | VerifiersPool = self.pool
         if self.limits.verifiers:
             self._agents = VerifiersPool(self.limits)
-        self.gateway = Gateway(context.config.sampling.max_response_tokens)
-        self._dialogues = Dialogues(self._model)
+        self.gateway = Gateway(context.config.sampling.max_response_tokens, self.branches)
+        self._dialogues = Dialogues(self._model, self.limits.history == "refuse")
         self.vocabulary = self._dialogues.vocabulary
 
     async def start(self) -> None:
@@ -124,6 +126,12 @@ class AgentEpisodes(Episodes):
                 return beside.strip(), calls
         return self._decoder.text(kept), []
 
+    def goes_on(self, dialogue: Dialogue, work: Work, messages: Messages) -> bool:
+        """The template's text of all messages begins with what the model has seen and said."""
+        seen = work.sequence
+        stopped = int(seen[-1]) in self._stop_ids
+        return goes_on(self._text(seen[: len(seen) - stopped]), dialogue.conversation.written(messages))
+
     def texts(self, tokens: Sequence[int]) -> list[str]:
         """Of each token."""
         return [self._decoder.text([token], specials=True) for token in tokens]
@@ -143,8 +151,10 @@ class _Talk:
         self.calls: list[ToolCall] = []  # of the last turn
         self.limited = False  # it has met a limit of the run
         self.numbered = 0  # calls
-        self.answers = dict[int, tuple[int, int]]()  # by place among the messages: where each was drawn
+        # by place among the messages: where each was drawn, and from where on its branch is
+        self.answers = dict[int, tuple[int, int, int]]()
         self.seen = 0  # tokens that this engine has had
+        self.anew = False  # the question's tokens begin a branch
 
     async def held(self, agent: asyncio.Task[Result]) -> Outcome:
         """Until the agent has returned, or failed behind a limit. Raises EnvironmentFailed."""
@@ -186,12 +196,13 @@ class _Talk:
         """The tokens of its new messages. Raises Refused, and EnvironmentFailed where there is nothing to
         grade without them."""
         work, chat = self.work, question.chat
+        self.anew = question.anew
         names = [call.name for call in self.calls]
         if self.episode.turns and (limit := self.episode.limit(names, time.time())):
             work.finish_reason, self.limited = limit, True
             raise Refused(f"the trajectory has met environment.{_LIMITS[limit]}", code="laminar_limit")
         if isinstance(chat, Prompt):
-            tokens = continued(chat, self._said(), self.episode.turns > 0, self.episodes.vocabulary)
+            tokens = self._continued(chat)
         else:
             self._confirm(chat)
             tokens = self._tokens(await self.episodes.dialogue(chat.tools), question)
@@ -208,24 +219,48 @@ class _Talk:
             self.episodes.waited(work, since)
         return tokens
 
-    def _said(self) -> list[int]:
-        return [*self.work.group.prompt_tokens, *tokens_of(self.work.partial).tolist()]
+    def _continued(self, prompt: Prompt) -> list[int]:
+        """Raises Refused."""
+        vocabulary, begun = self.episodes.vocabulary, self.episode.turns > 0
+        try:
+            return continued(prompt, self.work.sequence.tolist(), begun, vocabulary)
+        except Refused:
+            if not (self.episodes.branches and begun):
+                raise
+            self.anew = True
+            return known(prompt.token_ids, vocabulary)
+
+    def _before(self, branch: int, start: int) -> list[int]:
+        """What the model saw before it drew its tokens from `start` on, in the branch that begins at
+        `branch`; 0: the first."""
+        given = tokens_of(self.work.partial)[branch:start].tolist()
+        return given if branch else [*self.work.group.prompt_tokens, *given]
 
     def _confirm(self, chat: Chat) -> None:
-        """Raises Refused for token ids that are not those of the answer."""
-        whole, first = self._said() if chat.claims else [], len(self.work.group.prompt_tokens)
-        for claim in chat.claims:
-            if (drawn := self.answers.get(claim.at)) is None:
+        """Raises Refused for token ids that are not those of the answer. Of a history that was rewritten only
+        the present branch is known."""
+        for claim in [] if self.anew else chat.claims:
+            if (place := self.answers.get(claim.at)) is None:
+                if self.work.starts:
+                    continue
                 raise Refused(f"messages[{claim.at}]: it has token ids, and is no answer of this session")
-            logprobs = logprobs_of(self.work.partial)[slice(*drawn)].tolist()
-            start, end = first + drawn[0], first + drawn[1]
-            confirm(claim, whole[:start], whole[start:end], logprobs)
+            branch, start, end = place
+            drawn = tokens_of(self.work.partial)[start:end].tolist()
+            logprobs = logprobs_of(self.work.partial)[start:end].tolist()
+            confirm(claim, self._before(branch, start), drawn, logprobs)
 
     def _tokens(self, dialogue: Dialogue, question: Question) -> list[int]:
         """Raises Refused."""
-        work, more = self.work, question.more
+        work, more, chat = self.work, question.more, question.chat
+        assert isinstance(chat, Chat)
         try:
             if self.episode.turns:
+                rewritten = self.episodes.branches and not self.episodes.goes_on(
+                    dialogue, work, chat.messages
+                )
+                if self.anew or rewritten:
+                    self.anew = True
+                    return dialogue.conversation.first(chat.messages)
                 if dialogue.no_user and any(message["role"] == "user" for message in more):
                     raise Refused(dialogue.no_user)
                 return dialogue.conversation.after(int(tokens_of(work.partial)[-1]), more)
@@ -239,6 +274,9 @@ class _Talk:
     async def _drawn(self, question: Question, tokens: list[int]) -> Outcome:
         """One turn, with its answer."""
         work, chat = self.work, question.chat
+        if self.anew:
+            work.branch()
+            self.answers, self.seen = {}, 0
         work.give(tokens)
         before, start, whole = work.partial.tokens, work.partial.count, work.max_response_tokens
         work.cached_tokens, t0 = 0, time.time()
@@ -257,7 +295,7 @@ class _Talk:
         self.limited = work.room == 0
         self.episode.waited(work.waited)
         self.episode.turn(self.seen, work.cached_tokens, time.time() - t0 - work.waited)
-        self.seen = len(work.group.prompt_tokens) + work.partial.count
+        self.seen = len(work.sequence)
         await self._answer(chat, start)
         return outcome
 
@@ -276,8 +314,12 @@ class _Talk:
             theirs["tool_calls"] = [{**c, "function": _written(c["function"])} for c in calls]
         turn = self._turn(start, theirs, self.episodes.texts(drawn) if chat.logprobs else ())
         theirs |= token_fields(turn) if chat.token_fields else {}
-        self.answers[len(chat.messages)] = start, self.work.partial.count
+        self.answers[len(chat.messages)] = self._branch, start, self.work.partial.count
         self.door.answer(completion(turn, chat), message)
+
+    @property
+    def _branch(self) -> int:
+        return self.work.starts[-1] if self.work.starts else 0
 
     def _turn(self, start: int, message: dict, texts: Sequence[str] = ()) -> Turn:
         """The last one, which was drawn from `start` on."""
@@ -286,7 +328,7 @@ class _Talk:
         return Turn(
             self.episode.turns,
             int(time.time()),
-            [*work.group.prompt_tokens, *tokens[:start].tolist()],
+            self._before(self._branch, start),
             tokens[start:].tolist(),
             logprobs_of(work.partial)[start:].tolist(),
             texts,

@@ -17,8 +17,6 @@ import time
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
-import numpy as np
-
 from laminar_hpc.cluster.context import RoleContext
 from laminar_hpc.engine.interface import Generation, RequestFailed, sampling_parameters
 from laminar_hpc.messages.data import VersionSpan
@@ -27,7 +25,7 @@ from laminar_hpc.messages.rollouts import Increment
 from laminar_hpc.payload.layout import Damaged, Logprobs, Tokens
 from laminar_hpc.rollout.engine_lives import EngineLives
 from laminar_hpc.rollout.state import ReplicaState
-from laminar_hpc.rollout.work import Outcome, Work, columns, extended, objection, tokens_of
+from laminar_hpc.rollout.work import Outcome, Work, columns, extended, objection
 
 logger = logging.getLogger(__name__)
 
@@ -246,9 +244,8 @@ class LocalBatch:
             work.streamed(weight_id, *told)
 
         wanted = 0 < self.config.rollout.increment_tokens < work.room and not (work.evaluation or work.bound)
-        prompt = np.concatenate((np.array(work.group.prompt_tokens, np.int32), tokens_of(work.partial)))
         return await self.engines.current.generate(
-            prompt, sampling, request_id, str(weight_id), send_increment if wanted else None
+            work.sequence, sampling, request_id, str(weight_id), send_increment if wanted else None
         )
 
     # ---- interruption (refresh=interrupt) ------------------------------------------------------------------

@@ -9,7 +9,8 @@ A trajectory that waits for a tool holds its replica's weights (it counts as in 
 the requests; its KV cache stays in the engine's prefix cache, under its weight id. One with an environment of
 a factory does not move: it goes on here, or begins again elsewhere. One with functions moves, also while it
 waits: its calls are made to their end here, and what came of them follows it (answers.py). It is rescued from
-its tokens; if a replica died while it made its calls, it begins again, so that no call is made twice.
+its tokens; if a replica died while it made its calls, it begins again, so that no call is made twice. With
+environment.history=branch none moves: each has its turns as messages (turns/history.py).
 """
 
 import asyncio
@@ -27,7 +28,7 @@ from laminar_hpc.environments.reward_pool import Score
 from laminar_hpc.messages.data import Partial, VersionSpan
 from laminar_hpc.messages.moves import Answer
 from laminar_hpc.messages.rollouts import Increment
-from laminar_hpc.payload.layout import tokens_array
+from laminar_hpc.payload.layout import Tokens, tokens_array
 from laminar_hpc.rollout.answers import Answers, Ended, name_of
 from laminar_hpc.rollout.batch import Turn
 from laminar_hpc.rollout.work import Outcome, Work, tokens_of
@@ -35,6 +36,7 @@ from laminar_hpc.turns.calls import Malformed, ToolCall
 from laminar_hpc.turns.conversation import ToolResult
 from laminar_hpc.turns.dialogue import Dialogue, with_answers
 from laminar_hpc.turns.episode import Episode
+from laminar_hpc.turns.history import History
 from laminar_hpc.turns.pool import EnvironmentPool, environment_of
 from laminar_hpc.turns.session import EnvironmentFailed, Session
 from laminar_hpc.turns.tools import error_text, is_error
@@ -58,8 +60,9 @@ class Episodes:
 
     def __init__(self, context: RoleContext, stop_ids: Sequence[int]) -> None:
         self.context, self.limits = context, context.config.environment
-        self.bound = bool(self.limits.factory or self.limits.by_url)
-        self.grades = self.bound and not reward_functions(context.config.reward)
+        self.bound, self.branches = self.limits.stays, self.limits.history == "branch"
+        own = bool(self.limits.factory or self.limits.by_url)
+        self.grades = own and not reward_functions(context.config.reward)
         self.pool, self.answers = EnvironmentPool(self.limits), Answers(context.channel)
         self._stop_ids, self._model = frozenset(stop_ids), Path(context.config.model.path)
         self._decoder = TextDecoder(self._model)
@@ -70,7 +73,8 @@ class Episodes:
         """Raises LaminarError for environments, templates and call formats that cannot be used."""
         await self.pool.start()
         for name, tools in self.pool.tools.items():
-            made = await asyncio.to_thread(with_answers, str(self._model), tools)
+            grows = self.limits.history == "refuse"
+            made = await asyncio.to_thread(with_answers, str(self._model), tools, grows)
             self._talks[name] = made
             assert made.parser is not None
             logger.info("tool calls are read by SGLang's parser '%s'", made.parser.name)
@@ -95,7 +99,7 @@ class Episodes:
             except EnvironmentFailed as error:
                 why = str(error)
                 logger.warning("trajectory %d begins again: its environment: %s", work.trajectory_id, why)
-                work.partial = Partial(moves=work.partial.moves)
+                work.begin_again()
                 if not (self.young() or work.evaluation):
                     break
         work.ungraded = tries
@@ -126,10 +130,11 @@ class Episodes:
                     return Outcome(lost="its earlier turns are not what they were")
                 work.episode.waited(work.waited)
                 work.episode.turn(seen, work.cached_tokens, time.time() - t0 - work.waited)
-                seen = len(work.group.prompt_tokens) + work.partial.count
+                seen = len(work.sequence)
                 if not await self._answered(work, work.episode):
                     whole = True
                     return outcome
+                seen = 0 if work.history is not None and work.history.anew else seen
         finally:
             if not whole and work.session is not None:  # else `grade` or `let_go` follows
                 self.let_go(work)
@@ -138,12 +143,14 @@ class Episodes:
         """Its environment is reset; what reset says stands behind the prompt."""
         t0 = time.time()
         work.session = await self.pool.open(work.group.row, work.patient)
-        if self.bound:
+        if self.limits.factory:
             opening = self._dialogue(work).conversation.opening(work.session.observation or "")
             if len(opening) >= work.room:
                 raise EnvironmentFailed(f"reset: its text leaves no room of {work.room} tokens to answer")
             work.give(opening)
             self._record(work, t0, "reset")
+        if self.branches:
+            work.history = History(self._dialogue(work).conversation, self._text(work.sequence))
 
     def _resumed(self, work: Work, episode: Episode) -> str | None:
         """Counts what is known of one that comes from elsewhere. Why it cannot go on."""
@@ -188,6 +195,8 @@ class Episodes:
         if len(given) >= work.room:
             work.finish_reason = "length"
             return False
+        if work.history is not None and work.history.anew:
+            work.branch()
         work.give(given)
         self._tell(work)
         return True
@@ -201,8 +210,22 @@ class Episodes:
         results = await self._results(session, found)
         failed = sum(is_error(result.content) for result in results)
         self._record(work, t0, ",".join(names) or "malformed")
-        given = tokens_array(self._dialogue(work).conversation.between(last, results))
-        return Answer(work.trajectory_id, name, given.tobytes(), failed, time.time() - t0)
+        given = self._behind(work, results)
+        if given is None:
+            given = self._dialogue(work).conversation.between(last, results)
+        return Answer(work.trajectory_id, name, tokens_array(given).tobytes(), failed, time.time() - t0)
+
+    def _behind(self, work: Work, results: list[ToolResult]) -> list[int] | None:
+        """What begins a branch, where the template has rewritten earlier turns."""
+        if work.history is None:
+            return None
+        span, stopped = work.partial.spans[-1], int(work.sequence[-1]) in self._stop_ids
+        seen, end = work.sequence, work.partial.count - stopped
+        said = tokens_of(work.partial)[span.start : end]
+        return work.history.answered(self._text(seen[: len(seen) - stopped]), self._text(said), results)
+
+    def _text(self, tokens: Tokens) -> str:
+        return self._decoder.text(tokens.tolist(), specials=True)
 
     async def _results(self, session: Session, found: list[ToolCall] | Malformed) -> list[ToolResult]:
         """One after the other, as they may depend on each other."""

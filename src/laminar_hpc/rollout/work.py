@@ -26,6 +26,7 @@ from laminar_hpc.payload.layout import (
     tokens_array,
 )
 from laminar_hpc.turns.episode import Episode
+from laminar_hpc.turns.history import History
 from laminar_hpc.turns.session import Session
 
 
@@ -51,6 +52,7 @@ class Work:
     max_response_tokens: int
     evaluation: str = ""
     partial: Partial = field(default_factory=Partial)
+    starts: list[int] = field(default_factory=list)  # of its later branches, among the response's tokens
     finish_reason: str = ""
     request_id: str | None = None  # while the engine has it
     cached_tokens: int = 0  # of its first prefill here, taken from the prefix cache
@@ -60,6 +62,7 @@ class Work:
     told: int = 0  # response tokens that the controller's pool knows
     episode: Episode | None = None  # where it has several turns
     session: Session | None = None  # its environment
+    history: History | None = None  # its turns, where they may begin a branch
     waits: bool = False  # for a tool, without a request: it may move
     left: bool = False  # its local batch has failed: it goes on elsewhere, if it can
     ordered: asyncio.Event = field(default_factory=asyncio.Event)  # while it waits: to move, or to end
@@ -95,6 +98,22 @@ class Work:
         zeros = logprobs_array(np.zeros(len(more)))
         joined = before.tokens + more.tobytes(), before.logprobs + zeros.tobytes()
         self.partial = Partial(*joined, before.spans, before.time_started, before.moves)
+
+    def branch(self) -> None:
+        """What is given next begins a sequence of its own."""
+        self.starts.append(self.partial.count)
+
+    @property
+    def sequence(self) -> Tokens:
+        """What the model sees: prompt and response, or the present branch."""
+        tokens = tokens_of(self.partial)
+        if self.starts:
+            return tokens[self.starts[-1] :]
+        return np.concatenate((np.array(self.group.prompt_tokens, np.int32), tokens))
+
+    def begin_again(self) -> None:
+        """From its prompt."""
+        self.partial, self.starts = Partial(moves=self.partial.moves), []
 
     @property
     def so_far(self) -> Partial:
@@ -188,7 +207,8 @@ def objection(partial: Partial, finish_reason: str, weight_id: int | None) -> st
 def packed(work: Work) -> bytes:
     """The whole response of a finished one, as it goes into a payload file."""
     partial = work.partial
-    whole = tokens_of(partial), logprobs_of(partial), partial.spans, drawn(partial.count, partial.spans)
+    runs = drawn(partial.count, partial.spans, work.starts)
+    whole = tokens_of(partial), logprobs_of(partial), partial.spans, runs
     return pack(Response(work.trajectory_id, work.attempt, *whole))
 
 

@@ -18,8 +18,8 @@ class Dialogue:
     no_user: str = ""
 
 
-def with_answers(model_path: str, tools: Sequence[dict]) -> Dialogue:
-    """One whose turns are answered by tools. Takes the seconds that SGLang's parsers need. Raises
-    LaminarError for a template that cannot be used with them."""
-    talk = conversation(model_path, tools)
+def with_answers(model_path: str, tools: Sequence[dict], grows: bool) -> Dialogue:
+    """One whose turns are answered by tools; `grows` as Conversation has it. Takes the seconds that SGLang's
+    parsers need. Raises LaminarError for a template that cannot be used with them."""
+    talk = conversation(model_path, tools, grows=grows)
     return Dialogue(talk, CallParser(tools, with_tools(model_path, tools)))

@@ -19,25 +19,31 @@ def with_tools(model_path: str, tools: Sequence[dict]) -> Callable[[Messages], s
 
 
 def conversation(
-    model_path: str, tools: Sequence[dict], tokenizer: Tokenizer | None = None, answered_by: str = "tool"
+    model_path: str,
+    tools: Sequence[dict],
+    tokenizer: Tokenizer | None = None,
+    answered_by: str = "tool",
+    grows: bool = True,
 ) -> Conversation:
-    """The model's; `answered_by` as Conversation has it. Raises LaminarError where its template's
-    conversations do not only grow, or leave the tools out."""
+    """The model's; `answered_by` and `grows` as Conversation has them. Raises LaminarError where its template
+    cannot be used, or leaves the tools out."""
     tokenizer, render = tokenizer or load_tokenizer(model_path), with_tools(model_path, tools)
     if tools and all(tool["function"]["name"] not in render([_USER]) for tool in tools):
         raise LaminarError(
             f"environment: the chat template of {model_path} does not tell the model of its tools; take a "
             "model with a template for tools"
         )
-    added = [token.content for token in tokenizer.get_added_tokens_decoder().values()]
-    specials = [text for text in added if text[:1] in ("<", "[") and len(text) > 2]
+    added = tokenizer.get_added_tokens_decoder().values()
+    marks = {t.content: t.special for t in added if t.content[:1] in ("<", "[") and len(t.content) > 2}
     return Conversation(
         render,
         lambda text: list(tokenizer.encode(text, add_special_tokens=False).ids),
-        specials,
+        marks,
+        [text for text, special in marks.items() if special],
         stop_token_ids(Path(model_path)),
         thinks="</think>" in template_text(model_path),
         answered_by=answered_by,
+        grows=grows,
     )
 
 

@@ -31,7 +31,7 @@ def check_environment(config: RunConfig) -> Tools:
             check_first_token(config.model.path)
         else:
             for each in tools.values():
-                conversation(config.model.path, each)
+                conversation(config.model.path, each, grows=environment.history == "refuse")
     return tools
 
 
@@ -52,17 +52,19 @@ def prompt_render(config: RunConfig) -> RowRender:
     environment, model = config.environment, config.model.path
     tools = check_environment(config)
     renders = {name: load_chat_template(model, each) for name, each in tools.items()}
-    closings = dict.fromkeys(tools, "")
-    if environment.factory:
-        closings = {name: conversation(model, each).closing for name, each in tools.items()}
+    closings, grows = dict.fromkeys(tools, ""), environment.history == "refuse"
+    branches = environment.history == "branch" and not environment.by_url
+    if environment.factory or branches:
+        closings = {name: conversation(model, each, grows=grows).closing for name, each in tools.items()}
 
     def text(messages: Messages, where: str, row: dict) -> str:
         name = environment_of(environment, row, where)
         whole, closing = renders[name](messages, where), closings[name]
         if not whole.endswith(closing):
+            key = "factory" if environment.factory else "history=branch"
             raise LaminarError(
-                f"{where}: with environment.factory a prompt ends with the user's words; mend the row"
+                f"{where}: with environment.{key} a prompt ends with the user's words; mend the row"
             )
-        return whole.removesuffix(closing)
+        return whole.removesuffix(closing) if environment.factory else whole
 
     return text

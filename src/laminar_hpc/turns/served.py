@@ -8,10 +8,10 @@ process to itself (turns/pool.py sees to it), so that it may block, and be ended
 import asyncio
 import inspect
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.environments.reward_protocol import MAX_ERROR, Call, Result
+from laminar_hpc.environments.reward_protocol import MAX_ERROR, Call, Result, Spec
 from laminar_hpc.environments.reward_styles import RewardFault, accepted, checked
 from laminar_hpc.turns.tools import PythonTool, as_text, error_text
 
@@ -30,8 +30,8 @@ class Tool:
 
     rewards = False
 
-    def __init__(self, function: Callable, label: str) -> None:
-        self._tool = PythonTool(function, label)
+    def __init__(self, function: Callable, spec: Spec) -> None:
+        self._tool = PythonTool(function, spec.name, spec.label)
         self.is_async, self.tools = self._tool.is_async, [self._tool.schema]
         self.idempotent = _idempotent({self._tool.name: function})
 
@@ -43,10 +43,10 @@ class Tool:
 
 
 class Environment:
-    """A class, and its instances by session. `label`: what errors call it."""
+    """A class, and its instances by session."""
 
-    def __init__(self, factory: Callable, label: str) -> None:
-        self._factory, self._instances = factory, dict[int, object]()
+    def __init__(self, factory: Callable, spec: Spec) -> None:
+        self._factory, self._instances, label = factory, dict[int, object](), spec.label
         methods = {
             name: member
             for name, member in inspect.getmembers(factory, inspect.isfunction)
@@ -54,12 +54,13 @@ class Environment:
         }
         if "reset" not in methods:
             raise LaminarError(f"{label} has no reset(**row): an environment is a class with reset and tools")
-        made = {name: PythonTool(_unbound(m), label) for name, m in methods.items() if name not in _NOT_TOOLS}
+        tools = {name: method for name, method in methods.items() if name not in _NOT_TOOLS}
+        made = {name: PythonTool(_unbound(method), name, label) for name, method in tools.items()}
         if not made:
             raise LaminarError(f"{label} has no public method beside reset and get_reward: it has no tools")
         self.tools = [tool.schema for tool in made.values()]
         self.rewards = "get_reward" in methods
-        self.idempotent = _idempotent({name: methods[name] for name in made})
+        self.idempotent = _idempotent(tools)
         self._parameters = inspect.signature(_unbound(methods["reset"])).parameters
         self.is_async = all(inspect.iscoroutinefunction(method) for method in methods.values())
         self._label, self._runner = label, asyncio.Runner()
@@ -82,7 +83,7 @@ class Environment:
         method = getattr(found, call.method)
         if call.method == "get_reward":
             return method()
-        return _called(PythonTool(method, self._label), call.arguments)
+        return _called(PythonTool(method, call.method, self._label), call.arguments)
 
     def result(self, call: Call, value: object, t0: float) -> Result:
         """Raises RewardFault for a reward that is none."""
@@ -92,7 +93,7 @@ class Environment:
         return _told(call, value, t0)
 
 
-def _idempotent(tools: dict[str, Callable]) -> list[str]:
+def _idempotent(tools: Mapping[str, Callable]) -> list[str]:
     """Those that may be called twice for one call of the model: `function.idempotent = True` says so."""
     return [name for name, tool in tools.items() if getattr(tool, "idempotent", False)]
 

@@ -16,13 +16,19 @@ _ARGUMENT = re.compile(r"^(\w+)(?:\s*\([^)]*\))?:\s*(.*)$")
 
 
 class PythonTool:
-    """`label`: what errors call it. Raises LaminarError for a function without types or a docstring."""
+    """`name`: what the model calls it by, as the user's module or class does; `label`: what errors call it.
+    Raises LaminarError for a function without types or a docstring."""
 
-    def __init__(self, function: Callable, label: str) -> None:
-        self.name: str = function.__name__
+    def __init__(self, function: Callable, name: str, label: str) -> None:
+        self.name = name
+        if not inspect.isroutine(function):
+            raise LaminarError(f"{label}: {name} is a {type(function).__name__}: write a function with def")
         self.is_async = inspect.iscoroutinefunction(function)
-        self.schema = {"type": "function", "function": _schema(function, label)}
-        self._call, self._title = pydantic.validate_call(function), function.__qualname__
+        self.schema = {"type": "function", "function": _schema(function, name, label)}
+        self._call, self._titles = (
+            pydantic.validate_call(function),
+            (function.__name__, function.__qualname__),
+        )
 
     def __call__(self, arguments: dict) -> object:
         """What the function returns, or an awaitable of it. Either may raise ValidationError."""
@@ -30,7 +36,7 @@ class PythonTool:
 
     def reason(self, error: Exception) -> str:
         """Why a call or its awaitable has failed, in words for the model."""
-        own = isinstance(error, pydantic.ValidationError) and error.title in (self._title, self.name)
+        own = isinstance(error, pydantic.ValidationError) and error.title in self._titles
         if isinstance(error, pydantic.ValidationError) and own:
             return "; ".join(_words(each) for each in error.errors())
         return f"{type(error).__name__}: {error}"
@@ -61,33 +67,27 @@ def _words(error: Any) -> str:
     return f"{place}: {error['msg']}"
 
 
-def _schema(function: Callable, label: str) -> dict:
+def _schema(function: Callable, name: str, label: str) -> dict:
     """{name, description, parameters} as OpenAI's API has it."""
     text, signature = inspect.getdoc(function) or "", inspect.signature(function)
     untyped = [p.name for p in signature.parameters.values() if p.annotation is inspect.Parameter.empty]
     if untyped or not text:
         missing = f"no type of its argument {untyped[0]}" if untyped else "no docstring"
-        raise LaminarError(
-            f"{label}: {function.__name__} has {missing}, which tells the model how to call it"
-        )
+        raise LaminarError(f"{label}: {name} has {missing}, which tells the model how to call it")
     try:
         parameters = pydantic.TypeAdapter[Any](cast(Any, function)).json_schema()
     except pydantic.errors.PydanticUserError as error:
         shown = str(error).splitlines()[0]
-        raise LaminarError(
-            f"{label}: {function.__name__} has types without a JSON schema ({shown})"
-        ) from None
+        raise LaminarError(f"{label}: {name} has types without a JSON schema ({shown})") from None
     if "properties" not in parameters:
-        raise LaminarError(
-            f"{label}: {function.__name__} takes positional arguments only; a tool's have names"
-        )
+        raise LaminarError(f"{label}: {name} takes positional arguments only; a tool's have names")
     described = _descriptions(text)
-    for name, of_one in parameters["properties"].items():
+    for argument, of_one in parameters["properties"].items():
         of_one.pop("title", None)
-        of_one |= {"description": described[name]} if name in described else {}
+        of_one |= {"description": described[argument]} if argument in described else {}
     parameters.pop("additionalProperties", None)
     return {
-        "name": function.__name__,
+        "name": name,
         "description": _SECTION.split(text)[0].strip(),
         "parameters": parameters,
     }

@@ -47,6 +47,7 @@ class Job:
     ) -> None:
         self.trajectory_id, self.first, self.wanted = trajectory_id, first, wanted
         self.cut, self.on_tokens = cut, on_tokens
+        self.cached = 0  # of its prompt, found in the prefix cache
         self.ends_with: Sequence[int] = ()  # its last tokens, where they are not invented
         self.context = context  # tokens of its prompt, and what came with it
         self.spans: list[tuple[int, int]] = []  # (weight id, its last token) of earlier weights
@@ -190,7 +191,7 @@ class EmulatedDecoding:
             if until > at:
                 spans.append(VersionSpan(weight_id, at - start, until - start))
                 at = until
-        return Generation(tokens, logprobs, reason, spans)
+        return Generation(tokens, logprobs, reason, spans, job.cached)
 
     def _tell(self) -> None:
         every = self.config.rollout.increment_tokens
@@ -239,6 +240,7 @@ class EmulatedDecoding:
         job.ends_with = self._call if wanted < length else ()
         came = self._came.pop(hash(tuple(prompt_tokens)), 0) if self._came else 0
         warm = min(max(came, self._warm.pop(trajectory_id, 0)), len(prompt_tokens))
+        job.cached = warm
         if warm:
             job.request.uncached = float(len(prompt_tokens) - warm)
         elif not first:

@@ -3,6 +3,7 @@ trained."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Generic, TypeVar, overload
 
 import numpy as np
@@ -65,6 +66,15 @@ class Lazily(Sequence[T], Generic[T]):
         return self._make(i)
 
 
+def branches(text: Text) -> list[tuple[Tokens, NDArray[np.int64]]]:
+    """The sequences that the model saw, each with the indices of its trained tokens: prompt and response, or
+    several where the response has branches. Their trained tokens, one sequence after the other, are the
+    text's. Together they are at most as long as the text."""
+    tokens, chosen = np.concatenate((text.prompt, text.response.tokens)), trained(text)
+    edges = [0, *(len(text.prompt) + start for start in text.response.starts), len(tokens)]
+    return [(tokens[a:b], chosen[(a <= chosen) & (chosen < b)] - a) for a, b in pairwise(edges)]
+
+
 def trained(text: Text) -> NDArray[np.int64]:
     """Indices, in prompt and response, of the tokens that are trained: those of the response whose loss mask
     is 1."""
@@ -81,8 +91,8 @@ def text_pack(texts: Sequence[Text], device: torch.device, size: int = 0) -> Pac
     that every rank runs the same number of passes. Filled up to `size` tokens."""
     if not texts:
         return make_pack([[0, 0]], [[1]], device, size)
-    sequences = [np.concatenate((text.prompt, text.response.tokens)) for text in texts]
-    return make_pack(sequences, [trained(text) for text in texts], device, size)
+    sequences = [sequence for text in texts for sequence in branches(text)]
+    return make_pack([tokens for tokens, _ in sequences], [drawn for _, drawn in sequences], device, size)
 
 
 def make_microbatch(examples: Sequence[Example], device: torch.device, size: int = 0) -> MicroBatch:
