@@ -11,7 +11,7 @@ from audits import assert_clean
 from laminar_hpc.messages.data import Message
 from laminar_hpc.messages.rollouts import Drop, Grant, Lost
 from laminar_hpc.policies import filtering
-from laminar_hpc.rollout.episodes import TRIES
+from laminar_hpc.turns.episode import TRIES
 
 
 def working(tmp_path: Path, prompts: int = 4) -> tuple[Script, list[Grant]]:

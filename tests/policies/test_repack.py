@@ -57,11 +57,11 @@ def test_who_is_left_alone():
 
 def test_one_that_only_waits_for_tools_is_emptied():
     """Its KV use does not fall, as nothing ends, and its engine has nothing to do. The limits hold."""
-    stands, rises = ReplicaView(0, 0, 10, 10, 1, stands=True), view(1, 20, 2, before=19)
+    stands, rises = ReplicaView(0, 0, 10, 10, 1, waiting=1), view(1, 20, 2, before=19)
     assert plan([stands, view(2, 30, 3)], 100, 20) == [Merge(0, 2)]
-    assert plan([stands, ReplicaView(2, 0, 30, 30, 3, stands=True)], 100, 20) == [Merge(0, 2)]
+    assert plan([stands, ReplicaView(2, 0, 30, 30, 3, waiting=3)], 100, 20) == [Merge(0, 2)]
     assert plan([stands, rises], 100, 20) == []
-    assert plan([ReplicaView(0, 0, 10, 10, 20, stands=True), view(2, 30, 3)], 100, 20) == []
+    assert plan([ReplicaView(0, 0, 10, 10, 20, waiting=20), view(2, 30, 3)], 100, 20) == []
 
 
 def test_request_limit_passes_over_the_fullest():

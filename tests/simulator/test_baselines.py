@@ -98,24 +98,24 @@ def test_slow_replicas_hurt_barriers_more_than_drained_replicas():
     assert lost["sync_split"] > lost["laminar"] + 0.03, lost
 
 
-def test_a_trajectory_at_its_environment_keeps_its_place():
-    """Promise: max_concurrent counts requests that wait for an answer too."""
+def test_a_trajectory_at_its_environment_gives_its_place_up():
+    """Promise: as in a run max_concurrent counts no request that waits for its tools; it comes back behind
+    those that wait for a place."""
     engine = Replica(
         0, engine_costs(MODELS["7B"], GPUS["H800"], 1, DEFAULT), 1e6, 4, Admission.of(4096, DEFAULT), 1
     )
-    requests = [Request(i, None, [100, 100], [1.0], 50, 0) for i in range(8)]
+    requests = [Request(i, None, [100, 100], 50, 0) for i in range(8)]
     engine.waiting.extend(requests)
     engine.pending = 8
     engine.fill()
-    assert len(engine.running) == 4
+    assert len(engine.running) == 4 and not engine.place_free
     first = next(iter(engine.running.values()))
     engine.stop(first)
     engine.park(first)
+    engine.away[first.trajectory_id] = first
+    assert engine.occupied() == 3
     engine.fill()
-    assert len(engine.running) == 3 and engine.occupied() == 4
-    engine.pending -= 1  # it has ended
-    engine.fill()
-    assert len(engine.running) == 4
+    assert len(engine.running) == 4 and len(engine.waiting) == 3
 
 
 def test_more_staleness_does_not_slow_environments_down():

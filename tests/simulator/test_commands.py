@@ -129,7 +129,7 @@ def test_lengths_of_a_run_are_replayed(tmp_path):
     assert work.lengths(0) == [5, 9, 5] and work.lengths(3) == [11, 11, 11]
     draw = work.group(0)
     assert [sum(turns) for turns in draw.turns] == [5, 9, 5]
-    assert all(len(waits) == len(turns) - 1 for waits, turns in zip(draw.waits, draw.turns, strict=True))
+    assert all(len(course.took) == len(course.drawn) - 1 for course in draw.courses)
 
 
 def test_drawn_lengths_have_the_mean_and_resemble_each_other_in_a_group():

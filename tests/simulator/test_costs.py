@@ -89,7 +89,7 @@ def test_an_engine_from_idle_keeps_seven_tenths_of_4096_tokens_per_request():
     """SGLang: each request in the batch is expected to grow by 0.7 x 4,096 tokens, the next one by all of
     4,096."""
     engine = replica(100_000)
-    engine.waiting.extend(Request(i, None, [9000], [], 100, 0) for i in range(99))
+    engine.waiting.extend(Request(i, None, [9000], 100, 0) for i in range(99))
     engine.fill()
     n = len(engine.running)
     assert n * 100 + (n - 1) * 0.7 * 4096 + 4096 <= 100_000 < (n + 1) * 100 + n * 0.7 * 4096 + 4096
@@ -98,10 +98,10 @@ def test_an_engine_from_idle_keeps_seven_tenths_of_4096_tokens_per_request():
 def test_at_the_limit_the_least_generated_goes_to_the_end_of_the_queue():
     """And the reserve becomes what the rest has generated so far, out of the longest allowed."""
     engine = replica(20_000)
-    engine.waiting.extend(Request(i, None, [9000], [], 100, 0) for i in range(3))
+    engine.waiting.extend(Request(i, None, [9000], 100, 0) for i in range(3))
     engine.fill()
     engine.advance(engine.next_time(), at_event=True)  # full: three of 6,667
-    late, queued = Request(7, None, [9000], [], 50, 0), Request(8, None, [9000], [], 100, 0)
+    late, queued = Request(7, None, [9000], 50, 0), Request(8, None, [9000], 100, 0)
     engine._admit(late)
     engine.waiting.append(queued)
     engine.make_room()
@@ -126,7 +126,7 @@ def test_vllm_admits_what_fits_now_and_puts_the_newest_back_at_the_head():
         Admission.of(16384, DEFAULT, "vllm"),
         4,
     )
-    engine.waiting.extend(Request(i, None, [9000], [], 100, 0) for i in range(12))
+    engine.waiting.extend(Request(i, None, [9000], 100, 0) for i in range(12))
     engine.fill()
     assert [r.trajectory_id for r in engine.running.values()] == list(range(10))
     engine.advance(engine.next_time(), at_event=True)  # full: ten of 102

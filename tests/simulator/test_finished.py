@@ -75,7 +75,7 @@ def test_a_known_curve_is_found(of):
         for i in range(24)
     ]
     one = decode_curve([batch for batch in batches if batch.replica == 0], of)
-    assert dataclasses.astuple(one) == pytest.approx((START, STEP, TOKEN, KV), rel=0.02)
+    assert dataclasses.astuple(one)[:4] == pytest.approx((START, STEP, TOKEN, KV), rel=0.02)
     found = speeds(batches, one, of)
     assert found[0] / found[1] == pytest.approx(SLOWER[1], rel=0.01)
 
@@ -99,7 +99,7 @@ def test_a_local_batch_tells_what_came_before_its_first_move(tmp_path):
     assert one.seconds is None and one.lengths == whole[0].lengths
     assert sum(seconds is None for _, seconds in one.ends) == 1
     found = decode_curve([batch for batch in local_batches(run, 0.0, 1e9) if batch.replica == 0], queue())
-    assert dataclasses.astuple(found) == pytest.approx((START, STEP, TOKEN, KV), rel=0.02)
+    assert dataclasses.astuple(found)[:4] == pytest.approx((START, STEP, TOKEN, KV), rel=0.02)
 
 
 def test_no_coefficient_is_negative():

@@ -318,7 +318,7 @@ def test_closed_form_is_the_sum_over_steps():
     costs = engine_costs(MODELS["32B"], GPUS["H800"], 4, DEFAULT)
     replica = Replica(0, costs, 1e9, 999, Admission.of(16384, DEFAULT), 4)
     for i, length in enumerate((100, 700, 1500)):
-        replica.waiting.append(Request(i, None, [length], [], 1000, 0))
+        replica.waiting.append(Request(i, None, [length], 1000, 0))
     replica.fill()
     looped, kv, lengths = replica.stall_until, 3000.0, [100, 700, 1500]
     for step in range(1500):

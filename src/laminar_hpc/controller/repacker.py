@@ -147,9 +147,13 @@ class Repacker:
 def _view(replica: int, seen: _Seen) -> repack.ReplicaView:
     report = seen.report
     assert report.weight_id is not None
-    stands = 0 < report.in_flight == report.waiting
     return repack.ReplicaView(
-        replica, report.weight_id, report.held_tokens, seen.kv_tokens_before, report.in_flight, stands
+        replica,
+        report.weight_id,
+        report.held_tokens,
+        seen.kv_tokens_before,
+        report.in_flight,
+        report.waiting,
     )
 
 

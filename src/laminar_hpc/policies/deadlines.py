@@ -41,6 +41,10 @@ class Deadline:
         p99 = self._percentile()
         return None if p99 is None or (late := max(LATE_SECONDS, p99)) >= self.cap else late
 
+    def limit(self, patient: bool) -> float:
+        """Seconds after which a call is given up: a patient one not before `cap`."""
+        return self.cap if patient else self.hung
+
     @property
     def hung(self) -> float:
         """Seconds."""

@@ -17,14 +17,19 @@ _PROBES = 8
 @dataclass(frozen=True)
 class ReplicaView:
     """What the plan sees of a replica that generates. `kv_tokens` counts what its unfinished trajectories
-    hold or are about to hold, those too that wait for a tool. `stands`: all of them do."""
+    hold or are about to hold, those too that wait for a tool, of which there are `waiting`."""
 
     replica: int
     weight_id: int
     kv_tokens: float
     kv_tokens_before: float  # at the previous planning; more than now means that the ramp-down has begun
     requests: int
-    stands: bool = False
+    waiting: int = 0
+
+    @property
+    def ramps_down(self) -> bool:
+        """Its KV use falls, or stands still because all of its requests wait for tools."""
+        return 0 < self.requests == self.waiting or self.kv_tokens < self.kv_tokens_before
 
 
 @dataclass(frozen=True)
@@ -50,8 +55,7 @@ def plan(replicas: Iterable[ReplicaView], kv_tokens_max: float, requests_max: in
     """
     groups: dict[int, list[ReplicaView]] = {}
     for each in replicas:
-        ramps_down = each.stands or each.kv_tokens < each.kv_tokens_before
-        if 0 < each.requests < requests_max and each.kv_tokens < kv_tokens_max and ramps_down:
+        if 0 < each.requests < requests_max and each.kv_tokens < kv_tokens_max and each.ramps_down:
             groups.setdefault(each.weight_id, []).append(each)
     return [
         merge

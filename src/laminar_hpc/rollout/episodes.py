@@ -14,9 +14,10 @@ environment.history=branch none moves: each has its turns as messages (turns/his
 """
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -35,14 +36,13 @@ from laminar_hpc.rollout.work import Outcome, Work, tokens_of
 from laminar_hpc.turns.calls import Malformed, ToolCall
 from laminar_hpc.turns.conversation import ToolResult
 from laminar_hpc.turns.dialogue import Dialogue, with_answers
-from laminar_hpc.turns.episode import Episode
+from laminar_hpc.turns.episode import Episode, begins_again, patient
 from laminar_hpc.turns.history import History
 from laminar_hpc.turns.pool import EnvironmentPool, environment_of
-from laminar_hpc.turns.session import EnvironmentFailed, Session
+from laminar_hpc.turns.session import EnvironmentFailed, EnvironmentHangs, Session
 from laminar_hpc.turns.tools import error_text, is_error
 
 logger = logging.getLogger(__name__)
-TRIES = 3  # of one trajectory at one replica, whose environment fails
 
 
 def new_episodes(context: RoleContext, stop_ids: Sequence[int]) -> "Episodes | None":
@@ -88,10 +88,10 @@ class Episodes:
 
     async def run(self, work: Work, turn: Turn) -> Outcome:
         """From where it is to its last token."""
-        why, tries = "", 0
-        while tries < TRIES:
+        why, tries, again = "", 0, True
+        while again:
             tries += 1
-            work.patient = tries == TRIES
+            work.patient = patient(tries)
             try:
                 return await self._episode(work, turn)
             except Ended as ended:
@@ -100,8 +100,7 @@ class Episodes:
                 why = str(error)
                 logger.warning("trajectory %d begins again: its environment: %s", work.trajectory_id, why)
                 work.begin_again()
-                if not (self.young() or work.evaluation):
-                    break
+                again = begins_again(tries, self.young() or bool(work.evaluation))
         work.ungraded = tries
         return Outcome(lost=f"its environment failed {tries} times, at last: {why}")
 
@@ -141,14 +140,13 @@ class Episodes:
 
     async def _begin(self, work: Work) -> None:
         """Its environment is reset; what reset says stands behind the prompt."""
-        t0 = time.time()
-        work.session = await self.pool.open(work.group.row, work.patient)
+        with self._recorded(work, "reset" if self.limits.factory else ""):
+            work.session = await self.pool.open(work.group.row, work.patient)
         if self.limits.factory:
             opening = self._dialogue(work).conversation.opening(work.session.observation or "")
             if len(opening) >= work.room:
                 raise EnvironmentFailed(f"reset: its text leaves no room of {work.room} tokens to answer")
             work.give(opening)
-            self._record(work, t0, "reset")
         if self.branches:
             work.history = History(self._dialogue(work).conversation, self._text(work.sequence))
 
@@ -207,9 +205,9 @@ class Episodes:
         """The calls of its last turn."""
         t0, last, session = time.time(), int(tokens_of(work.partial)[-1]), work.session
         assert session is not None
-        results = await self._results(session, found)
+        with self._recorded(work, ",".join(names) or "malformed"):
+            results = await self._results(session, found)
         failed = sum(is_error(result.content) for result in results)
-        self._record(work, t0, ",".join(names) or "malformed")
         given = self._behind(work, results)
         if given is None:
             given = self._dialogue(work).conversation.between(last, results)
@@ -256,9 +254,22 @@ class Episodes:
         self.context.channel.send(Increment(*told, part.called, part.awaits))
         work.told = part.count
 
-    def _record(self, work: Work, t0: float, what: str) -> None:
+    @contextlib.contextmanager
+    def _recorded(self, work: Work, what: str) -> Iterator[None]:
+        """In the trace with how it ended; "" is nothing."""
+        t0 = time.time()
+        try:
+            yield
+        except EnvironmentFailed as error:
+            self._record(work, t0, what, "hung" if isinstance(error, EnvironmentHangs) else "failed")
+            raise
+        if what:
+            self._record(work, t0, what)
+
+    def _record(self, work: Work, t0: float, what: str, failed: str = "") -> None:
         of = {"trajectory_id": work.trajectory_id, "attempt": work.attempt, "evaluation": work.evaluation}
-        self.context.trace.record("tool", t0, time.time(), **of, what=what, waited=work.waited)
+        more = {"failed": failed} if failed else {}
+        self.context.trace.record("tool", t0, time.time(), **of, what=what, waited=work.waited, **more)
 
     # ---- rewards -------------------------------------------------------------------------------------------
 

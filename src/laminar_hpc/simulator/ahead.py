@@ -22,7 +22,7 @@ class Appointments:
         self._clock, self._trainer = clock, trainer
         self._times: list[float] = []
         fails = setup.trainer_mtbf or any(kind.mtbf for kind in setup.engines)
-        scored_later = setup.workload.turns > 1 or setup.job.score
+        scored_later = setup.several or setup.job.score
         self._known = setup.rules.refresh == "drained" and not fails and not scored_later
 
     def add(self, time: float) -> None:

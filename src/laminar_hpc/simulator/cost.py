@@ -42,6 +42,7 @@ class EngineCosts:
     move_latency: float
     restart: float
     floor: float = 0.0
+    ask: float = 0.0  # a turn's request on its way to the engine, where trajectories have several
     experts: float = 0.0
     expert_miss: float = field(default=0.0, metadata=_NO_TIME)
 

@@ -35,7 +35,7 @@ class Repacker:
         now = self.rollouts.clock.now
         views: list[list[ReplicaView]] = [[] for _ in self.rollouts.slots]  # of each site
         for replica in self.rollouts.replicas:
-            on_the_way = len(replica.running) + len(replica.parked) < replica.pending
+            on_the_way = len(replica.running) + len(replica.away) < replica.pending
             if (
                 not replica.pending
                 or replica.waiting
@@ -47,11 +47,14 @@ class Repacker:
                 replica.kv_before = 0.0  # not in ramp-down yet: it takes two looks to see a fall
                 continue
             replica.advance(now)
-            kv = replica.kv + replica.parked_kv
-            if kv < replica.kv_before:  # `plan` looks at no other
-                views[replica.site].append(
-                    ReplicaView(replica.index, replica.weight_id, kv, replica.kv_before, replica.pending)
-                )
+            kv, waiting = replica.kv, len(replica.away)
+            if waiting:
+                kv += sum(request.context for request in replica.away.values())
+            view = ReplicaView(
+                replica.index, replica.weight_id, kv, replica.kv_before, replica.pending, waiting
+            )
+            if view.ramps_down:  # `plan` looks at no other
+                views[replica.site].append(view)
             replica.kv_before = kv
         for site, slots in enumerate(self.rollouts.slots):
             if not self.rollouts.quota(slots[-1]):
@@ -63,21 +66,23 @@ class Repacker:
     def carry_out(self, source: Replica, destination: Replica) -> None:
         """The destination is reserved at once; the requests go on there when they have arrived."""
         ship = self.rollouts.rules.repack == "kv"
-        parked = list(source.parked.values())
+        away, parked = list(source.away.values()), list(source.parked.values())
         for request in parked:
             source.unpark(request)
         moved = source.take_all(keep_kv=ship)
+        source.away.clear()
         kv = sum(request.context for request in [*moved, *parked])
-        for request in [*moved, *parked]:
+        for request in [*moved, *away]:
             request.home, request.moves = destination, request.moves + 1
         if not ship:
             for request in parked:
                 request.uncached = request.context
         source.pending = 0
-        destination.pending += len(moved) + len(parked)
+        destination.pending += len(moved) + len(away)
+        destination.away |= {request.trajectory_id: request for request in away}
         seconds = source.costs.move_latency + (kv * source.costs.move_token if ship else 0.0)
         self.replicas_emptied += 1
-        self.trajectories_moved += len(moved) + len(parked)
+        self.trajectories_moved += len(moved) + len(away)
         self.move_seconds += seconds
         source.state = "move"
         self.rollouts.schedule(source)
@@ -181,6 +186,7 @@ class Failures:
         placed = redirect(views, rooms, dead.admission.ratio_min * dead.admission.clip)
         dead.waiting.clear()
         dead.parked.clear()
+        dead.away.clear()
         dead.parked_kv, dead.pending = 0.0, 0
         for i, request in orphans.items():
             if i in placed:
@@ -189,7 +195,9 @@ class Failures:
                 request.uncached = request.context
                 replica.pending += 1
                 self.redirected += 1
-                if not request.away:  # the environment's answer finds its way by itself
+                if request.away:  # the environment's answer finds its way by itself
+                    replica.away[i] = request
+                else:
                     replica.waiting.append(request)
                     r.settle(replica)
             else:
@@ -238,7 +246,7 @@ class Failures:
             for i in each.trajectory_ids:
                 request = self.stranded.pop(i)
                 request.uncached = request.context
-                r.give(replica, request)
+                r.give(replica, request, goes_on=True)
             if each.weight_id != replica.weight_id:
                 self.loaded += len(each.trajectory_ids)
                 r.pull(replica, replica.costs.pull, each.weight_id)
@@ -261,6 +269,7 @@ class Failures:
                     r.tracker.discarded_tokens += request.restart(group.prompt_tokens, request.weight_step)
                     if request.away:
                         request.away = False
+                        request.home.away.pop(request.trajectory_id, None)
                         request.home.waiting.append(request)
 
     def _up(self, replica: Replica) -> None:

@@ -25,6 +25,7 @@ class Replica:
 
     __slots__ = (
         "admission",
+        "away",
         "capacity",
         "clock",
         "costs",
@@ -93,7 +94,8 @@ class Replica:
         # (steps at its end, ticket) of each running request, in order; and of some that have left
         self.ends: list[tuple[float, int]] = []
         self.waiting: deque[Request] = deque()
-        self.parked: dict[int, Request] = {}  # with the environment, KV kept as long as there is room
+        self.away: dict[int, Request] = {}  # with their environments
+        self.parked: dict[int, Request] = {}  # of those, the ones whose KV is kept while there is room
         self.prompts: set[int] = set()  # groups whose prompt is in the prefix cache
         self.stall_until, self.stall_kind = 0.0, "prefill"
         self.target = INFINITY  # steps at the next event
@@ -188,10 +190,14 @@ class Replica:
         return max(1.0, (ratio if ratio > a.ratio_min else a.ratio_min) * a.clip)
 
     def occupied(self) -> int:
-        """Places of `max_concurrent` that are taken: by running requests, and by those with an environment or
-        on their way."""
-        away = self.pending - len(self.waiting)
-        return away if away > len(self.running) else len(self.running)
+        """Places of `max_concurrent` that are taken: by running requests, and by those on their way here."""
+        taken = self.pending - len(self.waiting) - len(self.away)
+        return taken if taken > len(self.running) else len(self.running)
+
+    @property
+    def place_free(self) -> bool:
+        """One that asks now need not wait for a place."""
+        return len(self.running) + len(self.waiting) < self.max_concurrent
 
     def fill(self) -> None:
         """Admits waiting requests while their KV and some growth fit; their prefill holds up decoding."""
@@ -236,8 +242,11 @@ class Replica:
         ):
             request.started = self.clock
             if group.group_id in self.prompts:
-                uncached = 0.0  # an earlier sample of the group has left the prompt in the prefix cache
+                # an earlier sample of the group has left the prompt in the prefix cache
+                uncached = 0.0 if request.play is None else float(request.play.course.opening)
             self.prompts.add(group.group_id)
+        if (play := request.play) is not None and play.placed is None:
+            play.placed = self.clock
         self.kv += request.context
         request.offset = request.context - self.steps
         request.end = end = self.steps + request.remaining

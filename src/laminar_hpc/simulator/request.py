@@ -47,7 +47,8 @@ class Admission:
 
 class Request:
     """A trajectory on its way. `context`: its tokens so far, `uncached`: those without KV; both are
-    meaningful only while not running."""
+    meaningful only while not running. `turns`: drawn tokens of each; `play`: what one of several turns has
+    with its environment (turns/environments.py), None with one."""
 
     __slots__ = (
         "away",
@@ -58,6 +59,7 @@ class Request:
         "home",
         "moves",
         "offset",
+        "play",
         "remaining",
         "started",
         "ticket",
@@ -66,7 +68,6 @@ class Request:
         "turns",
         "uncached",
         "versions",
-        "waits",
         "weight_step",
     )
 
@@ -75,17 +76,12 @@ class Request:
         trajectory_id: int,
         group: Any,
         turns: Sequence[int],
-        waits: Sequence[float],
         prompt_tokens: float,
         weight_step: int,
+        play: Any = None,
     ) -> None:
-        self.trajectory_id, self.group, self.turns, self.waits, self.weight_step = (
-            trajectory_id,
-            group,
-            turns,
-            waits,
-            weight_step,
-        )
+        self.trajectory_id, self.group, self.weight_step, self.play = trajectory_id, group, weight_step, play
+        self.turns: Sequence[int] = turns
         self.turn = 0
         self.remaining = float(turns[0])
         self.context = self.uncached = float(prompt_tokens)
@@ -99,6 +95,8 @@ class Request:
     def restart(self, prompt_tokens: int, weight_step: int) -> float:
         """Back to the prompt, on other weights; gives the generated tokens that are thrown away."""
         lost = sum(self.turns[: self.turn]) + self.turns[self.turn] - self.remaining
+        if self.play is not None:
+            self.turns = self.play.anew()
         self.turn, self.remaining, self.weight_step = 0, float(self.turns[0]), weight_step
         self.context = self.uncached = float(prompt_tokens)
         return lost

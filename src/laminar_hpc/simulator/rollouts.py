@@ -6,12 +6,13 @@ quota                        admission       weights_available
 the other replicas           barrier         the last one's drain
 newer weights (barrier)      weights         weights_available
 newer weights at its site    admission       arrived
-the environment              environment     its answer
+the environment              environment     turns/events.py
 """
 
 import math
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from itertools import accumulate
 
 from laminar_hpc.policies import admission
@@ -22,6 +23,9 @@ from laminar_hpc.simulator.request import Request
 from laminar_hpc.simulator.setup import Setup
 from laminar_hpc.simulator.tracker import TrajectoryTracker
 from laminar_hpc.simulator.trainer import Trainer
+from laminar_hpc.simulator.turns.course import Course
+from laminar_hpc.simulator.turns.environments import Play
+from laminar_hpc.simulator.turns.events import TurnEvents
 from laminar_hpc.simulator.wide_area.deliveries import Deliveries
 
 SLOTS = 3  # ids that a relay holds (relay.slots)
@@ -42,7 +46,6 @@ class Rollouts:
         self.clock, self.tracker, self.trainer = clock, tracker, trainer
         self.replicas, self.rules = replicas, setup.rules
         self.groups_per_step = groups = setup.workload.prompts_per_step
-        self.turn_tokens = setup.workload.turn_tokens
         # A local batch is ceil(G / replicas) groups; with unequal replicas the faster get more.
         given = setup.local_batch_groups
         self.local_batch = [given or max(1, math.ceil(groups * share - 1e-9)) for share in shares]
@@ -62,6 +65,12 @@ class Rollouts:
         # whether one that asks goes on with a dead one's trajectories
         self.rescue: Callable[[Replica], bool] = lambda replica: False
         trainer.rollouts = self
+        self.turns = TurnEvents(self, setup.environments())
+
+    def play_of(self, index: int, sample: int, course: Course) -> Play:
+        """What a sample of group `index` has with its environment."""
+        again = partial(self.tracker.workload.course, index, sample)
+        return self.turns.environments.play(course, again)
 
     def start(self) -> None:
         if self.rules.refresh == "barrier":
@@ -126,40 +135,22 @@ class Rollouts:
 
     def turn_done(self, replica: Replica, request: Request, time: float) -> None:
         request.turn += 1
-        if request.turn == len(request.turns):
-            replica.pending -= 1
-            request.home = None
-            self.tracker.ends(time, request)
-            if score := self.trainer.costs.score:
-                self.clock.after(score, self.scored, request)
-            else:
-                self.scored(request)
-            return
-        request.remaining = float(request.turns[request.turn])
-        replica.park(request)
-        replica.state = "environment"
-        wait = request.waits[request.turn - 1] * self.trainer.costs.turn_scale
-        request.away = True
-        self.clock.after(wait, self.answered, request, request.turn, request.granted)
+        if request.play is None or not self.turns.turned(replica, request, time):
+            self.trajectory_ended(replica, request, time)
+
+    def trajectory_ended(self, replica: Replica, request: Request, time: float) -> None:
+        replica.pending -= 1
+        request.home = None
+        self.tracker.ends(time, request)
+        if score := self.trainer.costs.score:
+            self.clock.after(score, self.scored, request)
+        else:
+            self.scored(request)
 
     def scored(self, request: Request) -> None:
         if self.tracker.finish(request, self.trainer.step):
             self.clock.progress(finished=self.samples)
             self.clock.at(self.clock.now, self.trainer.poke)
-
-    def answered(self, request: Request, turn: int, granted: float) -> None:
-        """The environment has answered: its tokens are prefilled, the rest as well if its KV was evicted
-        meanwhile."""
-        replica = request.home
-        if replica is None or not request.away or request.turn != turn or request.granted != granted:
-            return  # lost and given out again meanwhile
-        request.away = False
-        replica.advance(self.clock.now)
-        replica.unpark(request)
-        request.context += self.turn_tokens
-        request.uncached += self.turn_tokens
-        replica.waiting.appendleft(request)  # it has kept its place among the concurrent ones
-        self.settle(replica)
 
     def drained(self, replica: Replica) -> None:
         if self.rules.refresh == "barrier":
@@ -171,10 +162,14 @@ class Rollouts:
 
     # ---- grants --------------------------------------------------------------------------------------------
 
-    def give(self, replica: Replica, request: Request) -> None:
+    def give(self, replica: Replica, request: Request, goes_on: bool = False) -> None:
+        """`goes_on`: not from its prompt, but from where it is."""
         request.home, request.granted, request.away = replica, self.clock.now, False
         replica.pending += 1
-        replica.waiting.append(request)
+        if request.play is None or goes_on:
+            replica.waiting.append(request)
+        else:
+            self.turns.begin(replica, request)
 
     def give_anew(self, replica: Replica, request: Request) -> None:
         self.tracker.discarded_tokens += request.restart(request.group.prompt_tokens, replica.weight_step)
@@ -204,15 +199,17 @@ class Rollouts:
             self.waiting_replicas.pop(replica.index, None)
             return
         groups_max = self.local_batch[replica.index]
-        given = 0
-        for request in self.tracker.take_lost(groups_max * self.samples, replica.weight_step):
+        given = self.tracker.take_lost(groups_max * self.samples, replica.weight_step)
+        for request in given:
             self.give_anew(replica, request)
-            given += 1
-        for _ in range(min(groups_max, self.quota(replica.weight_step)) if not given else 0):
-            for request in self.tracker.new_group(replica.weight_step).requests.values():
+        left = groups_max - len({request.group.group_id for request in given})
+        for _ in range(min(left, self.quota(replica.weight_step))):
+            new = list(self.tracker.new_group(replica.weight_step).requests.values())
+            for request in new:
                 self.give(replica, request)
-                given += 1
+            given += new
         if given:
+            self.turns.begun[replica.index] = len(given)
             self.waiting_replicas.pop(replica.index, None)
             replica.state, replica.kv_before = "generate", 0.0
             self.settle(replica)
@@ -226,11 +223,7 @@ class Rollouts:
         samples = self.samples
         batches = 1 + (self.rules.max_staleness or 0)
         pending_max = math.ceil(self.local_batch[replica.index] * batches) * samples
-        while (
-            not replica.waiting
-            and replica.occupied() + samples <= replica.max_concurrent
-            and replica.pending + samples <= pending_max
-        ):
+        while not replica.waiting and replica.pending + samples <= min(pending_max, replica.max_concurrent):
             if self.tracker.lost:
                 self.give_anew(replica, self.tracker.lost.pop())
             elif self.quota(self.newest) > 0:

@@ -1,5 +1,6 @@
 """One simulated run: a setup in; figures, ledgers and time lines out."""
 
+import dataclasses
 import gc
 import math
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from laminar_hpc.simulator.rollouts import Rollouts
 from laminar_hpc.simulator.setup import Setup
 from laminar_hpc.simulator.tracker import TrajectoryTracker
 from laminar_hpc.simulator.trainer import Trainer
+from laminar_hpc.simulator.turns.environments import Spent
 from laminar_hpc.simulator.workload import Workload
 
 _SHOWN_REPLICAS = 8  # in the time line
@@ -45,6 +47,7 @@ class _Window:
         trainer: Trainer,
         tracker: TrajectoryTracker,
         clock: Clock,
+        spent: Spent,
     ) -> None:
         for replica in replicas:
             replica.advance(clock.now)
@@ -60,6 +63,7 @@ class _Window:
             tracker.training_staleness.copy(),
         )
         self.ended = len(tracker.ended)
+        self.spent = dataclasses.replace(spent)
 
 
 def _replicas(setup: Setup) -> tuple[list[Replica], list[float]]:
@@ -117,7 +121,7 @@ class Simulation:
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
         w, rules = setup.workload, setup.rules
-        work = Workload(w, setup.seed, w.prompts_per_step * setup.steps, setup.lengths)
+        work = Workload(w, setup.seed, w.prompts_per_step * setup.steps, setup.lengths, setup.known)
         self.clock, self.tracker = Clock(), TrajectoryTracker(work)
         self.trainer = Trainer(
             self.clock,
@@ -133,6 +137,7 @@ class Simulation:
         )
         self.replicas, shares = _replicas(setup)
         self.rollouts = Rollouts(self.clock, self.tracker, self.trainer, self.replicas, setup, shares)
+        self.tracker.play = self.rollouts.play_of
         saturation = min(kind.saturation for kind in setup.engines)
         self.repacker = Repacker(self.rollouts, setup.repack_kv_share, saturation)
         self.failures = Failures(self.rollouts, setup.seed, setup.trainer_mtbf)
@@ -150,7 +155,8 @@ class Simulation:
         self.rollouts.start()
 
     def _begin_window(self) -> None:
-        self.window = _Window(self.replicas, self.trainer, self.tracker, self.clock)
+        spent = self.rollouts.turns.environments.spent
+        self.window = _Window(self.replicas, self.trainer, self.tracker, self.clock, spent)
 
     def _on_step(self, step: int) -> None:
         self.clock.progress()
@@ -179,6 +185,8 @@ class Simulation:
             self.setup, self.clock, self.tracker, self.trainer, self.replicas, self.rollouts, self.window
         )
         outcome.figures |= _move_figures(self.repacker, self.failures, self.rollouts)
+        if self.setup.several:
+            outcome.figures |= self.rollouts.turns.environments.spent.means(self.window.spent)
         if self.setup.watch:
             shown = {f"rollout{r.index}": r.spans or [] for r in self.replicas[:_SHOWN_REPLICAS]}
             outcome.spans = {"trainer": self.trainer.spans, **shown}

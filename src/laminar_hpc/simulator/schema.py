@@ -39,6 +39,8 @@ class WorkloadConfig:
     # median wait for the environment after a turn
     turn_seconds: float = number(0.0, at_least=0, at_most=100_000)
     turn_sigma: float = number(0.0, at_least=0, at_most=5)  # of its log
+    # share of the calls that never return: the model is told after environment.timeout_seconds of a run
+    turn_hung: float = number(0.0, at_least=0, at_most=0.5)
     # tokens that the environment adds after a turn
     turn_tokens: int = number(0, at_least=0, at_most=1_000_000)
 

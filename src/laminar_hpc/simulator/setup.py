@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple
 
+from laminar_hpc.config.schema import EnvironmentConfig
 from laminar_hpc.policies.repack import saturation_batch
 from laminar_hpc.simulator.constants import Constants
 from laminar_hpc.simulator.cost import EngineCosts, chain_seconds, engine_costs, faster, kv_capacity
@@ -21,6 +22,8 @@ from laminar_hpc.simulator.trainer_cost import (
     offloaded_layout,
     trainer_layout,
 )
+from laminar_hpc.simulator.turns.course import Known
+from laminar_hpc.simulator.turns.environments import Environments
 from laminar_hpc.simulator.wide_area.link import Link, Site, chained
 
 
@@ -86,8 +89,22 @@ class Setup:
     # swing
     ends: bool = False
     lengths: list[list[int]] | None = None  # response tokens of each group, in place of the workload's
+    known: Known | None = None  # the same of several turns, with what their calls took
+    limits: EnvironmentConfig | None = None  # of a run; None: those of the workload
     speed_spread: float = 0.0  # standard deviation of the log of a replica's speed
     watch: bool = False  # keep time lines and samples for the report
+
+    @property
+    def several(self) -> bool:
+        """Trajectories have several turns."""
+        return self.workload.turns > 1 or self.known is not None
+
+    def environments(self) -> Environments:
+        """Functions as tools, but for a run that had a factory or agents."""
+        w, limits = self.workload, self.limits
+        bound = limits is not None and bool(limits.factory or limits.by_url)
+        limits = limits or EnvironmentConfig(max_turns=w.turns, max_tool_calls=w.turns, max_seconds=math.inf)
+        return Environments(limits, bound, self.job.turn_scale, w.max_response_tokens)
 
     def faster(self, factor: float) -> "Setup":
         """The same run with all rates `factor` times as high."""

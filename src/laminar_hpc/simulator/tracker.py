@@ -3,9 +3,12 @@ simulator's experience buffer."""
 
 from array import array
 from collections import Counter
+from collections.abc import Callable
 
 from laminar_hpc.policies.live_groups import GroupView, LiveGroups
 from laminar_hpc.simulator.request import Request
+from laminar_hpc.simulator.turns.course import Course
+from laminar_hpc.simulator.turns.environments import Play
 from laminar_hpc.simulator.workload import Workload
 
 
@@ -48,6 +51,8 @@ class TrajectoryTracker:
 
     def __init__(self, workload: Workload) -> None:
         self.workload = workload
+        # of a trajectory with several turns: (group, sample, course) -> what it has with its environment
+        self.play: Callable[[int, int, Course], Play]
         self.live: dict[int, Group] = {}
         self.views = LiveGroups()
         self.lost: list[Request] = []
@@ -69,8 +74,9 @@ class TrajectoryTracker:
         number, prompt_tokens = self.trajectories, float(draw.prompt_tokens)
         group.first, group.unfinished = number, len(draw.turns)
         group.finished = [(0, 0)] * group.unfinished
-        for turns, waits in zip(draw.turns, draw.waits, strict=True):
-            group.requests[number] = Request(number, group, turns, waits, prompt_tokens, weight_step)
+        for sample, turns in enumerate(draw.turns):
+            play = self.play(group.group_id, sample, draw.courses[sample]) if draw.courses else None
+            group.requests[number] = Request(number, group, turns, prompt_tokens, weight_step, play)
             number += 1
         self.trajectories = number
         self.live[group.group_id] = group
@@ -115,10 +121,11 @@ class TrajectoryTracker:
     def _count(self, request: Request, trainer_step: int) -> None:
         """A complete trajectory in what is told of its group, and of all."""
         group, turns, staleness = request.group, request.turns, self.generation_staleness
-        tokens = turns[0] if len(turns) == 1 else sum(turns)
+        play = request.play
+        tokens, drawn = (turns[0], turns[0]) if play is None else (play.tokens, play.drawn)
         group.finished[request.trajectory_id - group.first] = tokens, request.weight_step
         del group.requests[request.trajectory_id]
-        self.finished_tokens += tokens
+        self.finished_tokens += drawn
         late = trainer_step - request.weight_step
         staleness[late] = staleness[late] + 1 if late in staleness else 1
         if request.versions > self.versions:

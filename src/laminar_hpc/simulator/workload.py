@@ -17,6 +17,7 @@ import numpy as np
 
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.simulator.schema import WorkloadConfig
+from laminar_hpc.simulator.turns.course import Course, Known, even
 
 _BLOCK = 256  # groups drawn at once
 _NORMAL = NormalDist()
@@ -45,22 +46,27 @@ def mu_of_mean(mean: float, sigma: float, cap: float) -> float:
 
 @dataclass
 class GroupDraw:
-    """One prompt group: per sample the tokens of each turn and the seconds that the environment takes after
-    each turn but the last."""
+    """One prompt group: per sample the drawn tokens of each turn, and its course where it has several."""
 
     turns: Sequence[Sequence[int]]
-    waits: Sequence[Sequence[float]]
     prompt_tokens: int
+    courses: Sequence[Course] = ()
 
 
 class Workload:
     """`groups`: how many the whole run will use about, for the drift. `lengths`: response tokens of each
-    group, over again where there are more groups, in place of what the configuration says."""
+    group, over again where there are more groups, in place of what the configuration says; `known`: the same
+    of what has several turns."""
 
     def __init__(
-        self, config: WorkloadConfig, seed: int, groups: int, lengths: list[list[int]] | None = None
+        self,
+        config: WorkloadConfig,
+        seed: int,
+        groups: int,
+        lengths: list[list[int]] | None = None,
+        known: Known | None = None,
     ) -> None:
-        self.config, self.seed, self.groups = config, seed, max(1, groups)
+        self.config, self.seed, self.groups, self.known = config, seed, max(1, groups), known
         self._known = lengths or (read_lengths(Path(config.lengths_file)) if config.lengths_file else [])
         if not self._known:
             self._mu = mu_of_mean(config.mean_response_tokens, config.sigma, config.max_response_tokens)
@@ -75,17 +81,17 @@ class Workload:
 
     def group(self, index: int) -> GroupDraw:
         c = self.config
-        lengths = self.lengths(index)
-        if c.turns <= 1:
-            return GroupDraw([(n,) for n in lengths], [()] * len(lengths), c.prompt_tokens)
-        _, calls, waits = self._block(index)
-        counts = calls[index % _BLOCK].tolist()
-        rows = waits[index % _BLOCK].tolist()
-        turns = [
-            [max(1, n // k)] * (k - 1) + [max(1, n - (k - 1) * (n // k))]
-            for n, k in zip(lengths, counts, strict=True)
-        ]
-        return GroupDraw(turns, [row[: k - 1] for row, k in zip(rows, counts, strict=True)], c.prompt_tokens)
+        if c.turns <= 1 and self.known is None:
+            return GroupDraw([(n,) for n in self.lengths(index)], c.prompt_tokens)
+        courses = [self.course(index, sample) for sample in range(c.samples_per_prompt)]
+        return GroupDraw([course.drawn for course in courses], c.prompt_tokens, courses)
+
+    def course(self, index: int, sample: int, tries: int = 1) -> Course:
+        """Of a sample of group `index` with several turns, in its first try or another one."""
+        if self.known is not None:
+            return self.known.course(index, sample, self.seed, tries)
+        (_, turns, waits), at = self._block(index), (index % _BLOCK, sample)
+        return even(self.lengths(index)[sample], int(turns[at]), self.config.turn_tokens, waits[at].tolist())
 
     def _block(self, index: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Of _BLOCK groups: lengths (int64, [block, samples]), turns (the same) and waits (seconds, [block,
@@ -108,6 +114,8 @@ class Workload:
             waits = c.turn_seconds * np.exp(
                 c.turn_sigma * random.standard_normal((_BLOCK, samples, max(0, c.turns - 1)))
             )
+            if c.turn_hung:
+                waits[random.random(waits.shape) < c.turn_hung] = math.inf
             self._blocks = {k: v for k, v in self._blocks.items() if k >= number - 64}
             self._blocks[number] = (lengths, calls, waits)
         return self._blocks[number]

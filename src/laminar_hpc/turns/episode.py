@@ -13,6 +13,19 @@ from dataclasses import dataclass, field
 from laminar_hpc.config.schema import EnvironmentConfig
 
 ENDS = ("stop", "length", "turns", "calls", "time")  # finish reasons: the answer, or the limit that it met
+TRIES = 3  # of one trajectory at one replica, whose environment fails
+
+
+def begins_again(tries: int, young: bool) -> bool:
+    """Whether a trajectory whose environment has failed so many times at its replica begins again there; else
+    whichever replica is next has it. `young`: of its local batch most is still under way."""
+    return tries < TRIES and young
+
+
+def patient(tries: int) -> bool:
+    """Whether each call has all of environment.timeout_seconds in this try, the first one 1: what is merely
+    slow fails no trajectory for good."""
+    return tries == TRIES
 
 
 @dataclass

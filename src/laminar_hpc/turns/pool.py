@@ -159,7 +159,7 @@ class EnvironmentPool:
             if self._config.agent and call.method == RUN:
                 return await worker.ask(msgspec.structs.replace(call, id=next(self._ids)))
             deadline = self.deadline(call.name, call.method)
-            limit = self._limit if patient or call.method == "get_reward" else deadline.hung
+            limit = deadline.limit(patient or call.method == "get_reward")
 
             async def once() -> Result:
                 t0, ours = time.monotonic(), msgspec.structs.replace(call, id=next(self._ids))

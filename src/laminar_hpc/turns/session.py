@@ -16,6 +16,10 @@ class EnvironmentFailed(Exception):
     """Not by what the model did: nothing can be said of the trajectory."""
 
 
+class EnvironmentHangs(EnvironmentFailed):
+    """What it was asked did not return in time."""
+
+
 class Session:
     """One trajectory's, of the environment called `name`. `observation`: what reset returned."""
 
@@ -54,7 +58,7 @@ class Session:
         except WorkerLost:
             raise EnvironmentFailed(f"its process ended in {what}") from None
         except TimeoutError:
-            raise EnvironmentFailed(f"{what} did not return in time") from None
+            raise EnvironmentHangs(f"{what} did not return in time") from None
         if result.error:
             raise EnvironmentFailed(f"{what}: {result.error}")
         return result

@@ -53,7 +53,7 @@ class Job:
         self.spans: list[tuple[int, int]] = []  # (weight id, its last token) of earlier weights
         self.told = first  # up to here `on_tokens` has had them
         self.future: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
-        self.request = Request(trajectory_id, None, [wanted - first], [], context, 0)
+        self.request = Request(trajectory_id, None, [wanted - first], context, 0)
 
     def generated(self, replica: Replica) -> int:
         """Response tokens by now, those that came with it included."""

@@ -3,12 +3,14 @@ what happened, and overrides that would have made it faster on the same GPUs."""
 
 import dataclasses
 import json
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.simulator.finished.changes import GAIN_MIN, Change, best_of_each, best_together
+from laminar_hpc.simulator.finished.courses import Turns
 from laminar_hpc.simulator.finished.measured import Figures, Measured, measure
 from laminar_hpc.simulator.finished.prediction import predict
 
@@ -20,6 +22,7 @@ _ROWS = {
     "rollout_idle_share": ("rollouts idle", "{:.1%}"),
     "staleness_mean": ("staleness", "{:.2f}"),
 }
+_SPLIT = ("generates", "at its tools", "waits")
 
 
 def is_run(name: str, known: list[str]) -> bool:
@@ -79,27 +82,55 @@ def table(happened: Figures, simulated: Figures) -> list[str]:
     """A line for each figure; shares differ in points, the others in per cent."""
     lines = [f"{'':<18}{'happened':>12}{'simulated':>12}{'difference':>14}"]
     for key, (name, form) in _ROWS.items():
-        a, b = getattr(happened, key), getattr(simulated, key)
-        if key in _SHARES:
-            difference = f"{(b - a) * 100:+.1f} points"
-        else:
-            difference = f"{b / a - 1:+.1%}" if a else "-"
-        lines.append(f"{name:<18}{form.format(a):>12}{form.format(b):>12}{difference:>14}")
+        lines.append(_line(name, form, getattr(happened, key), getattr(simulated, key), key in _SHARES))
+    if happened.split is not None and simulated.split is not None:
+        a, b = happened.split, simulated.split
+        lines.append(_line("trajectory takes", "{:,.2f} s", a.seconds, b.seconds))
+        for name, x, y in zip(_SPLIT, a.shares, b.shares, strict=True):
+            lines.append(_line(f"  {name}", "{:.1%}", x, y, share=True))
     return lines
+
+
+def _line(name: str, form: str, a: float, b: float, share: bool = False) -> str:
+    if share:
+        difference = f"{(b - a) * 100:+.1f} points"
+    else:
+        difference = f"{b / a - 1:+.1%}" if a else "-"
+    return f"{name:<18}{form.format(a):>12}{form.format(b):>12}{difference:>14}"
 
 
 def costs(measured: Measured) -> list[str]:
     """What was measured in the run, in words."""
-    curve, trainer = measured.curve, measured.trainer
+    curve, trainer, turns = measured.curve, measured.trainer, measured.turns
+    begin = f"{curve.start:.3g} s per local batch"
+    if turns is not None:
+        begin = f"{curve.ask:.3g} s per turn and {curve.prefill * 1e6:.3g} us per token prefilled"
     return [
         "",
         f"{'decode':<12} {curve.step * 1e3:.3g} ms per step, {curve.token * 1e6:.3g} us per token, "
-        f"{curve.kv * 1e9:.3g} ns per token of KV cache; {curve.start:.3g} s per local batch",
+        f"{curve.kv * 1e9:.3g} ns per token of KV cache; {begin}",
+        *(_turn_costs(turns) if turns is not None else []),
         f"{'training':<12} {trainer.token * 1e6:.3g} us per token of the fullest rank, {trainer.step:.3g} s "
         "per step",
         f"{'weights':<12} publication {trainer.publish:.3g} s, relays {trainer.relay:.3g} s more, "
         f"pull {measured.pull:.3g} s; checkpoint {trainer.checkpoint:.3g} s",
     ]
+
+
+def _turn_costs(turns: Turns) -> list[str]:
+    """What calls and resets took: a median, the slowest in a hundred, and those that came to nothing."""
+    found = []
+    for name, took in (("calls", turns.known.calls), ("resets", turns.known.resets)):
+        if took:
+            seconds = sorted(each.seconds for each in took if each.seconds < math.inf) or [0.0]
+            middle, slow = seconds[len(seconds) // 2], seconds[len(seconds) * 99 // 100]
+            hung = sum(each.seconds == math.inf for each in took) / len(took)
+            failed = sum(each.failed for each in took) / len(took)
+            found.append(
+                f"{name:<12} {len(took):,} of them: median {middle:.3g} s, the slowest in a hundred "
+                f"{slow:.3g} s; {hung:.1%} never returned, {failed:.1%} failed with their environment"
+            )
+    return found
 
 
 def _change_lines(changes: list[Change], now: Figures) -> list[str]:
@@ -117,6 +148,21 @@ def _change_lines(changes: list[Change], now: Figures) -> list[str]:
     return lines
 
 
+def _counts(turns: Turns | None) -> dict[str, int] | None:
+    """How many calls and resets, and how many of either never returned or failed."""
+    if turns is None:
+        return None
+    calls, resets = turns.known.calls, turns.known.resets
+    both = [*calls, *resets]
+    hung = sum(each.seconds == math.inf for each in both)
+    return {
+        "calls": len(calls),
+        "resets": len(resets),
+        "hung": hung,
+        "failed": sum(each.failed for each in both),
+    }
+
+
 def _as_dict(measured: Measured, now: Figures, changes: list[Change]) -> dict[str, object]:
     return {
         "happened": dataclasses.asdict(measured.happened),
@@ -127,6 +173,7 @@ def _as_dict(measured: Measured, now: Figures, changes: list[Change]) -> dict[st
             "pull": measured.pull,
             "score": measured.score,
             "move": measured.move,
+            "turns": _counts(measured.turns),
         },
         "changes": [{"words": c.words, "figures": dataclasses.asdict(c.figures)} for c in changes],
     }

@@ -41,11 +41,12 @@ _STEPS = EngineCosts(overhead=1.0, **_NOTHING)  # an engine whose seconds are de
 class LocalBatch:
     """Of one replica: (response tokens, seconds from its begin to the last token) of each trajectory, in the
     order in which they were granted; None for those that ended after the first move from or to the replica.
-    `seconds`: of the whole, None where there was a move."""
+    `seconds`: of the whole, None where there was a move. `ids`: of the trajectories, in the same order."""
 
     replica: int
     seconds: float | None
     ends: tuple[tuple[int, float | None], ...]
+    ids: tuple[int, ...] = ()
 
     @property
     def lengths(self) -> list[int]:
@@ -55,12 +56,20 @@ class LocalBatch:
 @dataclass(frozen=True)
 class DecodeCurve:
     """Seconds of a local batch: `start`, `step` per decode step, `token` per generated token, and `kv` per
-    token of KV cache and step."""
+    token of KV cache and step. With several turns in place of `start`: `prefill` per token of prompts and of
+    what environments gave, which all others wait for, and `ask` for a turn's way to the engine."""
 
     start: float
     step: float
     token: float
     kv: float = 0.0
+    prefill: float = 0.0
+    ask: float = 0.0
+
+    def costs(self, prefill_token: float) -> EngineCosts:
+        """Of an engine that decodes so, and does nothing else."""
+        known = {"request": self.token, "kv_token": self.kv, "prefill_token": prefill_token}
+        return EngineCosts(overhead=max(self.step, 1e-9), ask=self.ask, **{**_NOTHING, **known})
 
 
 @dataclass(frozen=True)
@@ -102,7 +111,7 @@ def local_batches(run: Run, begin: float, end: float) -> list[LocalBatch]:
                 ends = [(trained[i].response_length, trained[i].time_finished) for i in sorted(begun)]
                 seconds = None if moved else span.t1 - span.t0
                 known = tuple((n, at - span.t0 if at <= until else None) for n, at in ends)
-                batches.append(LocalBatch(replica, seconds, known))
+                batches.append(LocalBatch(replica, seconds, known, tuple(sorted(begun))))
     return batches
 
 
@@ -120,7 +129,7 @@ def work_before(lengths: Sequence[int], queue: Queue) -> list[tuple[float, float
     """Of each response of a local batch: decode steps, generated tokens and token-steps of KV until its
     end."""
     replica = Replica(0, _STEPS, queue.kv_cache_tokens, queue.max_concurrent, queue.admission, 1)
-    replica.waiting.extend(Request(i, None, [n], [], queue.prompt_tokens, 0) for i, n in enumerate(lengths))
+    replica.waiting.extend(Request(i, None, [n], queue.prompt_tokens, 0) for i, n in enumerate(lengths))
     replica.pending = len(lengths)
     replica.fill()
     found = [(0.0, 0.0, 0.0)] * len(lengths)

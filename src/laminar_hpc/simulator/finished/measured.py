@@ -8,6 +8,7 @@ too.
 import itertools
 import statistics
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,23 +23,51 @@ from laminar_hpc.report import rundata
 from laminar_hpc.report.idle import busy, overlap
 from laminar_hpc.report.rundata import Consumed, Run
 from laminar_hpc.simulator.constants import DEFAULT
+from laminar_hpc.simulator.finished.courses import Turns, read_turns
 from laminar_hpc.simulator.finished.decode import (
     DecodeCurve,
+    LocalBatch,
     Queue,
     decode_curve,
     local_batches,
     not_negative,
     speeds,
 )
+from laminar_hpc.simulator.finished.turn_decode import turn_curve, turn_speeds
 from laminar_hpc.simulator.request import Admission
 from laminar_hpc.simulator.trainer_cost import only_training, updates_seconds
 from laminar_hpc.simulator.trainer_fit import layout_of
 
 WARMUP_STEPS = 2
+SPLIT = ("generate", "tool", "wait")  # what the seconds of a trajectory with several turns are spent on
 _BATCHES_MIN = 6  # local batches that a curve of four numbers is taken from
 _TRAJECTORIES_MAX = 100_000  # that are simulated, some 20 us each
 _GENERATING = ("generate", "evaluate")
 _SPREAD_MIN = 0.05  # of the tokens of a step; with less a fixed part cannot be told from one per token
+
+
+@dataclass(frozen=True)
+class Split:
+    """Seconds of a trajectory in the engine, at its tools, and for its reset and a place in the engine."""
+
+    generate: float
+    tool: float
+    wait: float
+
+    @property
+    def seconds(self) -> float:
+        return self.generate + self.tool + self.wait
+
+    @property
+    def shares(self) -> tuple[float, float, float]:
+        whole = self.seconds or 1.0
+        return self.generate / whole, self.tool / whole, self.wait / whole
+
+    @staticmethod
+    def of(parts: Sequence[float | None]) -> "Split | None":
+        """None where one is not known."""
+        known = [part for part in parts if part is not None]
+        return Split(*known) if len(known) == len(SPLIT) else None
 
 
 @dataclass(frozen=True)
@@ -51,6 +80,7 @@ class Figures:
     trainer_wait_share: float
     rollout_idle_share: float
     staleness_mean: float
+    split: Split | None = None  # of trajectories with several turns
 
 
 @dataclass(frozen=True)
@@ -68,7 +98,8 @@ class TrainerCosts:
 @dataclass(frozen=True)
 class Measured:
     """`lengths`: of each group that was trained, in the order in which they were granted. `score`: seconds
-    from the last token of a group to its last reward. `speeds`: of each replica beside the curve."""
+    from the last token of a group to its last reward. `speeds`: of each replica beside the curve. `turns`:
+    what its trajectories did, where they had several."""
 
     config: RunConfig
     steps: int
@@ -81,6 +112,7 @@ class Measured:
     score: float
     move: float
     happened: Figures
+    turns: Turns | None = None
 
 
 def measure(run_dir: Path) -> Measured:
@@ -112,8 +144,12 @@ def measure_run(run: Run, config: RunConfig) -> Measured:
             f"{run.directory}: {len(batches)} local batches in its traces, all of them trained, are too few "
             "to measure a decode curve from; let it run for longer"
         )
-    curve = decode_curve(batches, queue)
-    known = speeds(batches, curve, queue)
+    turns = _turns_of(run, config, trained)
+    if turns is None:
+        curve = decode_curve(batches, queue)
+        known = speeds(batches, curve, queue)
+    else:
+        curve, known = _curve_of_turns(run, config, batches, turns, queue)
     config.rollout.replicas = len(rollouts)
     return Measured(
         config,
@@ -127,7 +163,33 @@ def measure_run(run: Run, config: RunConfig) -> Measured:
         _score_seconds(trained),
         _move_seconds(run, config),
         _figures(rollouts, steps),
+        turns,
     )
+
+
+def _turns_of(run: Run, config: RunConfig, trained: list[Consumed]) -> Turns | None:
+    if not config.environment.several:
+        return None
+    return read_turns(run, trained, config.environment, config.sampling.max_response_tokens)
+
+
+def _curve_of_turns(
+    run: Run, config: RunConfig, batches: list[LocalBatch], turns: Turns, queue: Queue
+) -> tuple[DecodeCurve, dict[int, float]]:
+    """With the speed of each replica."""
+    played = [[turns.played[i] for i in batch.ids if i in turns.played] for batch in batches]
+    whole = [
+        (batch, of)
+        for batch, of in zip(batches, played, strict=True)
+        if batch.seconds is not None and len(of) == len(batch.ids) and all(each.turns for each in of)
+    ]
+    if len(whole) < _BATCHES_MIN:
+        raise LaminarError(
+            f"{run.directory}: of {len(whole)} local batches all turns are known, too few to measure a "
+            "decode curve from; let it run for longer"
+        )
+    curve = turn_curve([of for _, of in whole], queue)
+    return curve, turn_speeds(whole, curve, queue, config.environment.timeout_seconds)
 
 
 def _queue(steps: list[dict], config: RunConfig) -> Queue:
@@ -180,7 +242,15 @@ def _figures(rollouts: dict[int, list[Span]], steps: list[dict]) -> Figures:
         min(1.0, sum(s["wait_seconds"] for s in counted) / seconds),
         1.0 - generating / (seconds * len(rollouts)),
         sum(s["staleness_training_mean"] * s["trajectories"] for s in counted) / trajectories,
+        Split.of([_mean_of(counted, f"{kind}_seconds_mean") for kind in SPLIT]),
     )
+
+
+def _mean_of(steps: list[dict], name: str) -> float | None:
+    """Per trajectory; None where a step has none."""
+    if any(step.get(name) is None for step in steps):
+        return None
+    return float(sum(s[name] * s["trajectories"] for s in steps) / sum(s["trajectories"] for s in steps))
 
 
 def _trainer_costs(run: Run, config: RunConfig, steps: list[dict], trained: list[Consumed]) -> TrainerCosts:

@@ -5,9 +5,11 @@ import dataclasses
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.simulator.cost import EngineCosts, faster
 from laminar_hpc.simulator.finished.measured import (
+    SPLIT,
     WARMUP_STEPS,
     Figures,
     Measured,
+    Split,
     repack_requests,
 )
 from laminar_hpc.simulator.rules import Rules
@@ -41,7 +43,7 @@ def setup_of(measured: Measured, config: RunConfig | None = None) -> Setup:
             p.max_staleness,
             p.consumption,
             p.keep_kv,
-            p.repack,
+            "off" if config.environment.factory or config.environment.by_url else p.repack,
             relays=True,
             isolated=True,
             overlapped=True,
@@ -60,18 +62,24 @@ def setup_of(measured: Measured, config: RunConfig | None = None) -> Setup:
         local_batch_groups=p.local_batch_groups,
         ends=True,
         lengths=measured.lengths,
+        known=measured.turns.known if measured.turns else None,
+        limits=config.environment if measured.turns else None,
     )
 
 
 def predict(measured: Measured, config: RunConfig | None = None) -> Figures:
     """Figures of the simulated run."""
-    found = simulate(setup_of(measured, config)).figures
+    outcome = simulate(setup_of(measured, config))
+    found, rollout = outcome.figures, outcome.gpu_seconds["rollout"]
+    # a replica whose trajectories wait for their tools is in the middle of its local batch, as in a run
+    at_tools = rollout.get("environment", 0.0) / sum(rollout.values())
     return Figures(
         found["tokens_per_second"],
         found["step_seconds"],
         found["trainer_wait_share"],
-        found["rollout_idle_share"],
+        found["rollout_idle_share"] - at_tools,
         found["staleness_training_mean"],
+        Split.of([found.get(f"{kind}_seconds_mean") for kind in SPLIT]),
     )
 
 
@@ -90,20 +98,9 @@ def _engine_costs(measured: Measured) -> EngineCosts:
     """What a local batch took beside its steps counts as the prefill of its prompts, one per group."""
     c, curve = measured.config, measured.curve
     groups = c.pipeline.local_batch_groups or -(-c.algorithm.prompts_per_step // c.rollout.replicas)
-    return EngineCosts(
-        overhead=max(curve.step, 1e-9),
-        weights=0.0,
-        kv_token=curve.kv,
-        compute=0.0,
-        request=curve.token,
-        prefill_token=curve.start / (groups * measured.queue.prompt_tokens),
-        prefill_attention=0.0,
-        pull=measured.pull,
-        global_sync=measured.pull,
-        move_token=0.0,
-        move_latency=measured.move,
-        restart=0.0,
-    )
+    prefill = curve.prefill + curve.start / (groups * measured.queue.prompt_tokens)
+    pull, move = measured.pull, measured.move
+    return dataclasses.replace(curve.costs(prefill), pull=pull, global_sync=pull, move_latency=move)
 
 
 def _job_costs(measured: Measured, config: RunConfig) -> JobCosts:

@@ -1,0 +1,1 @@
+"""Trajectories of several turns in a simulation: what each does, and what its environment takes for it."""

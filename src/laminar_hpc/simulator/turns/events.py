@@ -1,0 +1,126 @@
+"""What happens to trajectories of several turns between their turns, on the clock of rollouts.py.
+
+waits for                        unblocked by
+its environment: reset, calls    returned
+its request's way to the engine  enter
+"""
+
+from typing import TYPE_CHECKING
+
+from laminar_hpc.simulator.replica import Replica
+from laminar_hpc.simulator.request import Request
+from laminar_hpc.simulator.turns.course import Took
+from laminar_hpc.simulator.turns.environments import Environments, Play
+
+if TYPE_CHECKING:
+    from laminar_hpc.simulator.rollouts import Rollouts
+
+
+class TurnEvents:
+    """Of all replicas. `begun[replica]`: trajectories of its present local batch."""
+
+    def __init__(self, rollouts: "Rollouts", environments: Environments) -> None:
+        self.rollouts, self.environments = rollouts, environments
+        self.begun: dict[int, int] = {}
+
+    def begin(self, replica: Replica, request: Request) -> None:
+        """It is with this replica, at its prompt; the caller settles that."""
+        request.turns = request.play.anew()
+        request.remaining = float(request.turns[0])
+        took = self.environments.reset(request.play, replica.index, self.rollouts.clock.now)
+        if took.seconds or took.failed:
+            self._wait(replica, request, took)
+        else:
+            self.environments.returned(request.play, replica.index, 0, self.rollouts.clock.now)
+            self._go_on(replica, request)
+
+    def turned(self, replica: Replica, request: Request, time: float) -> bool:
+        """Its turn has ended; whether there is another one."""
+        drawn = round(request.turns[request.turn - 1])
+        took = self.environments.turned(request.play, replica.index, request.turn, drawn, time)
+        if took is None:
+            self.environments.ended(request.play)
+            return False
+        request.remaining = float(request.turns[request.turn])
+        replica.park(request)
+        self._wait(replica, request, took)
+        return True
+
+    def _wait(self, replica: Replica, request: Request, took: Took) -> None:
+        replica.state = "environment"
+        replica.away[request.trajectory_id] = request
+        request.away = True
+        was = (request.turn, request.granted, request.play.failures)
+        self.rollouts.clock.after(took.seconds, self.returned, request, was, took.failed)
+
+    def returned(self, request: Request, was: tuple[int, float, int], failed: bool) -> None:
+        """Its calls, or its reset, have ended."""
+        replica, play = request.home, request.play
+        if replica is None or not request.away or was != (request.turn, request.granted, play.failures):
+            return  # lost and given out again meanwhile
+        now = self.rollouts.clock.now
+        replica.advance(now)
+        self.environments.returned(play, replica.index, request.turn, now)
+        if failed:
+            self._failed(replica, request)
+        else:
+            self._go_on(replica, request)
+        self.rollouts.settle(replica)
+
+    def _go_on(self, replica: Replica, request: Request) -> None:
+        """With what it was given, or it ends where there is no room for that."""
+        play: Play = request.play
+        given = self.environments.given(play, request.turn)
+        if given is None:
+            self._back(replica, request)
+            self.environments.ended(play)
+            self.rollouts.trajectory_ended(replica, request, self.rollouts.clock.now)
+            return
+        request.context += given
+        request.uncached += given
+        turns, room = list(request.turns), self.environments.room(play)
+        turns[request.turn] = min(turns[request.turn], room)
+        request.turns, request.remaining = turns, float(turns[request.turn])
+        play.ask(self.rollouts.clock.now, replica.place_free)
+        if replica.costs.ask:
+            replica.away[request.trajectory_id] = request
+            request.away = True
+            was = (request.turn, request.granted, play.failures)
+            self.rollouts.clock.after(replica.costs.ask, self.enter, request, was)
+        else:
+            self._enter(replica, request)
+
+    def enter(self, request: Request, was: tuple[int, float, int]) -> None:
+        """Its request has come to the engine."""
+        replica = request.home
+        now = (request.turn, request.granted, request.play.failures)
+        if replica is None or not request.away or was != now:
+            return
+        replica.advance(self.rollouts.clock.now)
+        self._enter(replica, request)
+        self.rollouts.settle(replica)
+
+    def _enter(self, replica: Replica, request: Request) -> None:
+        """Behind those that wait for a place."""
+        self._back(replica, request)
+        replica.waiting.append(request)
+
+    def _back(self, replica: Replica, request: Request) -> None:
+        request.away = False
+        replica.unpark(request)
+        replica.away.pop(request.trajectory_id, None)
+
+    def _failed(self, replica: Replica, request: Request) -> None:
+        """From the prompt, in another environment, here or at whichever replica is next."""
+        r = self.rollouts
+        self._back(replica, request)
+        young = 2 * replica.pending > self.begun.get(replica.index, 0)
+        here = self.environments.failed(request.play, young)
+        r.tracker.discarded_tokens += request.restart(request.group.prompt_tokens, request.weight_step)
+        if here:
+            self.begin(replica, request)
+        else:
+            replica.pending -= 1
+            request.home = None
+            r.tracker.lost.append(request)
+            r.feed_hungry()
