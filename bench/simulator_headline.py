@@ -11,6 +11,7 @@ from laminar_hpc.simulator.constants import SIGMA_DORA
 from laminar_hpc.simulator.rules import PIPELINES
 from laminar_hpc.simulator.schema import SimulationConfig, WorkloadConfig
 from laminar_hpc.simulator.sweep import point, split
+from laminar_hpc.simulator.tables import MODELS
 
 OURS = "laminar_unbounded"
 SCALES = {"7B": (16, 64, 256), "32B": (32, 128, 512), "72B": (64, 256, 1024)}
@@ -91,18 +92,28 @@ def speedups(
 def _areal(rows: list[dict], found: list[tuple[SimulationConfig, int, float, int]]) -> None:
     """What could have made AReaL slower than here, one at a time and together, over all clusters with the
     splits of before. `found`: settings, GPUs, Laminar's tokens/s, the GPUs of AReaL's trainer."""
-    slow = {"global_sync_bytes_per_second": 4e9, "prefill_mfu": 0.57 / 4}
+    sync, prefill = {"global_sync_bytes_per_second": 4e9}, {"prefill_mfu": 0.57 / 4}
     PIPELINES["partial_waits"] = dataclasses.replace(PIPELINES["partial"], overlapped=False)
-    changes: dict[str, tuple[str, dict]] = {
-        "a bound of one step": ("partial", {"max_staleness": 1}),
-        "a bound of two steps": ("partial", {"max_staleness": 2}),
-        "batch handled while its trainer waits": ("partial_waits", {}),
-        "synchronisation at 4 GB/s, prefill at a quarter": ("partial", {"constants": slow}),
-        "both": ("partial_waits", {"constants": slow}),
+    changes: dict[str, tuple[str, dict, float | None]] = {
+        "as above": ("partial", {}, None),
+        "a bound of one step": ("partial", {"max_staleness": 1}, None),
+        "a bound of two steps": ("partial", {"max_staleness": 2}, None),
+        "batch handled while its trainer waits": ("partial_waits", {}, None),
+        "synchronisation at 4 GB/s": ("partial", {"constants": sync}, None),
+        "prefill at a quarter": ("partial", {"constants": prefill}, None),
+        "five eighths train at every scale": ("partial", {}, 0.625),
+        "half of the GPUs train at every scale": ("partial", {}, 0.5),
+        "half as many requests at a time": ("partial", {"max_concurrent": 128}, None),
+        "synchronisation and prefill": ("partial", {"constants": sync | prefill}, None),
+        "handling, synchronisation and prefill": ("partial_waits", {"constants": sync | prefill}, None),
+        "one step and handling": ("partial_waits", {"max_staleness": 1}, None),
+        "one step and synchronisation": ("partial", {"max_staleness": 1, "constants": sync}, None),
     }
-    for name, (pipeline, settings) in changes.items():
+    for name, (pipeline, settings, share) in changes.items():
         ratios = []
-        for config, gpus, ours, trainer in found:
+        for config, gpus, ours, searched in found:
+            tensor = MODELS[config.model].tensor_parallel
+            trainer = searched if share is None else round(gpus * share / tensor) * tensor
             changed = dataclasses.replace(config, **settings)
             figures = point(changed, pipeline, gpus, trainer, config.steps).figures
             ratios.append(ours / figures["tokens_per_second"])

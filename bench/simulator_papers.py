@@ -144,6 +144,9 @@ def repack_alternatives(rows: list[dict], config: SimulationConfig) -> None:
         "1024 requests": ({"max_concurrent": 1024}, {}),
         "nothing kept free": ({"constants": {"admission_clip_tokens": 1.0}}, {}),
         "C_max = capacity": ({"constants": {"repack_kv_share": 1.0}}, {}),
+        "vLLM's engines": ({"engine": "vllm"}, {}),
+        "samples half as alike": ({}, {"group_correlation": config.workload.group_correlation / 2}),
+        "1.5 times the KV cache": ({"rollout_gpu": "H200"}, {}),
     }
     for name, (settings, work) in changes.items():
         other = dataclasses.replace(config, **settings, workload=dataclasses.replace(config.workload, **work))

@@ -19,6 +19,7 @@ from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.data.tokens import TextDecoder
 from laminar_hpc.emulation.fleet import Replica
 from laminar_hpc.engine.emulated import responses
+from laminar_hpc.observability.trace import read_spans
 from laminar_hpc.payload.whole import Whole
 from laminar_hpc.turns.ahead import Ahead
 from laminar_hpc.turns.session import Session
@@ -178,6 +179,8 @@ def test_environments_of_a_factory(config: RunConfig) -> None:
         assert whole.record.reward == calls % 2 and whole.record.reward_parts["looks"] == calls
         assert whole.record.moves == 0
     assert not Path("break").exists() and called() == sum(made) + 2, "two calls were of the one that died"
+    spans = [span for of in read_spans(Path(config.run_dir)).values() for span in of if span.kind == "tool"]
+    assert [span.fields["what"] for span in spans if span.fields.get("failed") == "failed"] == ["look"]
 
 
 @pytest.mark.slow
