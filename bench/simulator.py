@@ -39,7 +39,7 @@ from simulator_scale import scale
 from simulator_sensitivity import sensitivity
 
 from laminar_hpc.simulator.constants import DEFAULT
-from laminar_hpc.simulator.finished.measured import measure
+from laminar_hpc.simulator.finished.measured import SPLIT, Figures, measure
 from laminar_hpc.simulator.finished.prediction import predict
 from laminar_hpc.simulator.plan import Candidate, describe, evaluate, search
 from laminar_hpc.simulator.rules import PIPELINES
@@ -125,11 +125,20 @@ def live(rows: list[dict], options: argparse.Namespace) -> dict[str, float | Non
         for index, directory in enumerate(runs):
             measured = measure(directory)
             happened, simulated = measured.happened, predict(measured)
-            for field in dataclasses.fields(happened):
-                values = getattr(happened, field.name), getattr(simulated, field.name)
-                rows.append(row("live", f"run {index}: {field.name}", *values))
+            for name, value in numbers(happened).items():
+                rows.append(row("live", f"run {index}: {name}", value, numbers(simulated)[name]))
             errors.append(abs(simulated.tokens_per_second / happened.tokens_per_second - 1))
     return {"live_tokens_error": common.median(errors)}
+
+
+def numbers(figures: Figures) -> dict[str, float]:
+    """By name; with several turns also the seconds of a trajectory, and the shares of what they go to."""
+    found = dataclasses.asdict(figures)
+    found.pop("split")
+    if (split := figures.split) is not None:
+        found["trajectory_seconds"] = split.seconds
+        found |= {f"{kind}_share": share for kind, share in zip(SPLIT, split.shares, strict=True)}
+    return found
 
 
 def kept(path: Path | None, parts: list[str]) -> tuple[dict, list[dict]]:

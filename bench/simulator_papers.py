@@ -38,7 +38,7 @@ SEEDS = (0, 1)
 
 
 def row(part: str, what: str, published: float | None, simulated: float, note: str = "") -> dict:
-    error = None if published is None else simulated / published - 1
+    error = simulated / published - 1 if published else None
     print(
         f"  {part}: {what} {common.cell(published)} {common.cell(simulated)} {note}",
         file=sys.stderr,
@@ -144,9 +144,12 @@ def repack_alternatives(rows: list[dict], config: SimulationConfig) -> None:
         "1024 requests": ({"max_concurrent": 1024}, {}),
         "nothing kept free": ({"constants": {"admission_clip_tokens": 1.0}}, {}),
         "C_max = capacity": ({"constants": {"repack_kv_share": 1.0}}, {}),
+        "CUDA graphs": ({"cuda_graphs": True}, {}),
         "vLLM's engines": ({"engine": "vllm"}, {}),
+        "replicas of equal speed": ({"constants": {"replica_speed_spread": 0.0}}, {}),
         "samples half as alike": ({}, {"group_correlation": config.workload.group_correlation / 2}),
-        "1.5 times the KV cache": ({"rollout_gpu": "H200"}, {}),
+        "lengths less spread, sigma 0.6": ({}, {"sigma": 0.6}),
+        "local batch 384": ({}, {"prompts_per_step": 384}),
     }
     for name, (settings, work) in changes.items():
         other = dataclasses.replace(config, **settings, workload=dataclasses.replace(config.workload, **work))
