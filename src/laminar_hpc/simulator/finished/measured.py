@@ -168,9 +168,10 @@ def measure_run(run: Run, config: RunConfig) -> Measured:
 
 
 def _turns_of(run: Run, config: RunConfig, trained: list[Consumed]) -> Turns | None:
-    if not config.environment.several:
-        return None
-    return read_turns(run, trained, config.environment, config.sampling.max_response_tokens)
+    environment = config.environment
+    if not environment.several or environment.history == "branch":
+        return None  # the turns of branches are not one conversation: their lengths are replayed
+    return read_turns(run, trained, environment, config.sampling.max_response_tokens)
 
 
 def _curve_of_turns(
