@@ -43,7 +43,7 @@ def setup_of(measured: Measured, config: RunConfig | None = None) -> Setup:
             p.max_staleness,
             p.consumption,
             p.keep_kv,
-            "off" if config.environment.factory or config.environment.by_url else p.repack,
+            "off" if config.environment.stays else p.repack,
             relays=True,
             isolated=True,
             overlapped=True,
