@@ -1,6 +1,6 @@
 """Trajectories of five turns whose tools are slow, fail and hang, on emulated engines: what waiting costs.
 
-    python bench/environments.py --json environments.json     six runs of 1,800 emulated seconds: 20 minutes
+    python bench/environments.py --json environments.json     seven runs of 1,800 emulated seconds: 23 minutes
     python bench/environments.py --only tools,batch --emulated-seconds 900
 
 EMULATED: the engines (laminar_hpc/emulation) generate nothing. Real: controller, store, rollout workers,
@@ -12,7 +12,8 @@ Qwen2.5-7B on one H800 per replica. A call takes log-normal time (slow_tools.py)
     tools      functions as tools, each trajectory on its own, with repack
     still      the same without repack
     faults     as tools: 10 % of the calls fail, 1 % hang
-    shelves    environments with a state, a process each
+    shelves    environments with a state, a process each, half as many at once; with repack
+    fixed      the same without repack
     broken     as shelves: 10 % end their process at some moment, 1 % hang
 
 trajectory_over_batch_waiting   drawn tokens per second of what has ended, tools over batch; goal >= 2
@@ -77,6 +78,7 @@ KINDS = {
     "still": Kind(repack="off"),
     "faults": Kind(faults=True),
     "shelves": Kind(shelves=True, sessions=CONCURRENT // 2),
+    "fixed": Kind(shelves=True, repack="off", sessions=CONCURRENT // 2),
     "broken": Kind(shelves=True, faults=True, sessions=CONCURRENT // 2),
 }
 
@@ -123,7 +125,7 @@ def settings(folder: Path, kind: Kind, scale: float) -> RunConfig:
     p.local_batch_groups = kind.sessions // config.algorithm.samples_per_prompt
     v.max_turns, v.timeout_seconds, v.max_seconds = TURNS, HUNG / scale, 1e5
     if kind.shelves:
-        v.factory, config.reward.function, p.repack = "slow_tools.Shelf", "", "off"
+        v.factory, config.reward.function = "slow_tools.Shelf", ""
     else:
         v.tools, config.reward.function = ["slow_tools.look"], "slow_tools.reward"
     return config
