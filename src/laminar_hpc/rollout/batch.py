@@ -120,6 +120,13 @@ class LocalBatch:
         """Those that wait for a tool."""
         return [work for work in self.works.values() if work.waits]
 
+    def comes(self, work: Work) -> None:
+        """It has moved here, and is this replica's from now on, also if the batch has failed just now."""
+        self.works[work.trajectory_id] = work
+        if not self.under_way:
+            work.left = True
+            self.left.append(work)
+
     def fail(self, error: BaseException) -> None:
         """`run` raises `error`; what is under way stands in `left`."""
         if self._over is not None and not self._over.done():
