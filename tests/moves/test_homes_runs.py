@@ -115,7 +115,7 @@ def test_moves_and_deaths(config: RunConfig, answers: list[Answer], hurt: Hurt |
             hurt(stand, len(deaths) - 1)
 
     stand = Stand(config, each_turn=each_turn)
-    stand.run(150)
+    stand.run(300)
     found = trajectories(config)
     names = [assert_of_one_environment(config, whole) for whole in found]
     assert len(set(names)) == len(names), "no environment is in two responses"
