@@ -10,10 +10,11 @@ from stand import small_config
 
 from laminar_hpc.cluster.context import RoleContext
 from laminar_hpc.engine.factory import engine_factory
+from laminar_hpc.engine.interface import EngineDied
 from laminar_hpc.messages.data import Message, Partial, PromptGroup, Sample
 from laminar_hpc.messages.membership import Welcome
-from laminar_hpc.messages.moves import Import, MoveFailed, Reserve, Reserved
-from laminar_hpc.messages.rollouts import Grant
+from laminar_hpc.messages.moves import Import, Imported, MoveCommit, MoveFailed, Reserve, Reserved
+from laminar_hpc.messages.rollouts import Grant, Lost
 from laminar_hpc.observability.trace import Trace
 from laminar_hpc.rollout.batch import LocalBatch
 from laminar_hpc.rollout.engine_lives import EngineLives
@@ -89,4 +90,30 @@ async def test_a_message_does_not_keep_a_move_alive(tmp_path: Path) -> None:
     running.cancel()
     ended, _ = await asyncio.wait([running], timeout=5)
     assert ended, "the batch waits for the move"
+    await here.engines.current.stop()
+
+
+@pytest.mark.parametrize("turns", range(-4, 8))
+async def test_what_comes_while_the_engine_dies_is_handed_over(tmp_path: Path, turns: int) -> None:
+    """The commit of its move comes so many turns of the loop before the engine dies, or behind that: it goes
+    on elsewhere with the batch's own trajectory, or the controller hears that it is lost."""
+    here = OneBatch(tmp_path)
+    running = await here.begin(tmp_path)
+    here.reserve("m")
+    await here.until_said(Reserved)
+    here.migration.arrived(Import("m", Partial()))
+    await here.until_said(Imported)
+    both = [
+        lambda: here.migration.arrived(MoveCommit("m", 1)),
+        lambda: here.batch.fail(EngineDied("it died")),
+    ]
+    first, second = both if turns >= 0 else reversed(both)
+    first()
+    for _ in range(abs(turns)):
+        await asyncio.sleep(0)
+    second()
+    with pytest.raises(EngineDied):
+        await running
+    left = sorted(work.trajectory_id for work in here.batch.left)
+    assert left == [7, 8] or (left == [7] and Lost(8, 1, "its engine failed while it came here") in here.said)
     await here.engines.current.stop()

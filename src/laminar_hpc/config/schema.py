@@ -150,7 +150,7 @@ class EnvironmentConfig:
     @property
     def stays(self) -> bool:
         """Trajectories end where they have begun, or begin again."""
-        return bool(self.factory or self.by_url or self.history == "branch")
+        return self.by_url or self.history == "branch"
 
     @property
     def by_url(self) -> bool:

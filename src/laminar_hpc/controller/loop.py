@@ -35,6 +35,7 @@ from laminar_hpc.controller.dispatcher import Dispatcher
 from laminar_hpc.controller.evaluations import Evaluations
 from laminar_hpc.controller.gang import Gang
 from laminar_hpc.controller.gone_writers import GoneWriters
+from laminar_hpc.controller.homes import Homes
 from laminar_hpc.controller.members import Member, Members
 from laminar_hpc.controller.membership import Membership
 from laminar_hpc.controller.migration import Migration
@@ -54,6 +55,7 @@ from laminar_hpc.controller.unsaid_words import take_up
 from laminar_hpc.controller.weights import Weights
 from laminar_hpc.messages.chain import LinkDown, RelayHas, StoreOpened
 from laminar_hpc.messages.data import Message
+from laminar_hpc.messages.homes import Ask
 from laminar_hpc.messages.membership import Failure, Goodbye, Hello, Ping, Pong, Stop, StopRequest
 from laminar_hpc.messages.moves import Answer, Imported, MoveFailed, MoveReady, Reserved
 from laminar_hpc.messages.publication import LaneSenders, NewWeightId, Published
@@ -134,6 +136,7 @@ class Controller:
         self.repacker = Repacker(shared, tracker, self.replicas, self.weights, self.migration)
         self.rescuer = Rescuer(shared, tracker, self.replicas, self.weights, self.pool, self.migration)
         self.answers = Answers(shared, tracker, self.pool)
+        self.homes = Homes(shared, tracker, self.replicas, self.pool)
         self.departures = Departures(shared, tracker, self.replicas, self.pool, self.migration, self.rescuer)
         self.continuation = Continuation(store, self.state, evaluations)
         awaited, last_word = set[int](), 0.0
@@ -145,7 +148,9 @@ class Controller:
             shared, tracker, evaluations, self.replicas, self.weights, self.rescuer, probes, self.crew, first
         )
         self.scorers = Scorers(shared, tracker, self.replicas)
-        self.reports = TrajectoryReports(shared, tracker, evaluations, self.pool, self.rescuer, self.scorers)
+        self.reports = TrajectoryReports(
+            shared, tracker, evaluations, self.pool, self.rescuer, self.scorers, self.homes
+        )
         self.archiving = None if replay else Archiving(shared, store, self.gone)
         self.training = Training(
             shared,
@@ -203,6 +208,7 @@ class Controller:
             Imported: self.migration.on_imported,
             MoveFailed: self.migration.on_move_failed,
             Answer: self.answers.on_answer,
+            Ask: self.homes.on_ask,
         }
         return {
             "trainer": everyone | trainer | links,
@@ -272,6 +278,7 @@ class Controller:
         self.weights.update_chains()
         self.training.answer_trainer()
         self.scorers.assign()
+        self.homes.let_go()
         self.dispatcher.dispatch()
         self.migration.call_off_late(now)
         self.departures.move_away()
@@ -298,6 +305,7 @@ class Controller:
 
     def on_leaving(self, member: Member, leaving: Leaving) -> None:
         self.departures.on_leaving(member, leaving)
+        self.homes.replica_lost(member.hello.index)
         self.dispatcher.replica_lost(member.hello.index)
 
     def on_relay_has(self, member: Member, has: RelayHas) -> None:
@@ -331,6 +339,7 @@ class Controller:
         self.replicas.forget(index)
         self.crew.lost(index)
         self.dispatcher.replica_lost(index)
+        self.homes.replica_lost(index)
         trajectories = self.rescuer.replica_lost(index)
         self.scorers.replica_lost(index)
         if self.evaluations:

@@ -6,6 +6,7 @@ same weights; what is not starts again from its prompt.
 """
 
 from laminar_hpc.messages.data import TOKEN_BYTES, Partial
+from laminar_hpc.messages.homes import replica_of
 from laminar_hpc.messages.moves import Answer
 from laminar_hpc.messages.rollouts import Increment
 
@@ -16,15 +17,18 @@ class PartialPool:
     def __init__(self) -> None:
         self._held: dict[int, tuple[int, Partial]] = {}  # trajectory -> (attempt, response so far)
         self.tokens = 0
+        self._left: list[str] = []  # environments that stay somewhere, of what has ended or begun again
 
     def add(self, more: Increment) -> None:
-        """Appends; what does not follow on the attempt's tokens here is left out, as it would leave a gap."""
+        """Appends; what does not follow on the attempt's tokens here is left out, as it would leave a gap.
+        From 0 on it is all that there is: its owner has begun it again, or tells a new controller."""
         attempt, partial = self._held.get(more.trajectory_id, (None, Partial()))
-        if attempt != more.attempt:
-            if more.start or (attempt is not None and attempt > more.attempt):
-                return
-            self.drop(more.trajectory_id)
-            partial = Partial()
+        if attempt != more.attempt and (more.start or (attempt is not None and attempt > more.attempt)):
+            return
+        if more.start == 0:
+            moves = partial.moves if attempt == more.attempt else 0
+            self._take_out(more.trajectory_id, more.home)
+            partial = Partial(moves=moves)
         if more.start != partial.count:
             return
         partial.tokens += more.tokens
@@ -36,13 +40,13 @@ class PartialPool:
             else:
                 partial.spans.append(span)
         partial.time_started, partial.called = more.time_started, more.called
-        partial.awaits = more.awaits
+        partial.awaits, partial.home = more.awaits, more.home
         self._held[more.trajectory_id] = (more.attempt, partial)
         self.tokens += more.count
 
     def put(self, trajectory_id: int, attempt: int, partial: Partial) -> None:
         """All of a response so far, as it moves."""
-        self.drop(trajectory_id)
+        self._take_out(trajectory_id, partial.home)
         self._held[trajectory_id] = (attempt, partial)
         self.tokens += partial.count
 
@@ -70,10 +74,32 @@ class PartialPool:
 
     def drop(self, trajectory_id: int) -> int:
         """It has ended or starts again; returns how many tokens were held."""
+        return self._take_out(trajectory_id, "")
+
+    def forget_home(self, replica: int) -> list[tuple[int, str]]:
+        """What has its environment there cannot go on; returns (trajectory, what it awaits). A pass over
+        all."""
+        found = [
+            (i, p.awaits) for i, (_, p) in self._held.items() if p.home and replica_of(p.home) == replica
+        ]
+        for trajectory_id, _ in found:
+            self._take_out(trajectory_id, self._held[trajectory_id][1].home)
+        return found
+
+    def take_left(self) -> list[str]:
+        """The environments whose trajectories have ended or begun again since the last call."""
+        left, self._left = self._left, []
+        return left
+
+    def _take_out(self, trajectory_id: int, home: str) -> int:
+        """`home`: it keeps this environment."""
         _, partial = self._held.pop(trajectory_id, (None, None))
-        tokens = partial.count if partial else 0
-        self.tokens -= tokens
-        return tokens
+        if partial is None:
+            return 0
+        if partial.home not in ("", home):
+            self._left.append(partial.home)
+        self.tokens -= partial.count
+        return partial.count
 
     def __len__(self) -> int:
         return len(self._held)

@@ -7,6 +7,7 @@ import time
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.controller.evaluations import Evaluations
 from laminar_hpc.controller.groups import Group
+from laminar_hpc.controller.homes import Homes
 from laminar_hpc.controller.members import Member
 from laminar_hpc.controller.partials import PartialPool
 from laminar_hpc.controller.rescuer import Rescuer
@@ -35,9 +36,10 @@ class TrajectoryReports:
         pool: PartialPool,
         rescuer: Rescuer,
         scorers: Scorers,
+        homes: Homes,
     ) -> None:
         self._shared, self._tracker, self._evaluations = shared, tracker, evaluations
-        self._pool, self._rescuer, self._scorers = pool, rescuer, scorers
+        self._pool, self._rescuer, self._scorers, self._homes = pool, rescuer, scorers, homes
         self.reward_errors = RewardErrors(shared.config, shared.say)
         self._last_progress = 0.0
 
@@ -48,9 +50,14 @@ class TrajectoryReports:
         elif not is_sound(trajectory.place) or not trajectory.digest or trajectory.length < 1:
             reason = f"{member.name} names no place where its response is"
             self.on_lost(member, Lost(trajectory.trajectory_id, trajectory.attempt, reason))
+        elif (scorer := self._homes.grader(generated) if generated.home else member.hello.index) is None:
+            reason = "the replica with its environment was lost"
+            self.on_lost(member, Lost(trajectory.trajectory_id, trajectory.attempt, reason))
         else:
-            trajectory.replica = member.hello.index  # who is to score it
+            trajectory.replica = scorer
             if self._tracker.generated(trajectory, self._shared.state.trainer_step):
+                if generated.home:
+                    self._homes.grades(generated)
                 self._rescuer.trajectory_ended(trajectory.trajectory_id)
 
     def on_increment(self, _: Member, increment: Increment) -> None:

@@ -200,9 +200,13 @@ class ForkServer:
 
     async def _fork(self, together: bool) -> Worker:
         ours, theirs = socket.socketpair()
+
+        def forks() -> msgspec.Struct:
+            with theirs:  # closed here only: a caller that gives up must not free a number that is being sent
+                return self._request(Fork(together), (theirs.fileno(),))
+
         try:
-            with theirs:
-                forked = await asyncio.to_thread(self._request, Fork(together), (theirs.fileno(),))
+            forked = await asyncio.to_thread(forks)
             assert isinstance(forked, Forked)
             reader, writer = await asyncio.open_connection(sock=ours)
         except BaseException:

@@ -41,7 +41,8 @@ class Partial(msgspec.Struct):
     little-endian, one of each per token; moves that it has made. Tokens in no span were given by the
     environment: they are not trained, and their log-prob is 0. `called`: the calls of its last turn may have
     been made, and their results are not here. `awaits`: then the name of the Answer that will bring them
-    from the replica where they are made, "" = none will."""
+    from the replica where they are made, "" = none will. `home`: the name of its environment, which stays
+    with the replica that made it (messages/homes.py), "" = it has none that stays."""
 
     tokens: bytes = b""
     logprobs: bytes = b""
@@ -50,6 +51,7 @@ class Partial(msgspec.Struct):
     moves: int = 0
     called: bool = False
     awaits: str = ""
+    home: str = ""
 
     @property
     def count(self) -> int:

@@ -85,7 +85,7 @@ class Answer(Message):
     """What came of the calls of a trajectory that has moved while they were made. From the replica that made
     them to the controller, and from it to whoever has the trajectory by now. `name`: what its Partial awaits;
     `tokens`: int32, what stands behind its turn. `failed`, `seconds`: of the calls, how many, and their time.
-    `error`: there will be no answer."""
+    `error`: there will be no answer; `failed_environment`: because that has failed."""
 
     trajectory_id: int
     name: str
@@ -93,3 +93,4 @@ class Answer(Message):
     failed: int = 0
     seconds: float = 0.0
     error: str = ""
+    failed_environment: bool = False

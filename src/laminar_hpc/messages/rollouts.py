@@ -66,10 +66,13 @@ class NotLoaded(Message):
 
 class Generated(Message):
     """The last token of a trajectory was generated, and its response is in a payload file, on the disk: it is
-    never generated again. Its score follows in Scored."""
+    never generated again. Its score follows in Scored. `home`: its environment, with another replica, which
+    grades it; `figures` of its turns go with its score."""
 
     trajectory: Trajectory
     evaluation: str = ""
+    home: str = ""
+    figures: dict[str, float] = msgspec.field(default_factory=dict)
 
 
 class Scored(Message):
@@ -87,12 +90,14 @@ class Scored(Message):
 class ScoreOrder(Message):
     """Controller to a replica: score this response, whose own replica has died before its score came. `group`
     is without samples. Answer: Scored; the first that comes counts. Or Lost, where `place` does not hold the
-    response any more."""
+    response any more. `home`, `figures`: as in Generated; that environment grades it."""
 
     trajectory_id: int
     attempt: int
     group: PromptGroup
     place: Place
+    home: str = ""
+    figures: dict[str, float] = msgspec.field(default_factory=dict)
 
 
 class Lost(Message):
@@ -140,6 +145,7 @@ class Increment(Message):
     time_started: float
     called: bool = False  # as in Partial
     awaits: str = ""
+    home: str = ""
 
     @property
     def count(self) -> int:

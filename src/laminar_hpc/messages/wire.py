@@ -13,6 +13,7 @@ from laminar_hpc.messages.chain import (
     StoreOpened,
 )
 from laminar_hpc.messages.data import Message, ScorePart
+from laminar_hpc.messages.homes import Ask, LetGo
 from laminar_hpc.messages.membership import (
     Failure,
     GangEnded,
@@ -94,6 +95,8 @@ AnyMessage = (
     | Grant
     | RequestWork
     | WeightsOpened
+    | Ask
+    | LetGo
     | Answer
     | MoveFailed
     | MoveAbort

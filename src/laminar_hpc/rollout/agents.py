@@ -4,7 +4,7 @@
        request -> its new messages are given -> turn -> the answer -> ... next request
 
 The trajectory's prompt is the first token of every conversation; what the agent writes, from its first
-message on, is given. It does not move: it goes on here, or begins again elsewhere, as one of a factory does.
+message on, is given. It does not move: it goes on here, or begins again elsewhere.
 """
 
 import asyncio

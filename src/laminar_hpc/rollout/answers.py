@@ -18,6 +18,7 @@ from typing import Any
 from laminar_hpc.cluster.channel import Channel
 from laminar_hpc.messages.moves import Answer
 from laminar_hpc.rollout.work import Outcome, Work
+from laminar_hpc.turns.session import EnvironmentFailed
 
 WAY_SECONDS = 30.0  # of an Answer from another replica, beyond the time of its calls
 _REMEMBERED = 4096  # Answers that nobody has asked for yet
@@ -57,7 +58,7 @@ class Answers:
                 calls.cancel()
 
     async def made_elsewhere(self, work: Work, seconds: float) -> Answer:
-        """What another replica tells of calls that take at most so long. Raises Ended."""
+        """What another replica tells of calls that take at most so long. Raises Ended, EnvironmentFailed."""
         name = work.partial.awaits
         try:
             return await self._awaited(work, name, self._told(name), seconds + WAY_SECONDS)
@@ -117,7 +118,9 @@ class Answers:
         finally:
             work.waits = False
             work.ordered.clear()
-        if (found := answer.result()).error:
+        if (found := answer.result()).failed_environment:
+            raise EnvironmentFailed(found.error)
+        if found.error:
             raise Ended(Outcome(lost=found.error))
         return found
 
@@ -153,6 +156,8 @@ class Answers:
     async def _tell(self, trajectory_id: int, name: str, answer: asyncio.Future[Answer]) -> None:
         try:
             found = await answer
+        except EnvironmentFailed as error:
+            found = Answer(trajectory_id, name, error=str(error), failed_environment=True)
         except Exception as error:  # no process can be started any more: this replica is about to end
             found = Answer(trajectory_id, name, error=f"{type(error).__name__}: {error}")
         try:

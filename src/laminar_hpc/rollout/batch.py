@@ -120,6 +120,13 @@ class LocalBatch:
         """Those that wait for a tool."""
         return [work for work in self.works.values() if work.waits]
 
+    def comes(self, work: Work) -> None:
+        """It has moved here, and is this replica's from now on, also if the batch has failed just now."""
+        self.works[work.trajectory_id] = work
+        if not self.under_way:
+            work.left = True
+            self.left.append(work)
+
     def fail(self, error: BaseException) -> None:
         """`run` raises `error`; what is under way stands in `left`."""
         if self._over is not None and not self._over.done():
@@ -219,7 +226,7 @@ class LocalBatch:
             known = work.so_far
             if known.count and not work.evaluation:
                 told = (work.trajectory_id, work.attempt, 0, known.tokens, known.logprobs, known.spans)
-                called = known.time_started, known.called, known.awaits
+                called = known.time_started, known.called, known.awaits, known.home
                 self.context.channel.send(Increment(*told, *called))
 
     def _judged(self, work: Work) -> Outcome:
@@ -238,8 +245,10 @@ class LocalBatch:
             nonlocal start
             self.progress += 1
             end, told = start + len(tokens), columns(tokens, logprobs)
-            spans, begun = [VersionSpan(weight_id, start, end)], work.partial.time_started
-            self.context.channel.send(Increment(work.trajectory_id, work.attempt, start, *told, spans, begun))
+            spans, so_far = [VersionSpan(weight_id, start, end)], work.partial
+            more = Increment(work.trajectory_id, work.attempt, start, *told, spans, so_far.time_started)
+            more.home = so_far.home
+            self.context.channel.send(more)
             start = work.told = end
             work.streamed(weight_id, *told)
 

@@ -49,6 +49,8 @@ class Departure:
         if self._task is None:
             logger.info("rollout %d was told to end", self._context.index)
             self.say()
+            for work in self._batch.works.values():  # its environment ends here
+                work.bound = work.bound or (bool(work.partial.home) and work.session is not None)
             self._task = asyncio.create_task(self._run())
             self._task.add_done_callback(self._done)
 

@@ -6,11 +6,12 @@
            batch nears its end elsewhere, so that nobody waits for it
 
 A trajectory that waits for a tool holds its replica's weights (it counts as in flight) and no place among
-the requests; its KV cache stays in the engine's prefix cache, under its weight id. One with an environment of
-a factory does not move: it goes on here, or begins again elsewhere. One with functions moves, also while it
+the requests; its KV cache stays in the engine's prefix cache, under its weight id. It moves, also while it
 waits: its calls are made to their end here, and what came of them follows it (answers.py). It is rescued from
-its tokens; if a replica died while it made its calls, it begins again, so that no call is made twice. With
-environment.history=branch none moves: each has its turns as messages (turns/history.py).
+its tokens; if a replica died while it made its calls, it begins again, so that no call is made twice. An
+environment of a factory stays here when its trajectory moves, and is asked from there (homes.py). Where an
+agent asks for the turns nothing moves, nor with environment.history=branch: each has its turns as messages
+(turns/history.py).
 """
 
 import asyncio
@@ -18,6 +19,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -25,18 +27,21 @@ import numpy as np
 from laminar_hpc.cluster.context import RoleContext
 from laminar_hpc.config.rewards import reward_functions
 from laminar_hpc.data.tokens import TextDecoder
+from laminar_hpc.engine.interface import EngineDied, EngineHangs
 from laminar_hpc.environments.reward_pool import Score
 from laminar_hpc.messages.data import Partial, VersionSpan
+from laminar_hpc.messages.homes import Ask, replica_of
 from laminar_hpc.messages.moves import Answer
 from laminar_hpc.messages.rollouts import Increment
 from laminar_hpc.payload.layout import Tokens, tokens_array
 from laminar_hpc.rollout.answers import Answers, Ended, name_of
 from laminar_hpc.rollout.batch import Turn
+from laminar_hpc.rollout.homes import Home, Homes
 from laminar_hpc.rollout.work import Outcome, Work, tokens_of
 from laminar_hpc.turns.calls import Malformed, ToolCall
 from laminar_hpc.turns.conversation import ToolResult
 from laminar_hpc.turns.dialogue import Dialogue, with_answers
-from laminar_hpc.turns.episode import Episode, begins_again, patient
+from laminar_hpc.turns.episode import BUSY_SHARE, Episode, begins_again, patient
 from laminar_hpc.turns.history import History
 from laminar_hpc.turns.pool import EnvironmentPool, environment_of
 from laminar_hpc.turns.session import EnvironmentFailed, EnvironmentHangs, Session
@@ -61,9 +66,12 @@ class Episodes:
     def __init__(self, context: RoleContext, stop_ids: Sequence[int]) -> None:
         self.context, self.limits = context, context.config.environment
         self.bound, self.branches = self.limits.stays, self.limits.history == "branch"
+        self.stateful = bool(self.limits.factory) and not self.bound
         own = bool(self.limits.factory or self.limits.by_url)
         self.grades = own and not reward_functions(context.config.reward)
         self.pool, self.answers = EnvironmentPool(self.limits), Answers(context.channel)
+        kept = self.limits.max_seconds + self.limits.timeout_seconds
+        self.homes = Homes(context.index, context.channel, self._made_for_others, kept)
         self._stop_ids, self._model = frozenset(stop_ids), Path(context.config.model.path)
         self._decoder = TextDecoder(self._model)
         self.young: Callable[[], bool] = lambda: True  # of the local batch most is still under way
@@ -82,7 +90,13 @@ class Episodes:
     async def close(self) -> None:
         """Ends all environments."""
         await self.answers.close()
+        await self.homes.close()
         await self.pool.close()
+
+    @property
+    def for_others(self) -> bool:
+        """Calls are made here, or environments are here, for trajectories that are elsewhere."""
+        return self.answers.made_for_others or self.homes.for_others
 
     # ---- one trajectory ------------------------------------------------------------------------------------
 
@@ -105,50 +119,78 @@ class Episodes:
         return Outcome(lost=f"its environment failed {tries} times, at last: {why}")
 
     async def _episode(self, work: Work, turn: Turn) -> Outcome:
-        work.episode = Episode(self.limits, work.partial.time_started or time.time())
-        if (why := self._resumed(work, work.episode)) is not None:
-            return Outcome(lost=why)
-        work.bound, whole = self.bound, False
+        whole = stays = False
         try:
-            t0 = time.time()
-            await self._begin(work)
-            work.episode.reset(t0, time.time() - t0)
-            if self._ends_a_turn(work.partial):
-                work.finish_reason = "stop"
-                work.episode.turns += 1
-                if not await self._answered(work, work.episode):
-                    whole = True
-                    return Outcome()
-            seen = 0  # tokens that this engine has had
-            while True:
-                work.cached_tokens, before, t0 = 0, work.partial.tokens, time.time()
-                outcome = await turn(work)
-                if outcome.moved_away or outcome.lost is not None:
-                    return outcome
-                if not work.partial.tokens.startswith(before):
-                    return Outcome(lost="its earlier turns are not what they were")
-                work.episode.waited(work.waited)
-                work.episode.turn(seen, work.cached_tokens, time.time() - t0 - work.waited)
-                seen = len(work.sequence)
-                if not await self._answered(work, work.episode):
-                    whole = True
-                    return outcome
-                seen = 0 if work.history is not None and work.history.anew else seen
+            outcome = await self._turns(work, turn)
+            whole = not outcome.moved_away and outcome.lost is None
+            stays = outcome.moved_away
+            return outcome
+        except Ended as ended:
+            stays = ended.outcome.moved_away
+            raise
+        except (asyncio.CancelledError, EngineDied, EngineHangs):
+            stays = not work.bound
+            raise
         finally:
-            if not whole and work.session is not None:  # else `grade` or `let_go` follows
+            if whole:  # `grade` or `let_go` follows
+                self.homes.take(work.partial.home)
+            elif stays and self.stateful and not (work.dropped or work.evaluation):
+                self.homes.leaves(work)
+            else:
                 self.let_go(work)
 
-    async def _begin(self, work: Work) -> None:
+    async def _turns(self, work: Work, turn: Turn) -> Outcome:
+        work.episode = Episode(self.limits, work.partial.time_started or time.time())
+        work.bound = self.bound
+        if self.stateful and not self._finds_home(work):
+            work.begin_again()
+        if (why := self._resumed(work, work.episode)) is not None:
+            return Outcome(lost=why)
+        if not work.partial.home:
+            await self._begin(work, work.episode)
+        if self._ends_a_turn(work.partial):
+            work.finish_reason = "stop"
+            work.episode.turns += 1
+            if not await self._answered(work, work.episode):
+                return Outcome()
+        seen = 0  # tokens that this engine has had
+        while True:
+            work.cached_tokens, before, t0 = 0, work.partial.tokens, time.time()
+            outcome = await turn(work)
+            if outcome.moved_away or outcome.lost is not None:
+                return outcome
+            if not work.partial.tokens.startswith(before):
+                return Outcome(lost="its earlier turns are not what they were")
+            work.episode.waited(work.waited)
+            work.episode.turn(seen, work.cached_tokens, time.time() - t0 - work.waited)
+            seen = len(work.sequence)
+            if not await self._answered(work, work.episode):
+                return outcome
+            seen = 0 if work.history is not None and work.history.anew else seen
+
+    def _finds_home(self, work: Work) -> bool:
+        """Whether its environment is where its tokens say; if not, it begins again."""
+        home = work.partial.home
+        here = replica_of(home) == self.context.index
+        return self.homes.back(work) if here else bool(home)
+
+    async def _begin(self, work: Work, episode: Episode) -> None:
         """Its environment is reset; what reset says stands behind the prompt."""
+        t0 = time.time()
         with self._recorded(work, "reset" if self.limits.factory else ""):
             work.session = await self.pool.open(work.group.row, work.patient)
+        episode.reset(t0, time.time() - t0)
         if self.limits.factory:
-            opening = self._dialogue(work).conversation.opening(work.session.observation or "")
+            if self.stateful:
+                self.homes.begin(work)
+            opening = self._dialogue(work.group.row).conversation.opening(work.session.observation or "")
             if len(opening) >= work.room:
                 raise EnvironmentFailed(f"reset: its text leaves no room of {work.room} tokens to answer")
             work.give(opening)
+            work.told = 0
+            self._tell(work)
         if self.branches:
-            work.history = History(self._dialogue(work).conversation, self._text(work.sequence))
+            work.history = History(self._dialogue(work.group.row).conversation, self._text(work.sequence))
 
     def _resumed(self, work: Work, episode: Episode) -> str | None:
         """Counts what is known of one that comes from elsewhere. Why it cannot go on."""
@@ -176,18 +218,10 @@ class Episodes:
         if not found:
             return False
         names = [call.name for call in found] if isinstance(found, list) else []
-        made_elsewhere = work.partial.awaits
-        if not made_elsewhere and (limit := episode.limit(names, time.time())):
+        if not work.partial.awaits and (limit := episode.limit(names, time.time())):
             work.finish_reason = limit
             return False
-        work.partial.called = True
-        self._tell(work)
-        if made_elsewhere:
-            seconds = max(1, len(names)) * self.limits.timeout_seconds
-            answer = await self.answers.made_elsewhere(work, seconds)
-        else:
-            name = name_of(self.context.index, work.trajectory_id, work.attempt, work.partial.count)
-            answer = await self.answers.made_here(work, name, self._made(work, name, found, names))
+        answer = await self._answer(work, found, names)
         episode.called(names, answer.failed, answer.seconds)
         given = np.frombuffer(answer.tokens, "<i4").tolist()
         if len(given) >= work.room:
@@ -199,19 +233,49 @@ class Episodes:
         self._tell(work)
         return True
 
+    async def _answer(self, work: Work, found: list[ToolCall] | Malformed, names: list[str]) -> Answer:
+        """What the calls of its last turn come to, wherever they are made; the controller knows of them
+        before. Raises Ended and EnvironmentFailed."""
+        part, last = work.partial, int(tokens_of(work.partial)[-1])
+        away = self.stateful and work.session is None and isinstance(found, list)
+        maker = replica_of(part.home) if away else self.context.index
+        name = part.awaits or name_of(maker, work.trajectory_id, work.attempt, part.count)
+        elsewhere = bool(part.awaits) or away
+        part.called, part.awaits = True, name if elsewhere else ""
+        self._tell(work)
+        if not elsewhere:
+            making = self._made(work, work.session, name, found, last)
+            return await self.answers.made_here(work, name, making)
+        if self.stateful and isinstance(found, list):  # the same name is called once
+            calls = [(call.name, call.arguments) for call in found]
+            self.context.channel.send(Ask(work.trajectory_id, part.home, name, calls, last))
+        waiting = self.answers.made_elsewhere(work, max(1, len(names)) * self.limits.timeout_seconds)
+        if not away:  # who makes them records them
+            return await waiting
+        with self._recorded(work, _what(found)):
+            return await waiting
+
     async def _made(
-        self, work: Work, name: str, found: list[ToolCall] | Malformed, names: list[str]
+        self,
+        work: Work,
+        session: Session | None,
+        name: str,
+        found: list[ToolCall] | Malformed,
+        last: int,
     ) -> Answer:
         """The calls of its last turn."""
-        t0, last, session = time.time(), int(tokens_of(work.partial)[-1]), work.session
-        assert session is not None
-        with self._recorded(work, ",".join(names) or "malformed"):
-            results = await self._results(session, found)
-        failed = sum(is_error(result.content) for result in results)
+        t0 = time.time()
+        self.homes.calls(work, name)
+        try:
+            with self._recorded(work, _what(found)):
+                results = await self._results(session, found)
+        except EnvironmentFailed:
+            self.homes.failed(work)
+            raise
         given = self._behind(work, results)
-        if given is None:
-            given = self._dialogue(work).conversation.between(last, results)
-        return Answer(work.trajectory_id, name, tokens_array(given).tobytes(), failed, time.time() - t0)
+        answer = self._told(work.trajectory_id, name, work.group.row, results, last, t0, given)
+        self.homes.calls(work, name, answer)
+        return answer
 
     def _behind(self, work: Work, results: list[ToolResult]) -> list[int] | None:
         """What begins a branch, where the template has rewritten earlier turns."""
@@ -225,20 +289,46 @@ class Episodes:
     def _text(self, tokens: Tokens) -> str:
         return self._decoder.text(tokens.tolist(), specials=True)
 
-    async def _results(self, session: Session, found: list[ToolCall] | Malformed) -> list[ToolResult]:
+    async def _made_for_others(self, home: Home, ask: Ask) -> Answer:
+        """Calls in an environment here whose trajectory is elsewhere."""
+        t0 = time.time()
+        found = [ToolCall(name, arguments) for name, arguments in ask.calls]
+        results = await self._results(home.session, found)
+        answer = self._told(ask.trajectory_id, ask.name, home.row, results, ask.last, t0)
+        home.episode.worked_seconds += answer.seconds
+        return answer
+
+    def _told(
+        self,
+        trajectory_id: int,
+        name: str,
+        row: dict,
+        results: list[ToolResult],
+        last: int,
+        t0: float,
+        given: list[int] | None = None,
+    ) -> Answer:
+        """`last`: the token that they stand behind; `t0`: when the calls began; `given`: in place of them."""
+        failed = sum(is_error(result.content) for result in results)
+        if given is None:
+            given = self._dialogue(row).conversation.between(last, results)
+        return Answer(trajectory_id, name, tokens_array(given).tobytes(), failed, time.time() - t0)
+
+    async def _results(self, session: Session | None, found: list[ToolCall] | Malformed) -> list[ToolResult]:
         """One after the other, as they may depend on each other."""
         if isinstance(found, Malformed):
             return [ToolResult("error", error_text(found.reason))]
+        assert session is not None
         return [ToolResult(call.name, await session.call(call.name, call.arguments)) for call in found]
 
-    def _dialogue(self, work: Work) -> Dialogue:
-        return self._talks[environment_of(self.limits, work.group.row)]
+    def _dialogue(self, row: dict) -> Dialogue:
+        return self._talks[environment_of(self.limits, row)]
 
     def _calls(self, work: Work, span: VersionSpan) -> list[ToolCall] | Malformed:
         """Of one turn, whose stop token is no part of a call."""
         tokens = tokens_of(work.partial)[span.start : span.end].tolist()
         said = tokens[:-1] if tokens[-1] in self._stop_ids else tokens
-        parser = self._dialogue(work).parser
+        parser = self._dialogue(work.group.row).parser
         assert parser is not None
         return parser.calls(self._decoder.text(said, specials=True))
 
@@ -251,7 +341,7 @@ class Episodes:
         spans = [VersionSpan(s.weight_id, max(s.start, start), s.end) for s in part.spans if s.end > start]
         columns = part.tokens[4 * start :], part.logprobs[4 * start :]
         told = (work.trajectory_id, work.attempt, start, *columns, spans, part.time_started)
-        self.context.channel.send(Increment(*told, part.called, part.awaits))
+        self.context.channel.send(Increment(*told, part.called, part.awaits, part.home))
         work.told = part.count
 
     @contextlib.contextmanager
@@ -275,12 +365,34 @@ class Episodes:
 
     async def grade(self, work: Work) -> Score:
         """By the environment's get_reward. Raises EnvironmentFailed."""
-        assert work.session is not None and work.episode is not None
-        result = await work.session.reward()
-        return Score(result.reward or 0.0, result.parts, "", result.t0, result.t1)
+        assert work.session is not None
+        return await _reward(work.session)
+
+    def graded_elsewhere(self, work: Work) -> bool:
+        """Its environment grades it, and is with another replica."""
+        return self.stateful and self.grades and work.session is None
+
+    async def grade_of(self, home: Home, figures: dict[str, float]) -> Score:
+        """Of a trajectory that has ended elsewhere, with the figures of its episode. Raises
+        EnvironmentFailed."""
+        own = home.episode.figures(time.time())
+        busy = {name: own[name] for name in (BUSY_SHARE,) if name in own}
+        score = await _reward(home.session)
+        return replace(score, parts=score.parts | figures | busy)
 
     def let_go(self, work: Work) -> None:
         """Its environment is not needed any more."""
+        self.homes.take(work.partial.home)
         if work.session is not None:
             work.session.close()
             work.session = None
+
+
+def _what(found: list[ToolCall] | Malformed) -> str:
+    """The calls of a turn, in the trace."""
+    return "malformed" if isinstance(found, Malformed) else ",".join(call.name for call in found)
+
+
+async def _reward(session: Session) -> Score:
+    result = await session.reward()
+    return Score(result.reward or 0.0, result.parts, "", result.t0, result.t1)

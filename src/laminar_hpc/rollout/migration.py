@@ -197,6 +197,7 @@ class ReplicaMigration:
             reserve.max_response_tokens,
             partial=msgspec.structs.replace(partial, moves=partial.moves + 1),
         )
+        self.batch.comes(work)
         # The request goes in before the commit: until it has the KV, the move holds it.
         parts = [self.batch.one(work), *([self._engine.kv_commit(move_id)] if reserve.kv else [])]
         tasks = [asyncio.create_task(part) for part in parts]

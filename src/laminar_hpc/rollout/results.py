@@ -4,11 +4,12 @@ Owned by worker.py. A response goes into a payload file, and Generated out behin
 """
 
 import logging
+import time
 from collections.abc import Callable, Iterable
 from functools import partial
 
 from laminar_hpc.cluster.context import RoleContext
-from laminar_hpc.messages.data import Place, Trajectory
+from laminar_hpc.messages.data import Place
 from laminar_hpc.messages.rollouts import Generated, Lost, Unfinished
 from laminar_hpc.payload.writer import PayloadWriter
 from laminar_hpc.rollout.health import BatchHealth
@@ -51,10 +52,13 @@ class Results:
         """Of an evaluation nothing is kept but the score."""
         response = packed(work)
         finished = trajectory(work, self._context.index, response)
+        generated = Generated(finished, work.evaluation)
         if work.evaluation:
-            self._context.channel.send(Generated(finished, work.evaluation))
-        else:
-            self._context.channel.send_after(self._payloads.append(response), partial(_stored, finished))
+            self._context.channel.send(generated)
+            return
+        if self._scoring.graded_elsewhere(work) and work.episode is not None:
+            generated.home, generated.figures = work.partial.home, work.episode.figures(time.time())
+        self._context.channel.send_after(self._payloads.append(response), partial(_stored, generated))
 
     def lost(self, work: Work, reason: str) -> None:
         """It is granted anew, to whomever."""
@@ -71,6 +75,6 @@ class Results:
                 self._context.channel.send(Unfinished(work.trajectory_id, work.attempt, work.so_far))
 
 
-def _stored(finished: Trajectory, place: Place) -> Generated:
-    finished.place = place
-    return Generated(finished)
+def _stored(generated: Generated, place: Place) -> Generated:
+    generated.trajectory.place = place
+    return generated

@@ -16,6 +16,7 @@ from laminar_hpc.messages.rollouts import Lost, Scored, ScoreOrder
 from laminar_hpc.payload.layout import Tokens, drawn, last_drawn
 from laminar_hpc.payload.reader import read
 from laminar_hpc.rollout.episodes import Episodes
+from laminar_hpc.rollout.homes import Home
 from laminar_hpc.rollout.work import Work, tokens_of
 from laminar_hpc.turns.session import EnvironmentFailed
 
@@ -48,18 +49,29 @@ class Scoring:
         return [sample for evaluation, sample in self._tasks.values() if not evaluation]
 
     def begin(self, work: Work) -> None:
-        """Of a complete response that was generated here. Scored is sent when the reward is there."""
+        """Of a complete response that was generated here. Scored is sent when the reward is there, by the
+        replica with its environment where that is another one."""
         sample = Sample(work.trajectory_id, work.attempt)
         if self.episodes is not None:
+            if self.graded_elsewhere(work):
+                return
             self._add(work.evaluation, sample, self._score_episode(self.episodes, work, sample))
             return
         whole = tokens_of(work.partial)
         self._add(work.evaluation, sample, self._score(work.evaluation, work.group, sample, whole))
 
+    def graded_elsewhere(self, work: Work) -> bool:
+        """Its environment is with another replica, and grades it there."""
+        return self.episodes is not None and self.episodes.graded_elsewhere(work)
+
     def begin_ordered(self, order: ScoreOrder) -> None:
         """Of a response that another replica has generated."""
         sample = Sample(order.trajectory_id, order.attempt)
-        self._add("", sample, self._score_ordered(order, sample))
+        home = self.episodes.homes.take(order.home) if self.episodes is not None and order.home else None
+        if self.episodes is not None and home is not None:
+            self._add("", sample, self._grade_home(self.episodes, home, order, sample))
+        else:
+            self._add("", sample, self._score_ordered(order, sample))
 
     def _add(self, evaluation: str, sample: Sample, scoring: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(scoring)
@@ -90,6 +102,16 @@ class Scoring:
             return
         answer = last_drawn(response.tokens, response.mask_runs)
         await self._score("", order.group, sample, answer)
+
+    async def _grade_home(self, episodes: Episodes, home: Home, order: ScoreOrder, sample: Sample) -> None:
+        """By an environment that has stayed here."""
+        try:
+            self._say("", sample, await episodes.grade_of(home, order.figures), {})
+        except EnvironmentFailed as error:
+            reason = f"its environment: {error}"
+            self.context.channel.send(Lost(sample.trajectory_id, sample.attempt, reason, ungraded=1))
+        finally:
+            home.session.close()
 
     async def _score_episode(self, episodes: Episodes, work: Work, sample: Sample) -> None:
         """Its environment's reward, or that of its last turn."""

@@ -97,7 +97,7 @@ class Work:
         before, more = self.partial, tokens_array(np.array(tokens, np.int32))
         zeros = logprobs_array(np.zeros(len(more)))
         joined = before.tokens + more.tobytes(), before.logprobs + zeros.tobytes()
-        self.partial = Partial(*joined, before.spans, before.time_started, before.moves)
+        self.partial = Partial(*joined, before.spans, before.time_started, before.moves, home=before.home)
 
     def branch(self) -> None:
         """What is given next begins a sequence of its own."""
@@ -175,7 +175,7 @@ def _joined(partial: Partial, more: Partial) -> Partial:
         else:
             spans.append(VersionSpan(span.weight_id, offset + span.start, offset + span.end))
     tokens, logprobs = partial.tokens + more.tokens, partial.logprobs + more.logprobs
-    return Partial(tokens, logprobs, spans, partial.time_started, partial.moves)
+    return Partial(tokens, logprobs, spans, partial.time_started, partial.moves, home=partial.home)
 
 
 def first_not_finite(partial: Partial) -> int | None:

@@ -31,6 +31,7 @@ from laminar_hpc.data.tokens import model_config, stop_token_ids
 from laminar_hpc.engine.interface import EngineDied, EngineFactory, EngineHangs
 from laminar_hpc.environments.reward_pool import RewardPool
 from laminar_hpc.messages.data import Message, Sample
+from laminar_hpc.messages.homes import Ask, LetGo
 from laminar_hpc.messages.membership import Welcome
 from laminar_hpc.messages.rollouts import (
     Drop,
@@ -168,6 +169,9 @@ class RolloutWorker:
             self._joined_anew()
             if self.departure.begun:
                 self.departure.say()
+        elif isinstance(item, Ask | LetGo):
+            if self.episodes:
+                self.episodes.homes.arrived(item)
         elif isinstance(item, Drop):
             self._drop({(sample.trajectory_id, sample.attempt) for sample in item.samples})
         else:
@@ -366,15 +370,15 @@ class RolloutWorker:
     async def _engine_fails(self, error: EngineHangs | EngineDied) -> None:
         """The engine is ended; the next turn starts another with its pull. What was generated goes on
         elsewhere from what is known of it. With an engine that has died the replica ends, unless tools are
-        called in it, whose results would be lost."""
-        answers = self.episodes.answers if self.episodes else None
-        if isinstance(error, EngineDied) and not (answers and answers.made_for_others):
+        called in it, whose results would be lost, or environments are in it."""
+        episodes = self.episodes
+        if isinstance(error, EngineDied) and not (episodes and episodes.for_others):
             raise error
         logger.error("%s", error)
         self.context.channel.send(EngineHung(str(error)))
         self.results.hand_over(self.batch.left, str(error))
-        if answers:
-            answers.go_on()
+        if episodes:
+            episodes.answers.go_on()
         self.state.abandoned()
         await self.weight_loader.replace()
         self.health.hung(error)

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 
 from laminar_hpc.config.schema import EnvironmentConfig
 
+_PREFIX = "environment."
+BUSY_SHARE = f"{_PREFIX}busy_share"
 ENDS = ("stop", "length", "turns", "calls", "time")  # finish reasons: the answer, or the limit that it met
 TRIES = 3  # of one trajectory at one replica, whose environment fails
 
@@ -100,4 +102,4 @@ class Episode:
             found["cached_share"] = self.cached_tokens / self.seen_tokens
         if self.opened and now > self.opened:
             found["busy_share"] = min(1.0, self.worked_seconds / (now - self.opened))
-        return {f"environment.{name}": float(value) for name, value in found.items()}
+        return {f"{_PREFIX}{name}": float(value) for name, value in found.items()}

@@ -1,0 +1,176 @@
+"""docs/architecture.md#stays at the controller, message by message: questions reach the replica that has the
+environment, which grades what has ended elsewhere and is let go once; with its loss the trajectory begins
+again."""
+
+import time
+from pathlib import Path
+
+import pytest
+from script import Script, samples_of
+from stand import small_config
+
+from laminar_hpc.messages.data import Message, Partial, ReplicaLoad, VersionSpan
+from laminar_hpc.messages.homes import Ask, LetGo
+from laminar_hpc.messages.membership import Ping
+from laminar_hpc.messages.moves import Answer, Import, Imported, MoveOrder, MoveReady, Reserve, Reserved
+from laminar_hpc.messages.rollouts import (
+    Generated,
+    Grant,
+    Increment,
+    Leaving,
+    Lost,
+    RequestWork,
+    Scored,
+    ScoreOrder,
+)
+from laminar_hpc.rollout.work import columns
+from made import Made, stored
+
+TOKENS = columns([1, 2, 3, 4], [-1.0] * 4)
+
+
+class Apart:
+    """Three replicas on weight id 0. One trajectory has moved from replica 0, where its environment is, to
+    replica 1."""
+
+    def __init__(self, folder: Path) -> None:
+        config = small_config(folder, replicas=3, steps=4)
+        config.algorithm.prompts_per_step, config.algorithm.samples_per_prompt = 6, 2
+        config.rollout.increment_tokens, config.pipeline.repack = 10, "reprefill"
+        self.script = Script(config)
+        self.script.publish(0, 0)
+        grants = []
+        for index in range(3):
+            self.script.rollout(index)
+            self.script.asks(index, 0)
+            grants.append(self.script.granted(index))
+            load = ReplicaLoad("draining", 0, 4, 0, kv_capacity=10_000, kv_tokens=100)
+            self.script.hear("rollout", index, Ping(load))
+        self.grant = grants[0]
+        assert isinstance(self.grant, Grant)
+        self.id = min(samples_of(self.grant))
+        self.home, self.name = f"0:{self.id}:0:0", f"0:{self.id}:1:4"
+        self._moves()
+
+    def _moves(self) -> None:
+        script = self.script
+        script.controller.migration.begin(self.id, 0, 0, 1, 0, 100, time.monotonic())
+        script.controller.turn()
+        reserve = self.sent(1, Reserve)[-1]
+        script.hear("rollout", 1, Reserved(reserve.move_id, ""))
+        order = self.sent(0, MoveOrder)[-1]
+        partial = Partial(*TOKENS, [VersionSpan(0, 0, 4)], 1.0, home=self.home)
+        script.hear("rollout", 0, MoveReady(order.move_id, partial))
+        assert self.sent(1, Import)[-1].partial.home == self.home
+        script.hear("rollout", 1, Imported(order.move_id, 0))
+
+    def sent(self, replica: int, kind: type[Message]) -> list:
+        return [m for m in self.script.hub.left.get(f"rollout:{replica}:", []) if isinstance(m, kind)]
+
+    def asks(self) -> Ask:
+        """Its holder, as a rollout does: what it awaits is known before it asks."""
+        empty = columns([], [])
+        told = Increment(self.id, 1, 4, *empty, [], 1.0, True, self.name, self.home)
+        ask = Ask(self.id, self.home, self.name, [("look", {"key": "k"})], 4)
+        self.script.hear("rollout", 1, told, ask)
+        return ask
+
+    def generates(self) -> Generated:
+        assert self.grant is not None
+        group = next(g for g in self.grant.groups if any(s.trajectory_id == self.id for s in g.samples))
+        made = Made(self.id, group.group_id, group.prompt_tokens, [1, 2, 3, 4], [-1.0] * 4, attempt=1)
+        trajectory = stored(Path(self.script.controller.config.run_dir), made)
+        generated = Generated(trajectory, home=self.home, figures={"environment.turns": 2.0})
+        self.script.hear("rollout", 1, generated)
+        return generated
+
+    def known(self) -> Partial | None:
+        return self.script.controller.pool.get(self.id, 1)
+
+    def state(self) -> tuple[int | None, int]:
+        return self.script.controller.tracker.owner(self.id)
+
+
+@pytest.fixture
+def apart(tmp_path: Path) -> Apart:
+    return Apart(tmp_path)
+
+
+def test_questions_and_answers_find_their_way(apart: Apart) -> None:
+    """To the environment, and to whoever has the trajectory: also another one, to which it was rescued."""
+    ask = apart.asks()
+    assert apart.sent(0, Ask) == [ask] and not apart.sent(1, Answer)
+    apart.script.dies(1)
+    reserves = [r for i in (0, 2) for r in apart.sent(i, Reserve) if r.trajectory_id == apart.id]
+    (reserve,) = reserves
+    rescuer = next(i for i in (0, 2) if reserve in apart.sent(i, Reserve))
+    apart.script.hear("rollout", rescuer, Reserved(reserve.move_id, ""))
+    (given,) = apart.sent(rescuer, Import)
+    assert (given.partial.home, given.partial.awaits) == (apart.home, apart.name)
+    apart.script.hear("rollout", rescuer, Imported(reserve.move_id, 0))
+    answer = Answer(apart.id, apart.name, b"\5\0\0\0")
+    apart.script.hear("rollout", 0, answer)
+    assert apart.sent(rescuer, Answer) == [answer] and not apart.sent(0, LetGo)
+
+
+def test_it_grades_what_has_ended_elsewhere(apart: Apart) -> None:
+    """It gets the order with the figures, before it is let go; its score counts."""
+    generated = apart.generates()
+    (order,) = apart.script.ordered(0)
+    assert (order.home, order.figures, order.attempt) == (apart.home, generated.figures, 1)
+    sent = apart.script.hub.left["rollout:0:"]
+    assert [m.home for m in sent if isinstance(m, LetGo)] == [apart.home]
+    assert apart.script.controller.tracker.holders.scoring(0) == [apart.id]
+    apart.script.hear("rollout", 0, Scored(apart.id, 1, 1.0, {}, "", 3.0))
+    assert not apart.script.controller.tracker.holders.scores(0)
+
+
+def test_the_grader_is_lost(apart: Apart) -> None:
+    """Before the trajectory has ended, or while it grades: the trajectory is generated again."""
+    apart.generates()
+    apart.script.dies(0)
+    apart.script.hear("rollout", 2, RequestWork(0))
+    orders = apart.script.ordered(1) + apart.script.ordered(2)
+    (order,) = [order for order in orders if order.trajectory_id == apart.id]
+    assert not order.home, "whoever is asked has no such environment, and says so"
+    apart.script.hear("rollout", 2, Lost(apart.id, 1, "its environment has ended with its replica"))
+    assert apart.script.controller.tracker.owner(apart.id)[0] is None
+    assert apart.id in apart.script.controller.tracker.holders.open_of(_group(apart))
+
+
+def test_it_ends_when_its_grader_is_gone(apart: Apart) -> None:
+    apart.script.dies(0)
+    apart.generates()
+    assert not apart.sent(0, ScoreOrder) and apart.id in apart.script.controller.tracker.holders.open_of(
+        _group(apart)
+    )
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_the_environment_is_lost(apart: Apart, leaves: bool) -> None:
+    """With its replica, or that is about to end: who waits is told, who asks is told, and what is known of
+    the trajectory is forgotten, so that it begins again."""
+    apart.asks()
+    apart.script.hear("rollout", 0, Leaving()) if leaves else apart.script.dies(0)
+    (told,) = apart.sent(1, Answer)
+    assert told.name == apart.name and "replica 0 was lost with its environment" in told.error
+    assert apart.known() is None and not apart.sent(0, LetGo)
+    questions = len(apart.sent(0, Ask))
+    apart.script.hear("rollout", 1, Ask(apart.id, apart.home, "0:1:1:9", [], 4))
+    assert "was lost" in apart.sent(1, Answer)[-1].error and len(apart.sent(0, Ask)) == questions
+
+
+def test_its_holder_begins_again(apart: Apart) -> None:
+    """With an environment of its own: the first is let go, and nothing of the first is left in the pool."""
+    again = Increment(apart.id, 1, 0, *columns([9], [0.0]), [], 0.0, home=f"1:{apart.id}:1:0")
+    apart.script.hear("rollout", 1, again)
+    assert [m.home for m in apart.sent(0, LetGo)] == [apart.home]
+    known = apart.known()
+    assert known is not None and known.count == 1 and known.home == again.home and not known.spans
+    apart.script.hear("rollout", 1, Lost(apart.id, 1, "its engine failed"))
+    assert [m.home for m in apart.sent(1, LetGo)] == [again.home] and apart.state()[0] is None
+
+
+def _group(apart: Apart) -> int:
+    assert apart.grant is not None
+    return next(g.group_id for g in apart.grant.groups if any(s.trajectory_id == apart.id for s in g.samples))
