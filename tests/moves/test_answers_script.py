@@ -107,8 +107,10 @@ def test_the_replica_that_makes_the_calls_is_lost(moving: Moving) -> None:
     assert known is not None and known.called and not known.awaits
 
 
-def test_the_owner_is_lost_while_it_waits(moving: Moving) -> None:
-    """Another one goes on with what is known: it still awaits the Answer, which then goes there."""
+@pytest.mark.parametrize("early", [False, True])
+def test_the_owner_is_lost_while_it_waits(moving: Moving, early: bool) -> None:
+    """Another one goes on with what is known: it still awaits the Answer, which then goes there; also if that
+    comes while the trajectory is on its way."""
     moving.moves(0, 0, 1)
     moving.script.dies(1)
     reserves = [r for i in (0, 2) for r in moving.sent(i, Reserve) if r.trajectory_id == moving.trajectory_id]
@@ -117,8 +119,14 @@ def test_the_owner_is_lost_while_it_waits(moving: Moving) -> None:
     moving.script.hear("rollout", rescuer, Reserved(reserve.move_id, ""))
     (given,) = moving.sent(rescuer, Import)
     assert given.partial.called and given.partial.awaits == moving.name
+    answer = Answer(moving.trajectory_id, moving.name, GIVEN)
+    if early:
+        moving.script.hear("rollout", 0, answer)
     moving.script.hear("rollout", rescuer, Imported(reserve.move_id, 0))
-    moving.script.hear("rollout", 0, Answer(moving.trajectory_id, moving.name, GIVEN))
+    if not early:
+        moving.script.hear("rollout", 0, answer)
+    known = moving.known(2)
+    assert known is not None and known.count == 7 and not known.awaits
     assert [a.name for a in moving.sent(rescuer, Answer)] == [moving.name]
 
 

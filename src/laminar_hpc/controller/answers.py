@@ -3,12 +3,14 @@
     source --MoveReady: a Partial that awaits an Answer--> destination
     source --Answer--> here --> whoever has the trajectory by now
 
-The pool has it too, so that a rescue goes on behind the calls. When the replica that makes them is lost, the
+The destination of a move under way has it as well: what it was sent may not have it yet. The pool has it
+too, so that a rescue goes on behind the calls. When the replica that makes them is lost, the
 owner is told that nothing will come. Owns nothing: a controller that takes over passes on what arrives, and
 an owner that waits in vain gives up by itself.
 """
 
 from laminar_hpc.controller.members import Member
+from laminar_hpc.controller.migration import Migration
 from laminar_hpc.controller.partials import PartialPool
 from laminar_hpc.controller.shared import Shared
 from laminar_hpc.controller.tracker import TrajectoryTracker
@@ -18,14 +20,17 @@ from laminar_hpc.messages.moves import Answer
 class Answers:
     """Called for Answer, and when a replica is lost."""
 
-    def __init__(self, shared: Shared, tracker: TrajectoryTracker, pool: PartialPool) -> None:
-        self._shared, self._tracker, self._pool = shared, tracker, pool
+    def __init__(
+        self, shared: Shared, tracker: TrajectoryTracker, pool: PartialPool, migration: Migration
+    ) -> None:
+        self._shared, self._tracker, self._pool, self._migration = shared, tracker, pool, migration
 
     def on_answer(self, _: Member, answer: Answer) -> None:
         self._pool.answered(answer)
         owner, _attempt = self._tracker.owner(answer.trajectory_id)
-        if owner is not None:
-            self._shared.outbox.send(self._shared.members.at("rollout", owner), answer)
+        for replica in {owner, self._migration.destination(answer.trajectory_id)}:
+            if replica is not None:
+                self._shared.outbox.send(self._shared.members.at("rollout", replica), answer)
 
     def replica_lost(self, member: Member) -> None:
         """Nothing will come of the calls that it made for others."""

@@ -135,7 +135,7 @@ class Controller:
         self.migration = Migration(shared, tracker, self.replicas, self.pool, self.weights.steps, first)
         self.repacker = Repacker(shared, tracker, self.replicas, self.weights, self.migration)
         self.rescuer = Rescuer(shared, tracker, self.replicas, self.weights, self.pool, self.migration)
-        self.answers = Answers(shared, tracker, self.pool)
+        self.answers = Answers(shared, tracker, self.pool, self.migration)
         self.homes = Homes(shared, tracker, self.replicas, self.pool)
         self.departures = Departures(shared, tracker, self.replicas, self.pool, self.migration, self.rescuer)
         self.continuation = Continuation(store, self.state, evaluations)

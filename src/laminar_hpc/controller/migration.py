@@ -76,6 +76,11 @@ class Migration:
         moves = [self._moves[move_id].move for move_id in self.moving.values()]
         return {replica for move in moves for replica in (move.source, move.destination)}
 
+    def destination(self, trajectory_id: int) -> int | None:
+        """Of its move under way."""
+        move_id = self.moving.get(trajectory_id)
+        return None if move_id is None else self._moves[move_id].move.destination
+
     # ---- begin and end -------------------------------------------------------------------------------------
 
     def begin(
