@@ -1,5 +1,23 @@
 import sys
 from pathlib import Path
 
+import pytest
+
+from laminar_hpc.controller.answers import Answers
+from laminar_hpc.messages.moves import Answer
+
 tests = Path(__file__).parents[1]
 sys.path[:0] = [str(tests), str(tests / "controller"), str(tests / "turns")]
+
+
+@pytest.fixture
+def answers(monkeypatch: pytest.MonkeyPatch) -> list[Answer]:
+    """Those that the controller has heard."""
+    heard, on_answer = list[Answer](), Answers.on_answer
+
+    def noted(self: Answers, member: object, answer: Answer) -> None:
+        heard.append(answer)
+        on_answer(self, member, answer)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Answers, "on_answer", noted)
+    return heard

@@ -6,70 +6,37 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from script import Script, samples_of
-from stand import small_config
+from script import samples_of
+from three import Three
 
-from laminar_hpc.messages.data import Message, Partial, ReplicaLoad, VersionSpan
+from laminar_hpc.messages.data import Partial, ReplicaLoad, VersionSpan
 from laminar_hpc.messages.membership import Ping
 from laminar_hpc.messages.moves import (
     Answer,
     Import,
     Imported,
-    MoveCommit,
-    MoveOrder,
-    MoveReady,
     Reserve,
     Reserved,
 )
-from laminar_hpc.messages.rollouts import Grant
 from laminar_hpc.rollout.answers import name_of
 from laminar_hpc.rollout.work import columns
 
 GIVEN = np.array([5, 6, 7], "<i4").tobytes()
 
 
-class Moving:
-    """Three replicas on weight id 0, each with a grant of its own; `moves` takes a trajectory that waits for
-    its tool from one to another."""
+class Moving(Three):
+    """`goes` takes a trajectory that waits for its tool from one to another."""
 
     def __init__(self, folder: Path) -> None:
-        config = small_config(folder, replicas=3, steps=4)
-        config.algorithm.prompts_per_step, config.algorithm.samples_per_prompt = 6, 2
-        config.rollout.increment_tokens, config.pipeline.repack = 10, "reprefill"
-        self.script = Script(config)
-        self.script.publish(0, 0)
-        grants = []
-        for index in range(3):
-            self.script.rollout(index)
-            self.script.asks(index, 0)
-            grants.append(self.script.granted(index))
-            load = ReplicaLoad("draining", 0, 4, 0, kv_capacity=10_000, kv_tokens=100)
-            self.script.hear("rollout", index, Ping(load))
-        assert all(grants)
-        first = grants[0]
-        assert isinstance(first, Grant)
-        self.trajectory_id = min(samples_of(first))
+        super().__init__(folder)
+        self.trajectory_id = min(samples_of(self.grant))
         self.name = name_of(0, self.trajectory_id, 0, 4)
 
-    def sent(self, replica: int, kind: type[Message]) -> list:
-        return [m for m in self.script.hub.left.get(f"rollout:{replica}:", []) if isinstance(m, kind)]
-
-    def moves(self, attempt: int, source: int, destination: int) -> None:
-        script = self.script
-        script.controller.migration.begin(
-            self.trajectory_id, attempt, source, destination, 0, 100, time.monotonic()
-        )
-        script.controller.turn()
-        reserve = self.sent(destination, Reserve)[-1]
-        script.hear("rollout", destination, Reserved(reserve.move_id, ""))
-        order = self.sent(source, MoveOrder)[-1]
-        partial = Partial(
-            *columns([1, 2, 3, 4], [-1.0] * 4), [VersionSpan(0, 0, 4)], 1.0, attempt, True, self.name
-        )
-        script.hear("rollout", source, MoveReady(order.move_id, partial))
-        assert self.sent(destination, Import)[-1].partial.awaits == self.name
-        script.hear("rollout", destination, Imported(order.move_id, 0))
-        assert self.sent(destination, MoveCommit)[-1].attempt == attempt + 1
+    def goes(self, attempt: int, source: int, destination: int) -> None:
+        drawn, spans = columns([1, 2, 3, 4], [-1.0] * 4), [VersionSpan(0, 0, 4)]
+        partial = Partial(*drawn, spans, 1.0, attempt, True, self.name)
+        given = self.moves(self.trajectory_id, attempt, source, destination, partial)
+        assert given.awaits == self.name
 
     def known(self, attempt: int) -> Partial | None:
         return self.script.controller.pool.get(self.trajectory_id, attempt)
@@ -83,8 +50,8 @@ def moving(tmp_path: Path) -> Moving:
 def test_it_goes_to_the_present_owner(moving: Moving) -> None:
     """Of two moves only the last destination hears it, and the pool has it: whoever goes on from there begins
     behind the calls."""
-    moving.moves(0, 0, 1)
-    moving.moves(1, 1, 2)
+    moving.goes(0, 0, 1)
+    moving.goes(1, 1, 2)
     answer = Answer(moving.trajectory_id, moving.name, GIVEN, 1, 0.5)
     moving.script.hear("rollout", 0, answer)
     assert moving.sent(2, Answer) == [answer] and not moving.sent(1, Answer)
@@ -99,7 +66,7 @@ def test_it_goes_to_the_present_owner(moving: Moving) -> None:
 
 def test_the_replica_that_makes_the_calls_is_lost(moving: Moving) -> None:
     """Its owner is told so, and what is known of the trajectory does not pretend that an Answer will come."""
-    moving.moves(0, 0, 1)
+    moving.goes(0, 0, 1)
     moving.script.dies(0)
     (told,) = moving.sent(1, Answer)
     assert told.name == moving.name and "replica 0 was lost while it made its calls" in told.error
@@ -111,7 +78,7 @@ def test_the_replica_that_makes_the_calls_is_lost(moving: Moving) -> None:
 def test_the_owner_is_lost_while_it_waits(moving: Moving, early: bool) -> None:
     """Another one goes on with what is known: it still awaits the Answer, which then goes there; also if that
     comes while the trajectory is on its way."""
-    moving.moves(0, 0, 1)
+    moving.goes(0, 0, 1)
     moving.script.dies(1)
     reserves = [r for i in (0, 2) for r in moving.sent(i, Reserve) if r.trajectory_id == moving.trajectory_id]
     (reserve,) = reserves

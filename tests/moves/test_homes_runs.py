@@ -11,7 +11,6 @@ from turning import CALL, several_turns, trajectories
 
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import RunConfig
-from laminar_hpc.controller.answers import Answers
 from laminar_hpc.controller.loop import Controller
 from laminar_hpc.data.tokens import TextDecoder
 from laminar_hpc.emulation.fleet import Replica
@@ -48,19 +47,6 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
     config.environment.tools, config.environment.factory = [], "turns_toolbox.Shelf"
     config.reward.function = ""
     return config
-
-
-@pytest.fixture
-def answers(monkeypatch: pytest.MonkeyPatch) -> list[Answer]:
-    """Those that the controller has heard."""
-    heard, on_answer = list[Answer](), Answers.on_answer
-
-    def noted(self: Answers, member: object, answer: Answer) -> None:
-        heard.append(answer)
-        on_answer(self, member, answer)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(Answers, "on_answer", noted)
-    return heard
 
 
 def assert_of_one_environment(config: RunConfig, whole: Whole) -> str:

@@ -2,20 +2,17 @@
 environment, which grades what has ended elsewhere and is let go once; with its loss the trajectory begins
 again."""
 
-import time
 from pathlib import Path
 
 import pytest
-from script import Script, samples_of
-from stand import small_config
+from script import samples_of
+from three import Three
 
-from laminar_hpc.messages.data import Message, Partial, ReplicaLoad, VersionSpan
+from laminar_hpc.messages.data import Partial, VersionSpan
 from laminar_hpc.messages.homes import Ask, LetGo
-from laminar_hpc.messages.membership import Ping
-from laminar_hpc.messages.moves import Answer, Import, Imported, MoveOrder, MoveReady, Reserve, Reserved
+from laminar_hpc.messages.moves import Answer, Import, Imported, Reserve, Reserved
 from laminar_hpc.messages.rollouts import (
     Generated,
-    Grant,
     Increment,
     Leaving,
     Lost,
@@ -29,43 +26,15 @@ from made import Made, stored
 TOKENS = columns([1, 2, 3, 4], [-1.0] * 4)
 
 
-class Apart:
-    """Three replicas on weight id 0. One trajectory has moved from replica 0, where its environment is, to
-    replica 1."""
+class Apart(Three):
+    """One trajectory has moved from replica 0, where its environment is, to replica 1."""
 
     def __init__(self, folder: Path) -> None:
-        config = small_config(folder, replicas=3, steps=4)
-        config.algorithm.prompts_per_step, config.algorithm.samples_per_prompt = 6, 2
-        config.rollout.increment_tokens, config.pipeline.repack = 10, "reprefill"
-        self.script = Script(config)
-        self.script.publish(0, 0)
-        grants = []
-        for index in range(3):
-            self.script.rollout(index)
-            self.script.asks(index, 0)
-            grants.append(self.script.granted(index))
-            load = ReplicaLoad("draining", 0, 4, 0, kv_capacity=10_000, kv_tokens=100)
-            self.script.hear("rollout", index, Ping(load))
-        self.grant = grants[0]
-        assert isinstance(self.grant, Grant)
+        super().__init__(folder)
         self.id = min(samples_of(self.grant))
         self.home, self.name = f"0:{self.id}:0:0", f"0:{self.id}:1:4"
-        self._moves()
-
-    def _moves(self) -> None:
-        script = self.script
-        script.controller.migration.begin(self.id, 0, 0, 1, 0, 100, time.monotonic())
-        script.controller.turn()
-        reserve = self.sent(1, Reserve)[-1]
-        script.hear("rollout", 1, Reserved(reserve.move_id, ""))
-        order = self.sent(0, MoveOrder)[-1]
         partial = Partial(*TOKENS, [VersionSpan(0, 0, 4)], 1.0, home=self.home)
-        script.hear("rollout", 0, MoveReady(order.move_id, partial))
-        assert self.sent(1, Import)[-1].partial.home == self.home
-        script.hear("rollout", 1, Imported(order.move_id, 0))
-
-    def sent(self, replica: int, kind: type[Message]) -> list:
-        return [m for m in self.script.hub.left.get(f"rollout:{replica}:", []) if isinstance(m, kind)]
+        assert self.moves(self.id, 0, 0, 1, partial).home == self.home
 
     def asks(self) -> Ask:
         """Its holder, as a rollout does: what it awaits is known before it asks."""

@@ -10,7 +10,6 @@ from stand import Shuffler, Stand
 from turning import CALL, several_turns, trajectories
 
 from laminar_hpc.config.schema import RunConfig
-from laminar_hpc.controller.answers import Answers
 from laminar_hpc.data.tokens import TextDecoder
 from laminar_hpc.messages.moves import Answer
 from laminar_hpc.payload.whole import Whole
@@ -36,19 +35,6 @@ def score(*, prompt, response, row):
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
     monkeypatch.chdir(tmp_path)
     return several_turns(tmp_path, TOOLBOX)
-
-
-@pytest.fixture
-def answers(monkeypatch: pytest.MonkeyPatch) -> list[Answer]:
-    """Those that the controller has heard."""
-    heard, on_answer = list[Answer](), Answers.on_answer
-
-    def noted(self: Answers, member: object, answer: Answer) -> None:
-        heard.append(answer)
-        on_answer(self, member, answer)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(Answers, "on_answer", noted)
-    return heard
 
 
 def given(config: RunConfig, whole: Whole) -> list[str]:
