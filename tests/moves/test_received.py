@@ -1,13 +1,18 @@
 """How far each worker's stream was taken stands in the transaction that holds its messages' effects."""
 
+from pathlib import Path
+
 import pytest
 from script import Script
 from stand import small_config
 
+from laminar_hpc.cluster.run_lock import LockLost
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.controller.store import Store
 from laminar_hpc.messages.membership import Failure
 from laminar_hpc.messages.publication import NewWeightId
+from laminar_hpc.messages.training import Checkpointed
+from laminar_hpc.observability import jsonl
 
 
 def test_a_turn_that_fails_has_received_nothing(tmp_path):
@@ -27,3 +32,29 @@ def test_a_turn_that_fails_has_received_nothing(tmp_path):
     again = Store(store.path.parent)
     assert again.received() == {"trainer:0:": 1} and again.next_ids()[0] == 1
     again.close()
+
+
+def test_who_was_replaced_while_it_listened_takes_nothing(tmp_path):
+    """docs/architecture.md#one-controller: what had arrived at a controller that stood still is its
+    successor's: nothing of it stands in the run's metrics."""
+    script = Script(small_config(tmp_path))
+    controller, begun = script.controller, [False]
+
+    def assure() -> None:
+        if begun[0]:
+            raise LockLost("another controller has the run")
+
+    controller.store.assure = assure
+    script.hear("trainer", 0, Checkpointed(1, "one", 0.1, ""))
+    poll = script.hub.poll
+
+    def stands_still(seconds: float) -> list:
+        begun[0] = True
+        return poll(seconds)
+
+    script.hub.poll = stands_still
+    script.hub.arrived.append(("trainer:0:", Checkpointed(2, "two", 0.1, "")))
+    with pytest.raises(LockLost):
+        controller.turn()
+    metrics = Path(controller.config.run_dir) / "metrics.jsonl"
+    assert [record["step"] for record in jsonl.read(metrics, "checkpoint")] == [1]

@@ -9,6 +9,7 @@ import threading
 import pytest
 from tensorboardX.proto.event_pb2 import Event
 
+from laminar_hpc.cluster.run_lock import LockLost
 from laminar_hpc.observability import jsonl
 from laminar_hpc.observability.metrics import MetricsWriter, curves
 from laminar_hpc.observability.trace import Trace, read_spans
@@ -74,6 +75,23 @@ def scalars(folder) -> dict[str, float]:
             found |= {value.tag: value.simple_value for value in event.summary.value if event.step == 1}
             at += 16 + length
     return found
+
+
+def test_nothing_is_written_by_one_that_was_replaced(tmp_path):
+    """Promise (docs/architecture.md#one-controller): another one writes the metrics by now."""
+
+    def assure() -> None:
+        if replaced:
+            raise LockLost("another controller has the run")
+
+    replaced = False
+    writer = MetricsWriter(tmp_path, assure=assure)
+    writer.write("step", step=1)
+    replaced = True
+    with pytest.raises(LockLost):
+        writer.write("step", step=2)
+    writer.close()
+    assert [r["step"] for r in jsonl.read(tmp_path / "metrics.jsonl")] == [1]
 
 
 def test_metrics_are_lines_and_curves(tmp_path):

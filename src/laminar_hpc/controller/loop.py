@@ -220,6 +220,7 @@ class Controller:
 
     def turn(self) -> None:
         arrived = self.hub.poll(0.0 if self.dispatcher.take_more() else _TICK_SECONDS)
+        self.store.assure()  # it may have stood still while it listened
         self.members.listened_until(self.hub.heard_until)
         begun = time.time()
         try:

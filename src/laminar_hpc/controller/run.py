@@ -97,7 +97,7 @@ def build(
         store,
         tracker,
         evaluations,
-        MetricsWriter(Path(config.run_dir), _mirror(config)),
+        MetricsWriter(Path(config.run_dir), _mirror(config), lock.assure),
         Members(machine, config.cluster.heartbeat_timeout_seconds),
         relays,
         start.restored_step,

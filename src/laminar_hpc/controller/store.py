@@ -42,7 +42,7 @@ class Store:
         """`read_only`: that of another run, which may be a live one, for a replay; only `batch`,
         `consumed_groups`, `archived_steps` and `run_dir` work. `journal`: gets each transaction first.
         `assure` raises an error in a controller that was replaced: see `commit`."""
-        self.path, self._journal, self._assure = directory / "store.sqlite", journal, assure
+        self.path, self._journal, self.assure = directory / "store.sqlite", journal, assure
         try:
             if read_only:
                 uri = f"{self.path.resolve().as_uri()}?mode=ro"
@@ -100,7 +100,7 @@ class Store:
     def _end_transaction(self) -> None:
         if self._journal and isinstance(self._db, RecordedConnection):
             self._journal.append(self._db)
-        self._assure()
+        self.assure()
         self._db.execute("COMMIT")
 
     def roll_back(self) -> None:

@@ -9,7 +9,7 @@ returns; a restart appends. Imports no torch.
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -51,10 +51,16 @@ _QUEUE = 1_000_000  # points: a full queue of which the reader has died would bl
 
 
 class MetricsWriter:
-    """Appends to the metrics of one run. Used by one thread."""
+    """Appends to the metrics of one run. Used by one thread. `assure` raises an error where another process
+    writes them by now."""
 
-    def __init__(self, run_dir: Path, mirror: "WandbMirror | None" = None) -> None:
-        self._run_dir, self._mirror = Path(run_dir), mirror
+    def __init__(
+        self,
+        run_dir: Path,
+        mirror: "WandbMirror | None" = None,
+        assure: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._run_dir, self._mirror, self._assure = Path(run_dir), mirror, assure
         self._file = jsonl.Appender(self._run_dir / "metrics.jsonl")
         self._board: SummaryWriter | None = None
         self._newest_step = 0  # of the curves
@@ -67,6 +73,7 @@ class MetricsWriter:
         again.
         """
         record = {"kind": kind, "time": time.time(), **fields}
+        self._assure()
         self._file.write(record)
         if kind == "start":
             self._open_board(fields.get("restored_step"))
