@@ -5,6 +5,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
 
 import pytest
+from said import Line
 
 from laminar_hpc.messages.data import Partial, PromptGroup
 from laminar_hpc.messages.moves import Answer, MoveOrder
@@ -14,16 +15,6 @@ from laminar_hpc.rollout.work import Outcome, Work
 
 NAME = name_of(3, 7, 0, 5)
 ANSWER = Answer(7, NAME, b"\1\0\0\0", 1, 0.5)
-
-
-class Line:
-    """In a channel's place."""
-
-    def __init__(self) -> None:
-        self.sent: list[object] = []
-
-    def send(self, message: object) -> None:
-        self.sent.append(message)
 
 
 class Case:

@@ -5,6 +5,7 @@ import asyncio
 from collections.abc import Callable, Coroutine
 
 import pytest
+from said import Line
 
 from laminar_hpc.config.schema import EnvironmentConfig
 from laminar_hpc.environments.reward_protocol import Call, Result
@@ -17,16 +18,6 @@ from laminar_hpc.turns.episode import Episode
 from laminar_hpc.turns.session import EnvironmentFailed, Session
 
 GROUP = PromptGroup(1, [1, 2], "p", {"environment": "shelf"}, [])
-
-
-class Line:
-    """In a channel's place."""
-
-    def __init__(self) -> None:
-        self.sent: list[object] = []
-
-    def send(self, message: object) -> None:
-        self.sent.append(message)
 
 
 class Case:
