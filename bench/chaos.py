@@ -10,7 +10,7 @@ Faults come in shuffled rounds, each kind once a round, after pauses of half to 
 seconds, whatever the run has made of the last one; --seed gives the same kinds, places and pauses. What each
 kind does, and what cannot be had on one machine: bench/chaos_faults.py. The run beside it has no faults.
 
-A run whose jobs have all ended is submitted again, as its user would (`submissions`; a full disk ends a run).
+A run whose jobs have all ended is submitted again, as its user would (`submissions`).
 The bench fails when no step is trained for `--limit` seconds, or the audit objects. One that fails or is
 ended (Ctrl-C, TERM) prints the faults so far; its Slurm ends with it, whatever it dies of.
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from laminar_hpc.cluster.full_disk import full_disk_text, is_full_disk
+from laminar_hpc.cluster.full_disk import await_room, full_disk_text, is_full_disk
 from laminar_hpc.cluster.launch import Launch
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.controller.store import Store
@@ -48,6 +48,20 @@ def test_a_device_without_room_is_named_with_the_cure(tmp_path):
 def test_which_errors_are_of_a_full_disk(tmp_path, error, full):
     """Promise: a quota and a library's own words count; other errors keep their own text."""
     assert is_full_disk(error) == full and bool(full_disk_text(error, config_of(tmp_path))) == full
+
+
+@pytest.mark.parametrize(("limit", "end_at", "got"), [(60.0, 99, True), (4.0, 99, False), (60.0, 2, False)])
+def test_room_is_awaited_as_long_as_the_others_wait(tmp_path, monkeypatch, limit, end_at, got):
+    """Promise: until there is room again, for cluster.join_timeout_seconds, and no longer than the user
+    lets it."""
+    looks = list[float]()
+    monkeypatch.setattr(
+        "laminar_hpc.cluster.full_disk._room", lambda path: 4096 if len(looks) < 5 else 1 << 30
+    )
+    config = config_of(tmp_path)
+    config.cluster.join_timeout_seconds = limit
+    assert await_room(config, lambda: len(looks) >= end_at, looks.append) is got
+    assert len(looks) == (5 if got else 2)
 
 
 def test_a_store_that_cannot_grow_keeps_what_it_committed(tmp_path):

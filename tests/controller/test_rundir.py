@@ -14,7 +14,7 @@ import pytest
 import checkpoint_files
 from laminar_hpc.cluster.checkpoints import checkpoint_path
 from laminar_hpc.cluster.run_lock import RunLock
-from laminar_hpc.cluster.waiting import Sign, who_waits
+from laminar_hpc.cluster.waiting import sign_of, who_waits
 from laminar_hpc.config.errors import Refused
 from laminar_hpc.config.load import load_config
 from laminar_hpc.config.schema import RunConfig
@@ -122,7 +122,7 @@ def test_a_replay_or_a_run_without_evaluation_is_complete_with_its_checkpoint(tm
 def roles(tmp_path):
     """A run whose controller is gone and one of whose roles has outlived it."""
     lines(tmp_path / "run", start())
-    sign = Sign(tmp_path / "run", Hello("relay", 3, "life", os.getpid(), ""))
+    sign = sign_of(tmp_path / "run", Hello("relay", 3, "life", os.getpid(), ""))
     sign.show(0.0)
     yield tmp_path / "run", sign
     sign.take_away()

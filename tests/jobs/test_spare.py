@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -13,11 +13,22 @@ import pytest
 
 from laminar_hpc.cluster.lock_owner import Owner
 from laminar_hpc.cluster.run_lock import LOCK_FILE, refuse_if_held
+from laminar_hpc.cluster.waiting import Sign
 from laminar_hpc.config.errors import Refused
 from laminar_hpc.jobs import node
 from laminar_hpc.jobs.ending import is_final
 from laminar_hpc.jobs.node import Place, run_in_turn
-from laminar_hpc.jobs.spare import Turn, await_turn, other_lives
+from laminar_hpc.jobs.spare import Turn, await_turn, other_lives, spare_of
+
+
+@pytest.fixture(autouse=True)
+def signals() -> Iterator[None]:
+    """A node has handlers of its own."""
+    numbers = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1
+    before = [signal.getsignal(number) for number in numbers]
+    yield
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
 
 
 @pytest.fixture
@@ -33,6 +44,14 @@ def held_by_another(stale_after: float) -> bytes:
     return msgspec.json.encode(owner)
 
 
+def sign_of_a_spare(run_dir: Path) -> Sign:
+    """Of job 8, which is this process."""
+    (run_dir / "jobs").mkdir(exist_ok=True)
+    sign = Sign(run_dir / "jobs" / "spare.8.0")
+    sign.show(0.0)
+    return sign
+
+
 def wait(run_dir: Path, look: Callable[[int], None], told: Callable[[], bool] = lambda: False) -> Turn:
     """`look(n)`: what happens after the n-th look."""
     looks = list[float]()
@@ -42,7 +61,7 @@ def wait(run_dir: Path, look: Callable[[int], None], told: Callable[[], bool] = 
         assert len(looks) < 1000
         look(len(looks))
 
-    return await_turn(run_dir, told, sleep=sleep)
+    return await_turn(run_dir, told, sleep=sleep, sign=Sign(run_dir / "jobs" / "spare.8.0"))
 
 
 def end(run_dir: Path, reason: str) -> None:
@@ -137,11 +156,66 @@ def test_two_that_begin_at_once(tmp_path: Path, lock: Path, monkeypatch: pytest.
         return lived
 
     monkeypatch.setattr(node, "other_lives", dies)
-    numbers = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1
-    before = [signal.getsignal(number) for number in numbers]
-    try:
-        assert run_in_turn(Place("controller", 0, 1, tmp_path, "7.0", None), started) == (0, False)
-    finally:
-        for number, handler in zip(numbers, before, strict=True):
-            signal.signal(number, handler)
+    assert run_in_turn(Place("controller", 0, 1, tmp_path, "7.0", None), started) == (0, False)
     assert starts == [0, 1]
+
+
+def test_a_spare_shows_a_sign_as_long_as_it_waits(tmp_path: Path, lock: Path) -> None:
+    """Promise: whoever wants to leave the run to it sees it, and only while it would take over."""
+    seen = list[str]()
+
+    def look(n: int) -> None:
+        seen.append(spare_of(tmp_path, sleep=lambda _: None))
+        lock.unlink()
+
+    assert wait(tmp_path, look) is Turn.START
+    assert seen == [f"spare 8 (pid {os.getpid()}{seen[0].partition(str(os.getpid()))[2]}"]
+    assert spare_of(tmp_path, sleep=lambda _: None) == ""
+
+
+def test_a_spare_whose_time_is_over_as_well_is_none(tmp_path: Path) -> None:
+    """Promise: a controller does not leave the run to a spare that is told to end in the same moment."""
+    sign = sign_of_a_spare(tmp_path)
+    assert spare_of(tmp_path, sleep=lambda _: sign.take_away()) == ""
+
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from laminar_hpc.cluster.run_lock import RunLock
+lock = RunLock([Path(sys.argv[1])], print)
+Path(sys.argv[2]).write_text("now")
+time.sleep(1000)
+"""
+
+
+def holder(place: Place) -> dict[str, list[str]]:
+    """Takes the lock as a controller does, then has its job told to end."""
+    return {"controller": [sys.executable, "-c", HOLDER, str(place.run_dir), str(place.file("end"))]}
+
+
+def test_a_controller_leaves_the_run_to_a_spare(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Promise (docs/architecture.md#failure-domains): when only its own job is to end, no other job is; its
+    controller ends, the lock is free for the spare, and the job is requeued, to be the spare."""
+    monkeypatch.setattr("laminar_hpc.jobs.spare._TOLD_AS_WELL_SECONDS", 0.0)
+    sign_of_a_spare(tmp_path)
+    place = Place("controller", 0, 1, tmp_path, "7.0", None)
+    assert run_in_turn(place, lambda: holder(place)) == (0, True)
+    assert not (tmp_path / LOCK_FILE).exists() and "spare 8 (pid" in capsys.readouterr().out
+
+
+def test_near_the_limit_the_run_is_stopped(tmp_path: Path) -> None:
+    """Promise: the time of jobs that were submitted together is over together; there, and where a job has
+    several components, a controller stops the run although there is a spare."""
+    sign_of_a_spare(tmp_path)
+    end(tmp_path, "SIGUSR1")
+    for place in (
+        Place("controller", 0, 1, tmp_path, "7.0", time.time() + 60, False),
+        Place("controller", 0, 1, tmp_path, "9.0", None, True),
+    ):
+        place.file("end").write_text("limit" if place.ends_at else "now")
+        told = {"controller": [sys.executable, "-c", "import signal; signal.sigwait({signal.SIGUSR1})"]}
+        started = node.Node(place, told)
+        assert started.run() == 0 and not started.handed_over

@@ -4,6 +4,7 @@ threads; what a death or a full disk has cut off is nobody's."""
 import errno
 import os
 import threading
+import time
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -88,6 +89,39 @@ def test_a_write_that_fails_leaves_nothing_and_later_ones_are_whole(tmp_path, mo
     assert [found.trajectory_id for found in read(tmp_path, places)] == [0, 1, 3] and first.offset == 0
     file = tmp_path / FOLDER / places[-1][1].file
     assert file.stat().st_size == places[-1][1].offset + places[-1][1].size
+
+
+def test_a_full_disk_is_waited_for(tmp_path, monkeypatch):
+    """What was appended meanwhile is written, in order and once, as soon as there is room; other errors are
+    told at once, and so is a full disk to a writer that is closed."""
+    monkeypatch.setattr("laminar_hpc.payload.writer._LOOK_SECONDS", 0.01)
+    writer, write, tries = PayloadWriter(tmp_path, "rollout1", patience=60.0), os.write, list[int]()
+    reason = [errno.ENOSPC]
+
+    def full(file: int, data: memoryview) -> int:
+        tries.append(len(data))
+        write(file, data[:20])
+        raise OSError(reason[0], os.strerror(reason[0]))
+
+    monkeypatch.setattr(os, "write", full)
+    futures = [writer.append(pack(made(i).response)) for i in range(3)]
+    while len(tries) < 5:
+        time.sleep(0.01)
+    assert not any(future.done() for future in futures)
+    monkeypatch.setattr(os, "write", write)
+    places = [(i, future.result(10.0)) for i, future in enumerate(futures)]
+    assert [found.trajectory_id for found in read(tmp_path, places)] == [0, 1, 2]
+    assert sum(place.size for _, place in places) == (tmp_path / FOLDER / places[0][1].file).stat().st_size
+
+    monkeypatch.setattr(os, "write", full)
+    reason[0] = errno.EIO
+    with pytest.raises(OSError, match="Input/output"):
+        writer.append(pack(made(3).response)).result(10.0)
+    reason[0] = errno.ENOSPC
+    last = writer.append(pack(made(4).response))
+    writer.close()
+    with pytest.raises(OSError, match="No space left"):
+        last.result(10.0)
 
 
 @pytest.mark.parametrize("damage", ["torn", "changed", "another", "gone", "astray"])

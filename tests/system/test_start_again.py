@@ -280,3 +280,30 @@ def test_a_full_disk_is_one_line(small_disk, tmp_path):
     (small_disk / "filler").unlink()
     with controller(run_dir, "resume=auto", log=tmp_path / "again"):
         assert metrics(run_dir, "start")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+@root
+def test_a_full_disk_is_waited_for_where_the_roles_are_apart(small_disk, tmp_path):
+    """Promise: the controller ends without a word to the others, who wait for it, and is started again when
+    there is room."""
+    run_dir, log = small_disk / "run", tmp_path / "console"
+    command = [sys.executable, "-m", "laminar_hpc.cluster.launch_role", "controller", "1"]
+    with open(log, "wb") as file:
+        launch = subprocess.Popen([*command, *words(run_dir)], stdout=file, stderr=file)
+    try:
+        wait_for(lambda: (run_dir / "status.json").exists(), launch)
+        first = address_pid(run_dir)
+        fill(small_disk)
+        os.kill(first, signal.SIGTERM)  # the next line of its metrics finds no room
+        wait_for(
+            lambda: b"waits        controller: no room on the disk of run_dir=" in log.read_bytes(), launch
+        )
+        assert address_pid(run_dir) == first and not metrics(run_dir, "end")
+        (small_disk / "filler").unlink()
+        wait_for(lambda: address_pid(run_dir) != first, launch)
+        assert len(metrics(run_dir, "start")) == 2
+    finally:
+        launch.terminate()
+        launch.wait(60)

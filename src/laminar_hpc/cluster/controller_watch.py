@@ -11,7 +11,7 @@ from laminar_hpc.cluster import terminal
 from laminar_hpc.cluster.address import ControllerAddress, read_address
 from laminar_hpc.cluster.endings import RUN_FAILED, ControllerLost, StopReceived
 from laminar_hpc.cluster.processes import process_is_alive
-from laminar_hpc.cluster.waiting import Sign
+from laminar_hpc.cluster.waiting import sign_of
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.messages.membership import Hello
 
@@ -32,7 +32,7 @@ class ControllerWatch:
         self._heartbeat, self.patience = heartbeat, patience
         self._address: ControllerAddress | None = None
         self.neighbour: int | None = None  # the controller's pid, if it is on this machine
-        self._sign = Sign(run_dir, hello)
+        self._sign = sign_of(run_dir, hello)
         self.store_id = ""
         self._heard = self._asked = self._connected = time.monotonic()
         self._read_at = 0.0
@@ -48,7 +48,7 @@ class ControllerWatch:
         """`hello`: as which it is in the run."""
         self.store_id, self.detached = store_id, False
         self._sign.take_away()
-        self._hello, self._sign = hello, Sign(self._run_dir, hello)
+        self._hello, self._sign = hello, sign_of(self._run_dir, hello)
         self._heard = self._asked = time.monotonic()
 
     def heard(self, now: float, joining: bool) -> None:

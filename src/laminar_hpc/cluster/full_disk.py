@@ -4,6 +4,8 @@ cure."""
 import errno
 import os
 import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 from laminar_hpc.cluster.checkpoints import steps
@@ -13,6 +15,7 @@ from laminar_hpc.observability.console import size
 _WORDS = ("No space left on device", "Disk quota exceeded", "database or disk is full")
 _HINTS = ("write", "iostream")  # of libraries that do not tell why: believed if a disk is full
 _NO_ROOM_BYTES = 1 << 20
+_LOOK_SECONDS = 2.0
 NO_ROOM = "no room on the disk of"
 
 
@@ -51,6 +54,21 @@ def full_disk_text(error: BaseException, config: RunConfig) -> str:
         f"{NO_ROOM} {place}{left}: make room, then go on with the same command and resume=auto, "
         f"which begins at {safe}"
     )
+
+
+def await_room(
+    config: RunConfig, over: Callable[[], bool], sleep: Callable[[float], None] = time.sleep
+) -> bool:
+    """Until run_dir and store_dir have room again, and not at once: a quota cannot be looked at. False after
+    cluster.join_timeout_seconds, for which the other roles wait, and as soon as it is `over`."""
+    folders, waited = [Path(config.run_dir), Path(config.store_dir or config.run_dir)], 0.0
+    while waited < config.cluster.join_timeout_seconds and not over():
+        sleep(_LOOK_SECONDS)
+        waited += _LOOK_SECONDS
+        room = [free for path in folders if (free := _room(path)) is not None]
+        if min(room, default=_NO_ROOM_BYTES) >= _NO_ROOM_BYTES:
+            return True
+    return False
 
 
 def _room(path: Path) -> int | None:

@@ -5,9 +5,10 @@ rollouts a plain process per replica, so that the death of one ends no other.
 
 Differs from launch.Launch in what it says at the end: a death is one line on who died, how, and what starting
 it again can do. Controller and trainers are started again here while the run goes on, as policies/restarts.py
-says. torchrun's chatter goes to RUN_DIR/logs/torchrun-<role><first index>.log. Ctrl-C and TERM: the run
-cannot do without its controller and trainer, so theirs become `laminar stop`; relays and rollouts are told to
-leave, the run goes on, and the exit code is theirs. A second one ends them at once.
+says; after a death of a full disk when there is room. torchrun's chatter goes to
+RUN_DIR/logs/torchrun-<role><first index>.log. Ctrl-C and TERM: the run cannot do without its controller and
+trainer, so theirs become `laminar stop`; relays and rollouts are told to leave, the run goes on, and the exit
+code is theirs. A second one ends them at once.
 """
 
 import os
@@ -22,6 +23,7 @@ import psutil
 
 from laminar_hpc.cluster import terminal
 from laminar_hpc.cluster.address import read_address
+from laminar_hpc.cluster.full_disk import NO_ROOM, await_room
 from laminar_hpc.cluster.launch import DEAF, GONE_SECONDS, REFUSED, REPEAT_SECONDS, Launch
 from laminar_hpc.config.errors import LaminarError, print_lines
 from laminar_hpc.config.load import load_config
@@ -103,6 +105,13 @@ class RoleLaunch(Launch):
         """Whether these processes would find nothing to do, or fail again for sure."""
         run_is_over = read_address(Path(self._config.run_dir)) is None
         return bool(self._stops) or self.is_permanent or run_is_over
+
+    def awaits_room(self) -> bool:
+        """After a death for want of room; True when there is some again."""
+        if NO_ROOM not in self.cause or self._stops:
+            return False
+        print(console.line("waits", f"{self._role}: {self.cause.partition(': make room')[0]}"), flush=True)
+        return await_room(self._config, lambda: bool(self._stops))
 
     def _explain(self, rank: int | None, number: int) -> str:
         """Who died and how. "" where nobody needs to be told: the user ended it, or what failed has said so
@@ -210,7 +219,7 @@ def main(arguments: list[str]) -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, lambda got, _: launch.on_signal(got))
     while (code := launch.wait()) != 0:
-        if launch.is_final:
+        if launch.is_final and not (restarts.per_hour and launch.awaits_room()):
             break
         if why_not := restarts.refusal(launch.cause, _last_step(config), time.time()):
             launch.print_error(f"; not started again: {why_not}" if restarts.per_hour else "")

@@ -1,8 +1,9 @@
-"""Roles that have lost their controller and wait for the next one: a file in `run_dir/waiting/` for each.
+"""Signs of those who wait: files that they renew, so that their life is seen from any machine. Roles that
+have lost their controller and wait for the next one show theirs in `run_dir/waiting/`, for whoever starts or
+stops a run without a live controller; spare controllers in `run_dir/jobs/` (jobs/spare.py).
 
-A role shows its sign as long as its controller is silent, and renews it, so that whoever starts or stops a
-run without a live controller sees from any machine who still works there. A sign is judged as the lock of a
-run is (lock_owner.py): by its process on this machine, elsewhere by its renewal.
+A sign is judged as the lock of a run is (lock_owner.py): by its process on this machine, elsewhere by its
+renewal.
 """
 
 import logging
@@ -25,11 +26,16 @@ SHOW_SECONDS = 6.0
 _FOLDER = "waiting"
 
 
-class Sign:
-    """Of one role; used by the thread that watches its controller."""
+def sign_of(run_dir: Path, hello: Hello) -> "Sign":
+    """Of a role that has lost its controller; used by the thread that watches it."""
+    return Sign(run_dir / _FOLDER / f"{hello.role}_{hello.index}.{hello.incarnation}")
 
-    def __init__(self, run_dir: Path, hello: Hello) -> None:
-        self._path = run_dir / _FOLDER / f"{hello.role}_{hello.index}.{hello.incarnation}"
+
+class Sign:
+    """Of one who waits, in a file of its own."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
         self._shown_at: float | None = None  # by the clock of `show`
         self._owner: Owner | None = None
 
@@ -53,7 +59,7 @@ class Sign:
         temporary.replace(self._path)
 
     def take_away(self) -> None:
-        """There is a controller again, or the role ends."""
+        """The wait is over."""
         if self._shown_at is not None:
             self._shown_at = self._owner = None
             try:
@@ -65,9 +71,14 @@ class Sign:
 def who_waits(run_dir: Path, seconds: float = 0.0) -> list[str]:
     """The live roles that wait there, as "relay 0 (pid 7 of ...)"; those that show their sign within
     `seconds`, if none does yet. Takes longer where it is unclear whether one on another machine lives."""
-    folder, watched, until = run_dir / _FOLDER, Watched(), time.monotonic() + seconds
+    return shown_in(run_dir / _FOLDER, "[a-z]*_*.*", seconds)
+
+
+def shown_in(folder: Path, pattern: str, seconds: float = 0.0) -> list[str]:
+    """The same of the signs in `folder` whose names match `pattern`."""
+    watched, until = Watched(), time.monotonic() + seconds
     while True:
-        judged = {path.name: _judge(path, folder, watched) for path in sorted(folder.glob("[a-z]*_*.*"))}
+        judged = {path.name: _judge(path, folder, watched) for path in sorted(folder.glob(pattern))}
         waiting = [text for text in judged.values() if text]
         if waiting or (None not in judged.values() and time.monotonic() >= until):
             return waiting
@@ -88,7 +99,7 @@ def _judge(path: Path, folder: Path, watched: Watched) -> str | None:
     finally:
         probe.unlink(missing_ok=True)
     if alive:
-        return f"{path.stem.replace('_', ' ')} ({owner})"
+        return f"{path.stem.replace('_', ' ').replace('.', ' ')} ({owner})"
     if alive is None:
         return None
     path.unlink(missing_ok=True)

@@ -19,6 +19,7 @@ from pathlib import Path
 from laminar_hpc.cluster.address import ADDRESS_FILE, read_address
 from laminar_hpc.cluster.channel import RUN_FAILED
 from laminar_hpc.cluster.folders import slots_root
+from laminar_hpc.cluster.full_disk import is_full_disk
 from laminar_hpc.cluster.hub import Hub
 from laminar_hpc.cluster.run_lock import RunLock
 from laminar_hpc.cluster.stop import forget_request, left_request, request_is_left
@@ -173,7 +174,7 @@ def run(
     lock = begun.lock
     with ExitStack() as at_the_end:
         at_the_end.callback(lock.release)
-        run_dir, controller = Path(config.run_dir), None
+        run_dir, controller, dies = Path(config.run_dir), None, False
         redirect_output()
         (run_dir / "config.yaml").write_text(dump_config(config))
         # before they see this controller
@@ -196,14 +197,16 @@ def run(
             reason = f"failed: {state.failure}" if state.failure else state.stopping or "done"
             controller.metrics.write("end", reason=reason, step=state.trainer_step)
         except BaseException as error:
-            if controller is not None and lock.is_sure:
+            # the others wait for the next one, which is started when there is room (cluster/launch_role.py)
+            dies = config.role != "all" and is_full_disk(error)
+            if controller is not None and lock.is_sure and not dies:
                 state = controller.state  # a job that was told of its end is requeued all the same
                 word = state.stopping if isinstance(error, StopCutShort) else "failed"
                 with suppress(OSError):  # a full disk: `error` itself is what the user should read
                     controller.metrics.write("end", reason=f"{word}: {error}", step=state.trainer_step)
             raise
         finally:
-            replaced = not lock.is_sure
+            replaced = dies or not lock.is_sure
             close(controller, hub, run_dir, replaced)
             if controller is not None and not replaced:  # a relay that was killed could not
                 shutil.rmtree(slots_root(config.relay.shm_dir, controller.slots), ignore_errors=True)
@@ -275,7 +278,7 @@ def _stop_limit(config: RunConfig) -> float:
 
 def close(controller: Controller | None, hub: Hub, run_dir: Path, replaced: bool) -> None:
     """Tells whoever is left to leave, and lets go of files and sockets; also after a failure. One that may
-    have been `replaced` says and writes nothing: the run is another's."""
+    have been `replaced`, or will be, says and writes nothing: the run is another's."""
     if controller is not None and replaced:
         controller.store.roll_back()
     elif controller is not None:

@@ -12,6 +12,7 @@ import yaml
 
 from laminar_hpc.cluster import checkpoints
 from laminar_hpc.cluster.address import ADDRESS_FILE
+from laminar_hpc.cluster.full_disk import NO_ROOM, is_full_disk
 from laminar_hpc.cluster.processes import parent_process
 from laminar_hpc.cluster.run_lock import RunLock
 from laminar_hpc.cluster.waiting import SHOW_SECONDS, who_waits
@@ -88,6 +89,8 @@ def _were_apart(run_dir: Path) -> bool:
 
 def unusable(run_dir: Path, error: OSError) -> LaminarError:
     """The refusal of a run directory that the system call behind `error` could not use."""
+    if is_full_disk(error):
+        return Refused([f"{NO_ROOM} run_dir={run_dir}: make room, or choose another"])
     return Refused([f"run_dir={run_dir} cannot be used ({error.strerror}); choose another"])
 
 

@@ -26,10 +26,16 @@ def lead_seconds(run_dir: Path) -> float:
     return max(LEAD_SECONDS, 2 * stop_seconds(*read_durations(run_dir)))
 
 
+def is_near(run_dir: Path, left: float | None) -> bool:
+    """Whether a job of this run that has `left` seconds was told of its limit, and not of anything else.
+    None: it has no limit."""
+    return left is not None and left <= lead_seconds(run_dir) + _EARLY_SECONDS
+
+
 def seconds_to_go_on(role: str, run_dir: Path, left: float | None) -> float:
     """How long a job of `role` that has `left` seconds may go on before it is to stop; 0 = stop now. None: it
     has no limit. With much time left USR1 was not for the limit."""
-    if left is None or left > lead_seconds(run_dir) + _EARLY_SECONDS:
+    if left is None or not is_near(run_dir, left):
         return 0.0
     needed = ROLLOUTS_SECONDS if role == "rollouts" else stop_seconds(*read_durations(run_dir))
     return max(0.0, left - needed)

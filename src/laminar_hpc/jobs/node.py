@@ -32,14 +32,15 @@ from laminar_hpc.cluster.launch import DEAF, REFUSED
 from laminar_hpc.cluster.lock_owner import Watched
 from laminar_hpc.cluster.processes import die_with_parent
 from laminar_hpc.cluster.turn import VARIABLE, give_turn
+from laminar_hpc.cluster.waiting import Sign
 from laminar_hpc.config.errors import LaminarError, print_lines
 from laminar_hpc.config.file_systems import NETWORK_FILE_SYSTEMS, file_system
 from laminar_hpc.config.load import load_config
 from laminar_hpc.config.schema import RunConfig
-from laminar_hpc.jobs.ending import has_more_to_do, is_final, last_word, seconds_to_go_on
+from laminar_hpc.jobs.ending import has_more_to_do, is_final, is_near, last_word, seconds_to_go_on
 from laminar_hpc.jobs.machine_number import MachineNumber
 from laminar_hpc.jobs.network import await_own_address, use_interface
-from laminar_hpc.jobs.spare import ONE_WORLD_SECONDS, Turn, await_turn, other_lives
+from laminar_hpc.jobs.spare import ONE_WORLD_SECONDS, Turn, await_turn, hand_over, other_lives, spare_of
 from laminar_hpc.jobs.world import world_command
 from laminar_hpc.observability import console
 from laminar_hpc.policies.restarts import Restarts
@@ -49,7 +50,8 @@ _LOOK_SECONDS = 0.5
 _RESTARTS_PER_HOUR = 10  # of a node's relays, and of its rollouts
 _ALONE_SECONDS = 20.0  # of relays after their rollouts: at the end of a run they leave by themselves
 _LIMIT = "limit"  # what `end` says where time is left; else it says why there is none
-_REASONS = {_LIMIT: "SIGUSR1", "now": "SIGTERM"}  # as the run records them
+_NOW = "now"
+_REASONS = {_LIMIT: "SIGUSR1", _NOW: "SIGTERM"}  # as the run records them
 _AGAIN = ("relay", "rollout")  # a controller and trainers are started again by their own launcher
 
 
@@ -63,6 +65,7 @@ class Place:
     run_dir: Path
     life: str  # of the job: its id and how often it was requeued
     ends_at: float | None  # Unix time of the job's limit
+    is_component: bool = False  # of a heterogeneous job, which ends as a whole
 
     @staticmethod
     def here(role: str) -> "Place":
@@ -81,6 +84,7 @@ class Place:
             Path(given["RUN_DIR"]),
             given["LAMINAR_LIFE"],
             float(end) if end.isdigit() else None,
+            "SLURM_HET_SIZE" in given,
         )
 
     def file(self, kind: str) -> Path:
@@ -188,8 +192,9 @@ class Node:
     for their turn, if they do."""
 
     def __init__(self, place: Place, started: dict[str, list[str]], turn: Path | None = None) -> None:
-        self._place, self._left = place, False
+        self._place, self._left, self.handed_over = place, False, False
         self._stop_at: float | None = None
+        self._alone = False  # only this job is to end, as far as one can know
         self._reason = "SIGUSR1"  # of the stop
         signal.signal(signal.SIGTERM, lambda *_: self._on_term())
         for number in (signal.SIGINT, signal.SIGUSR1):
@@ -233,10 +238,11 @@ class Node:
         told = "" if self._left else self._told_by_the_script()
         self._reason = _REASONS.get(told, told) or self._reason
         if told and told != _LIMIT:
-            self._stop_at = 0.0
+            self._stop_at, self._alone = 0.0, told == _NOW
         elif told and self._stop_at is None:
             now, ends_at = time.time(), self._place.ends_at
             left = None if ends_at is None else ends_at - now
+            self._alone = not is_near(self._place.run_dir, left)
             seconds = seconds_to_go_on(self._place.role, self._place.run_dir, left)
             self._stop_at = now + seconds
             if seconds > 1 and self._place.node == 0:
@@ -250,10 +256,19 @@ class Node:
         return ""
 
     def _leave(self) -> None:
-        """Once. One node is enough to stop the run, as the trainers and one world do."""
-        if not self._left:
-            self._left = True
-            for child in self._children if self._place.node == 0 else []:
+        """Once. One node is enough to stop the run, as the trainers and one world do. A controller leaves the
+        run to a spare, if there is one and the others' time is not over too."""
+        if self._left:
+            return
+        self._left = True
+        place, alone = self._place, self._alone and not self._place.is_component
+        if place.role == "controller" and alone and (spare := spare_of(place.run_dir)):
+            print(console.line("spare", f"{spare} takes over; the run goes on"), flush=True)
+            self.handed_over = True
+            self.kill()
+            hand_over(place.run_dir)
+        else:
+            for child in self._children if place.node == 0 else []:
                 child.leave(self._reason)
 
 
@@ -267,6 +282,8 @@ def run_in_turn(place: Place, started: Callable[[], dict[str, list[str]]]) -> tu
                 return 0, not is_final(last_word(place.run_dir))
             node = node or Node(place, started())
             code = node.run()
+            if node.handed_over:
+                return 0, not is_final(last_word(place.run_dir))
             if code != REFUSED:
                 return code, place.node == 0 and has_more_to_do(place.role, place.run_dir, node.told)
             if place.role != "controller" or not other_lives(place.run_dir):  # else both began at once
@@ -284,9 +301,8 @@ def _in_turn(
     told, watched, ready = place.file("end").exists, Watched(), list[Node]()
     if place.role == "all":  # the ranks on other nodes would wait for this one's torchrun
         return await_turn(place.run_dir, told, ONE_WORLD_SECONDS), None
-    turn = await_turn(
-        place.run_dir, told, begin=lambda: ready.append(Node(place, started(), file)), watched=watched
-    )
+    begin, sign = lambda: ready.append(Node(place, started(), file)), Sign(place.file("spare"))
+    turn = await_turn(place.run_dir, told, begin=begin, watched=watched, sign=sign)
     if ready and turn is Turn.START and not ready[0].has_ended:
         give_turn(file, watched)
         return turn, ready[0]

@@ -7,6 +7,7 @@ A file has one writer, one process life, and is never opened again for writing. 
 the last place that somebody was told is nobody's, and what a full disk has cut off is cut away here.
 """
 
+import errno
 import logging
 import os
 import queue
@@ -25,15 +26,18 @@ FOLDER = "payloads"  # in the run directory
 _FILE_BYTES = 64 << 20  # about: then the next file begins, so that old ones can be removed
 _SLOW_SECONDS = 10.0  # beyond, a write is told of
 _CLOSE_SECONDS = 5.0  # for what is being written
+_LOOK_SECONDS = 1.0  # for room on a full disk
 
 
 class PayloadWriter:
-    """`append` never waits; the thread begins with the first. `name` is that of the writer, as rollout3."""
+    """`append` never waits; the thread begins with the first. `name` is that of the writer, as rollout3.
+    `patience`: for so many seconds a full disk is waited for, with all that waits behind it."""
 
-    def __init__(self, run_dir: Path, name: str) -> None:
+    def __init__(self, run_dir: Path, name: str, patience: float = 0.0) -> None:
         self._folder, self._name = run_dir / FOLDER, f"{name}_{secrets.token_hex(4)}"
         self._waiting: queue.SimpleQueue[tuple[bytes, Future[Place]] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._patience, self._closing = patience, threading.Event()
         self._file, self._path, self._number, self._size = -1, Path(), 0, 0
 
     def append(self, record: bytes) -> "Future[Place]":
@@ -47,7 +51,8 @@ class PayloadWriter:
         return future
 
     def close(self) -> None:
-        """What was appended before is written."""
+        """What was appended before is written, if there is room."""
+        self._closing.set()
         if self._thread is not None:
             self._waiting.put(None)
             self._thread.join(_CLOSE_SECONDS)
@@ -67,24 +72,45 @@ class PayloadWriter:
     def _write(self, batch: list[tuple[bytes, "Future[Place]"]]) -> None:
         if not batch:
             return
-        before, places, begun = self._size, list[Place](), time.monotonic()
-        try:
-            if self._file < 0 or self._size >= _FILE_BYTES:
-                self._begin_file()
-                before = 0
-            for record, _ in batch:
-                places.append(Place(self._path.name, self._size, len(record)))
-                self._put(record)
-            os.fdatasync(self._file)
-        except OSError as error:
-            self._cut(before)
-            for _, future in batch:
-                future.set_exception(error)
-            return
+        begun, records = time.monotonic(), [record for record, _ in batch]
+        while True:
+            try:
+                places = self._places(records)
+                break
+            except OSError as error:
+                if not self._waits_for_room(error, begun):
+                    for _, future in batch:
+                        future.set_exception(error)
+                    return
         if (seconds := time.monotonic() - begun) > _SLOW_SECONDS:
             log.warning("%s took %.0f s to write %d responses", self._folder, seconds, len(batch))
         for place, (_, future) in zip(places, batch, strict=True):
             future.set_result(place)
+
+    def _places(self, records: list[bytes]) -> list[Place]:
+        """All of them, on the disk; none after an OSError."""
+        before, places = self._size, list[Place]()
+        try:
+            if self._file < 0 or self._size >= _FILE_BYTES:
+                self._begin_file()
+                before = 0
+            for record in records:
+                places.append(Place(self._path.name, self._size, len(record)))
+                self._put(record)
+            os.fdatasync(self._file)
+        except OSError:
+            self._cut(before)
+            raise
+        return places
+
+    def _waits_for_room(self, error: OSError, begun: float) -> bool:
+        """For a while; False where that is of no use."""
+        waited = time.monotonic() - begun
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT) or waited >= self._patience:
+            return False
+        if waited < _LOOK_SECONDS:
+            log.warning("%s waits for room on the disk: %s", self._folder, error)
+        return not self._closing.wait(_LOOK_SECONDS)
 
     def _put(self, record: bytes) -> None:
         rest = memoryview(record)
