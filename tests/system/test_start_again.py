@@ -289,21 +289,25 @@ def test_a_full_disk_is_waited_for_where_the_roles_are_apart(small_disk, tmp_pat
     """Promise: the controller ends without a word to the others, who wait for it, and is started again when
     there is room."""
     run_dir, log = small_disk / "run", tmp_path / "console"
-    command = [sys.executable, "-m", "laminar_hpc.cluster.launch_role", "controller", "1"]
-    with open(log, "wb") as file:
-        launch = subprocess.Popen([*command, *words(run_dir)], stdout=file, stderr=file)
+
+    def launch(role: str) -> subprocess.Popen:
+        command = [sys.executable, "-m", "laminar_hpc.cluster.launch_role", role, "1", *words(run_dir)]
+        with open(log, "ab") as file:
+            return subprocess.Popen(command, stdout=file, stderr=file)
+
+    launched = [launch("controller")]
     try:
-        wait_for(lambda: (run_dir / "status.json").exists(), launch)
+        wait_for(lambda: (run_dir / "status.json").exists(), launched[0])
         first = address_pid(run_dir)
         fill(small_disk)
-        os.kill(first, signal.SIGTERM)  # the next line of its metrics finds no room
-        wait_for(
-            lambda: b"waits        controller: no room on the disk of run_dir=" in log.read_bytes(), launch
-        )
+        launched.append(launch("relay"))  # the controller has no room for the first that it hears of it
+        waits = b"waits        controller: controller 0: no room on the disk of run_dir="
+        wait_for(lambda: waits in log.read_bytes(), launched[0])
         assert address_pid(run_dir) == first and not metrics(run_dir, "end")
         (small_disk / "filler").unlink()
-        wait_for(lambda: address_pid(run_dir) != first, launch)
-        assert len(metrics(run_dir, "start")) == 2
+        wait_for(lambda: len(metrics(run_dir, "start")) == 2, launched[0])
+        assert address_pid(run_dir) != first and launched[1].poll() is None
     finally:
-        launch.terminate()
-        launch.wait(60)
+        for each in reversed(launched):
+            each.terminate()
+            each.wait(60)
