@@ -11,10 +11,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from laminar_hpc.cluster.launch import DEAF
 from laminar_hpc.cluster.lock_owner import Owner
 from laminar_hpc.cluster.run_lock import LOCK_FILE, refuse_if_held
 from laminar_hpc.cluster.waiting import Sign
 from laminar_hpc.config.errors import Refused
+from laminar_hpc.controller.run import hear
 from laminar_hpc.jobs import node
 from laminar_hpc.jobs.ending import is_final
 from laminar_hpc.jobs.node import Place, run_in_turn
@@ -204,6 +206,17 @@ def test_a_controller_leaves_the_run_to_a_spare(
     place = Place("controller", 0, 1, tmp_path, "7.0", None)
     assert run_in_turn(place, lambda: holder(place)) == (0, True)
     assert not (tmp_path / LOCK_FILE).exists() and "spare 8 (pid" in capsys.readouterr().out
+
+
+def test_a_controller_s_own_ear(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Promise: where Slurm sends TERM to all processes of a job the controller leaves it to its node to say
+    what that means; elsewhere TERM stops the run."""
+    for deaf in ("", "/proc/1/fd/3"):
+        heard = list[str]()
+        monkeypatch.setenv(DEAF, deaf)
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+            hear(number, heard)
+        assert heard == [*([] if deaf else ["SIGTERM"]), "SIGUSR1", "SIGINT"]
 
 
 def test_near_the_limit_the_run_is_stopped(tmp_path: Path) -> None:

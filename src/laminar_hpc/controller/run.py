@@ -6,6 +6,7 @@ work is done or someone asks to stop, tells everybody to leave, and writes summa
 
 import dataclasses
 import logging
+import os
 import secrets
 import shutil
 import signal
@@ -21,6 +22,7 @@ from laminar_hpc.cluster.channel import RUN_FAILED
 from laminar_hpc.cluster.folders import slots_root
 from laminar_hpc.cluster.full_disk import is_full_disk
 from laminar_hpc.cluster.hub import Hub
+from laminar_hpc.cluster.launch import DEAF
 from laminar_hpc.cluster.run_lock import RunLock
 from laminar_hpc.cluster.stop import forget_request, left_request, request_is_left
 from laminar_hpc.cluster.waiting import who_waits
@@ -186,7 +188,7 @@ def run(
             collect_rarely()
             received: list[str] = []
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-                signal.signal(number, lambda n, _: received.append(signal.Signals(n).name))
+                signal.signal(number, lambda n, _: hear(n, received))
             take_up_request(controller, run_dir, waiting)
             with closing(Standstill(config.cluster, lock, say)) as watch:
                 if controller.archiving:
@@ -213,6 +215,13 @@ def run(
         finish(run_dir, state.stopping, say)
         if state.failure:
             raise PermanentFailure(state.failure)
+
+
+def hear(number: int, received: list[str]) -> None:
+    """A signal. TERM is for this process only where no launcher of a Slurm job says what it means: that may
+    leave the run to a spare (jobs/spare.py)."""
+    if number != signal.SIGTERM or not os.environ.get(DEAF):
+        received.append(signal.Signals(number).name)
 
 
 def take_up_request(controller: Controller, run_dir: Path, waiting: list[str]) -> None:
