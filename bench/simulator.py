@@ -33,8 +33,9 @@ from pathlib import Path
 
 import common
 import simulator_headline as headline
-from simulator_checks import decode, runs, trainer
+from simulator_checks import decode, trainer
 from simulator_papers import dora, repack, repack_alternatives, row
+from simulator_runs import runs
 from simulator_scale import scale
 from simulator_sensitivity import sensitivity
 

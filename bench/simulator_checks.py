@@ -1,5 +1,4 @@
-"""The simulator's costs beside published measurements, and published runs whose inputs are known, for
-bench/simulator.py. No constant was chosen on the rows of `runs`."""
+"""The simulator's costs beside published measurements, for bench/simulator.py."""
 
 import dataclasses
 
@@ -8,10 +7,7 @@ from simulator_papers import row
 
 from laminar_hpc.simulator.constants import DEFAULT, MEAN_RESPONSE_TOKENS_DORA, SIGMA_DORA
 from laminar_hpc.simulator.cost import engine_costs
-from laminar_hpc.simulator.rules import PIPELINES
-from laminar_hpc.simulator.run import simulate
 from laminar_hpc.simulator.schema import WorkloadConfig
-from laminar_hpc.simulator.setup import setup
 from laminar_hpc.simulator.tables import GPUS, MODELS
 from laminar_hpc.simulator.trainer_cost import Layout, job_costs, trainer_layout, updates_seconds
 from laminar_hpc.simulator.workload import Workload
@@ -34,7 +30,11 @@ DECODE = [
     ("72B", "A100", 4, True, 1, 1025, 31.37, _QWEN),
     ("Qwen3-8B", "H20", 1, True, 1, 1025, 81.73, _SGLANG),
     ("Qwen3-32B", "H20", 1, True, 1, 1025, 20.72, _SGLANG),
+    ("Qwen3-30B-A3B", "H100", 1, True, 10, 2560, 758.7, "vllm-project/vllm, pull request 23151"),
 ]
+# Microseconds of one layer's experts of Qwen3-30B-A3B by requests, on an A100 PCIe of 40 GB
+# (sgl-project/sglang, pull request 6825)
+EXPERTS = {1: 109.2, 2: 159.8, 4: 268.9, 8: 403.1, 16: 611.2, 24: 730.2, 32: 808.5, 48: 886.0, 64: 917.5}
 
 
 def decode(rows: list[dict]) -> dict[str, float]:
@@ -47,6 +47,12 @@ def decode(rows: list[dict]) -> dict[str, float]:
         rows.append(row("decode", what, requests / rate * 1e3, found, source))
         if source == _H100:
             errors.append(abs(rows[-1]["error"]))
+    model, gpu = MODELS["Qwen3-30B-A3B"], dataclasses.replace(GPUS["A100"], hbm=1.555e12)
+    costs = engine_costs(model, gpu, 1, DEFAULT)
+    for requests, published in EXPERTS.items():
+        found = costs.experts * (1.0 - costs.expert_miss**requests) / model.layers * 1e6
+        what = f"experts of a layer of 30B-A3B, A100 PCIe, {requests} requests: us"
+        rows.append(row("decode", what, published, found, "reads alone"))
     return {"decode_worst_error": max(errors)}
 
 
@@ -88,51 +94,3 @@ def trainer(rows: list[dict]) -> dict[str, float]:
         rows.append(row("trainer", what, published, found_at[a][0] / found_at[b][0]))
         errors.append(abs(rows[-1]["error"]))
     return {"trainer_worst_error": max(errors)}
-
-
-# NeMo RL 0.4, docs/about/performance-summary.md: GRPO on H100, 2,048 trajectories per step in 4 updates, at
-# most 4,096 tokens, of which a prompt is taken to have 150. Model, tokens of a trajectory, GPUs that train
-# and generate, tensor parallelism of the engines, layout (TP, PP) of the trainer, seconds of a step.
-NEMO = [
-    ("Llama-3.1-8B", "sync", 1060, 16, 16, 1, (1, 2), 97.7),
-    ("Llama-3.1-8B", "one_step", 1129, 8, 8, 1, (1, 2), 74.6),
-    ("Qwen3-32B", "sync", 3206, 32, 32, 4, (4, 4), 393.0),
-    ("Qwen3-32B", "one_step", 3207, 32, 32, 4, (4, 4), 215.0),
-    ("Qwen3-30B-A3B", "sync", 3154, 32, 32, 4, (2, 1), 225.0),
-    ("Qwen3-30B-A3B", "one_step", 3158, 16, 16, 2, (1, 2), 244.0),
-]
-
-
-def runs(rows: list[dict]) -> dict[str, float]:
-    """Whole runs with known inputs, kept apart from all fits: seconds of a step. Two log-prob passes, as GRPO
-    with a reference model has; spread of the lengths: Laminar's."""
-    constants = dataclasses.replace(DEFAULT, logprob_passes=2.0)
-    errors = []
-    for model, pipeline, tokens, train, generate, tensor, (tp, pp), seconds in NEMO:
-        work = WorkloadConfig(
-            prompts_per_step=64,
-            samples_per_prompt=32,
-            updates_per_step=4,
-            mean_response_tokens=tokens - 150,
-            max_response_tokens=4096 - 150,
-        )
-        made = setup(
-            PIPELINES[pipeline],
-            MODELS[model],
-            GPUS["H100"],
-            train,
-            [(GPUS["H100"], generate, tensor, None)],
-            work,
-            constants,
-            engine="vllm",
-            layout=Layout(tp, pp, train // (tp * pp), 4096, recompute=0.0),
-            steps=8,
-            warmup_steps=2,
-        )
-        figures = simulate(made).figures
-        gpus = train if pipeline == "sync" else train + generate
-        note = f"trainer waits {figures['trainer_wait_share']:.0%}"
-        what = f"NeMo RL, {model}, {pipeline} on {gpus}: s per step"
-        rows.append(row("runs", what, seconds, figures["step_seconds"], note))
-        errors.append(abs(rows[-1]["error"]))
-    return {"runs_mean_error": sum(errors) / len(errors), "runs_worst_error": max(errors)}

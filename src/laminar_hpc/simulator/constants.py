@@ -30,6 +30,10 @@ class Constants:
     # elsewhere: 0.36 ms, Qwen3-0.6B in vLLM (pytorch/torchtitan, pull request 2373: 20 tokens in 199 ms, in
     # 52 ms with CUDA graphs); 0.8 ms, 7B on A800 (vllm-project/vllm-omni, issue 7960)
     eager_layer_seconds: float = number(0.44e-3, at_least=0, at_most=1)
+    # What an engine's host does for each request between two steps: 0 where it prepares the next step
+    # meanwhile (SGLang's overlapped scheduler, vLLM's asynchronous one). Else 29 us: 1.37, 1.65 and 1.84 ms
+    # of a step outside of the forward pass with 16, 24 and 32 requests (sgl-project/sglang-omni, issue 760)
+    decode_request_seconds: float = number(0.0, at_least=0, at_most=1)
     # assumption: engines' own all-reduce of a small message, of which a layer has two
     decode_allreduce_seconds: float = number(10e-6, at_least=0, at_most=1)
     # NCCL's large all-reduces reach some 370 of 450 GB/s on an H100 node
@@ -65,6 +69,16 @@ class Constants:
     # Of the datasheet's FLOP/s, exchanges not counted: Megatron-LM reaches 41% (2B) to 48% (462B) on H100
     # with exchanges for the most part hidden (NVIDIA/Megatron-LM, README.md)
     train_kernel_efficiency: float = number(0.50, at_least=0.0001, at_most=1)
+    # Layers with experts (experts.py). Rows are moved into the experts' order and back: permuted, by chunks,
+    # by chunks again, put back (Megatron-core, token_dispatcher.py, all-to-all).
+    expert_moves: float = number(4.0, at_least=0, at_most=100)
+    # Of each pass through a layer and micro-batch, whatever its tokens, for each expert that a GPU holds: the
+    # host waits for the router's counts, then splits the rows and launches each expert's products. FITTED to
+    # three publications (bench/simulator_fit.py) that ask for 0.15, 0.37 and 0.65 ms: their mean log
+    expert_launch_seconds: float = number(0.33e-3, at_least=0, at_most=1)
+    # Standard deviation of the log of an expert's tokens: a Gini coefficient of 0.2, between the 0.15 and
+    # the 0.24 that bound Qwen3-30B's on real text (arXiv 2605.20982)
+    expert_load_spread: float = number(0.36, at_least=0, at_most=5)
     # assumption: clipping, optimizer and launches of an update
     update_overhead: float = number(0.2, at_least=0, at_most=1e6)
     # log-probs of the old policy; DAPO has no reference model

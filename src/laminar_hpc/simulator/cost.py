@@ -103,7 +103,7 @@ def engine_costs(
         weights=2.0 * model.read_parameters / weights,
         kv_token=model.kv_bytes * kv_copies(model, tensor_parallel) / (c.decode_kv_efficiency * bandwidth),
         compute=2.0 * model.active_parameters / (c.decode_flops_efficiency * flops),
-        request=exchange,
+        request=exchange + c.decode_request_seconds,
         prefill_token=prefill_token,
         prefill_attention=prefill_token * attention_share(model),
         pull=pull,

@@ -71,6 +71,21 @@ class Model:
     def heads(self) -> int:
         return int(self.config["num_attention_heads"])
 
+    @property
+    def experts(self) -> int:
+        """Routed experts of a layer; 0 for a dense model."""
+        return _experts(self.config)
+
+    @property
+    def expert_layers(self) -> int:
+        """Layers with routed experts."""
+        return self.layers - int(self.config.get("first_k_dense_replace", 0)) if self.experts else 0
+
+    @property
+    def head_parameters(self) -> float:
+        """Of the output layer."""
+        return float(self.config["vocab_size"] * self.hidden)
+
 
 def _attention(c: dict[str, Any]) -> float:
     """Parameters of a layer's attention, with multi-head latent attention where the model has it."""

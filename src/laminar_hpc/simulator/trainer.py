@@ -15,7 +15,7 @@ from laminar_hpc.policies import admission
 from laminar_hpc.simulator.clock import Clock
 from laminar_hpc.simulator.rules import Rules
 from laminar_hpc.simulator.tracker import TrajectoryTracker
-from laminar_hpc.simulator.trainer_cost import JobCosts, Layout, updates_seconds
+from laminar_hpc.simulator.trainer_cost import JobCosts, Layout, logprob_seconds, updates_seconds
 
 
 class Generating(Protocol):
@@ -89,10 +89,9 @@ class Trainer:
         self.taken += len(choice.group_ids)
         self.part += 1
         self.tokens += sum(tokens)
-        squares = sum(n * n for n in tokens)
         handling = self.costs.overlapped_handling if self.rules.overlapped else self.costs.handling
         seconds = len(tokens) * handling + self.updates_per_part * self.costs.update
-        seconds += sum(tokens) * self.costs.logprob_token + squares * self.costs.logprob_attention
+        seconds += logprob_seconds(tokens, self.costs, self.layout)
         seconds += updates_seconds(tokens, self.updates_per_part, self.costs, self.layout, self.random)
         if self.rules.placement == "colocated":
             seconds += self.costs.switch

@@ -10,6 +10,8 @@ import numpy as np
 from laminar_hpc.config.models import state_bytes
 from laminar_hpc.simulator.constants import Constants
 from laminar_hpc.simulator.cost import attention_share, chain_seconds, exchange_seconds
+from laminar_hpc.simulator.experts import expert_costs
+from laminar_hpc.simulator.packs import pass_seconds
 from laminar_hpc.simulator.schema import WorkloadConfig
 from laminar_hpc.simulator.tables import Gpu, Model
 from laminar_hpc.simulator.workload import Workload
@@ -23,7 +25,9 @@ class Layout:
     """The trainer's GPUs: tensor parallelism, pipeline stages, data-parallel ranks. `tokens`: of a
     micro-batch, 0 = as many as the rank's longest trajectory. `recompute`: the share of the forward
     pass that backward repeats. `balanced`: ranks get trajectories by their tokens, as in a run of our own,
-    else at random."""
+    else at random. `packed`: micro-batches are packs of whole trajectories (packs.py), of `logprob_tokens`
+    in log-prob passes, 0 = as many. `experts`: GPUs that share a layer's experts. `even`: stages take
+    equally long; else the last one has the output layer beside as many layers as the others."""
 
     tensor: int
     stages: int
@@ -31,6 +35,14 @@ class Layout:
     tokens: int = 0
     recompute: float = 1.0
     balanced: bool = False
+    packed: bool = False
+    logprob_tokens: int = 0
+    experts: int = 1
+    even: bool = True
+
+    def slowest_stage(self, model: Model) -> float:
+        """Products of the slowest stage over their mean."""
+        return 1.0 if self.even else 1.0 + (self.stages - 1) * model.head_parameters / model.active_parameters
 
 
 @dataclass(frozen=True)
@@ -50,6 +62,9 @@ class JobCosts:
     checkpoint: float
     job_restart: float
     repack_period: float
+    # of each micro-batch, whatever its size
+    train_microbatch: float = 0.0
+    logprob_microbatch: float = 0.0
     turn_scale: float = 1.0  # environment latencies are multiplied by this
     score: float = 0.0  # from the last token of a group to its last reward
 
@@ -73,13 +88,15 @@ def job_costs(
 
     A token's forward pass takes its matrix products and two all-reduces per layer; backward twice the
     products and as many all-reduces; recomputation another forward pass (Korthikanti et al., arXiv
-    2205.05198, sections 4 and 5).
+    2205.05198, sections 4 and 5). A layer with experts has one all-reduce and what experts.py says.
     """
-    model_parallel = layout.tensor * layout.stages
-    products = 2.0 * model.active_parameters / (c.train_kernel_efficiency * gpu.flops * model_parallel)
-    exchanges = 2.0 * model.layers / layout.stages * exchange_seconds(model, gpu, layout.tensor, c)
+    expert = expert_costs(model, gpu, layout.tensor, layout.experts, c)
+    flops = c.train_kernel_efficiency * gpu.flops * layout.tensor * layout.stages
+    attention = 2.0 * model.active_parameters / flops * attention_share(model)
+    products = 2.0 * (model.active_parameters + expert.work) / flops * layout.slowest_stage(model)
+    reduces = (2.0 * model.layers - model.expert_layers) / layout.stages
+    exchanges = reduces * exchange_seconds(model, gpu, layout.tensor, c) + expert.token / layout.stages
     again = layout.recompute
-    attention = products * attention_share(model)
     padding = c.batch_handling * cap
     return JobCosts(
         train_token=((3.0 + again) * products + (2.0 + again) * exchanges) / layout.ranks,
@@ -95,17 +112,28 @@ def job_costs(
         checkpoint=c.checkpoint_stall,
         job_restart=c.job_restart,
         repack_period=c.repack_period,
+        train_microbatch=(2.0 + again) * expert.microbatch / layout.stages,
+        logprob_microbatch=c.logprob_passes * expert.microbatch / layout.stages,
     )
 
 
 def gradient_seconds(model: Model, gpu: Gpu, gpus: int, layout: Layout, c: Constants) -> float:
-    """Reduce-scatter of gradients and all-gather of parameters over the data-parallel ranks: over a machine's
-    NICs, which carry one copy of the model, or of its part, or over NVLink where one machine holds all."""
-    model_parallel = layout.tensor * layout.stages
-    size = c.gradient_bytes_per_parameter * model.parameters * (layout.ranks - 1) / layout.ranks
-    if gpus <= gpu.machine:
-        return size / (model_parallel * c.nvlink_efficiency * gpu.nvlink)
-    return size / (max(gpu.machine, model_parallel) * gpu.nic)
+    """Reduce-scatter of gradients and all-gather of parameters over the ranks that hold the same: over a
+    machine's NICs, which carry one copy of the model, or of its part, or over NVLink where one machine holds
+    all."""
+    shared = model.parameters - model.expert_parameters
+    parts = [(shared, layout.tensor * layout.stages, layout.ranks)]
+    if model.experts:
+        copies = max(1, layout.tensor * layout.ranks // layout.experts)
+        parts.append((model.expert_parameters, layout.experts * layout.stages, copies))
+    seconds = 0.0
+    for parameters, spread, holders in parts:
+        size = c.gradient_bytes_per_parameter * parameters * (holders - 1) / holders
+        if gpus <= gpu.machine:
+            seconds += size / (spread * c.nvlink_efficiency * gpu.nvlink)
+        else:
+            seconds += size / (max(gpu.machine, spread) * gpu.nic)
+    return seconds
 
 
 def updates_seconds(
@@ -119,6 +147,10 @@ def updates_seconds(
     m micro-batches through p pipeline stages take (m + p - 1) / m times as long (the bubble, Narayanan et
     al., arXiv 2104.04473).
     """
+    if layout.packed:
+        share = -(-len(tokens) // updates)
+        parts = [tokens[at : at + share] for at in range(0, len(tokens), share)]
+        return sum(_packed_seconds(part, layout, costs) for part in parts)
     each = -(-len(tokens) // (updates * layout.ranks))
     padded = np.zeros(updates * layout.ranks * each)
     padded[: len(tokens)] = tokens
@@ -135,9 +167,26 @@ def updates_seconds(
     return float(seconds.max(axis=1).sum() * layout.ranks)
 
 
+def _packed_seconds(tokens: list[int], layout: Layout, costs: JobCosts) -> float:
+    """Forward and backward of one update's packs."""
+    token, attention = costs.train_token * layout.ranks, costs.train_attention * layout.ranks
+    return pass_seconds(
+        tokens, layout.tokens, layout.ranks, layout.stages, token, attention, costs.train_microbatch
+    )
+
+
+def logprob_seconds(tokens: list[int], costs: JobCosts, layout: Layout) -> float:
+    """Seconds of the log-prob passes over a batch."""
+    if not layout.packed:
+        return sum(tokens) * costs.logprob_token + sum(n * n for n in tokens) * costs.logprob_attention
+    room = layout.logprob_tokens or layout.tokens
+    token, attention = costs.logprob_token * layout.ranks, costs.logprob_attention * layout.ranks
+    return pass_seconds(tokens, room, layout.ranks, layout.stages, token, attention, costs.logprob_microbatch)
+
+
 def layouts(model: Model, gpu: Gpu, gpus: int, c: Constants) -> list[Layout]:
     """For each tensor parallelism within a machine the fewest pipeline stages with which weights, gradients
-    and optimizer fit into their share of the memory."""
+    and optimizer fit into their share of the memory. A machine's GPUs share the experts, if there are any."""
     found = []
     for tensor in _TENSOR:
         if tensor > gpu.machine or model.heads % tensor:
@@ -146,12 +195,26 @@ def layouts(model: Model, gpu: Gpu, gpus: int, c: Constants) -> list[Layout]:
             if gpus % (tensor * stages) or stages > model.layers:
                 continue
             ranks = gpus // (tensor * stages)
-            optimizer = c.trainer_bytes_per_parameter - 6.0
-            held = state_bytes(model.parameters / (tensor * stages), 6.0, optimizer, ranks)
-            if held <= c.trainer_memory_share * gpu.memory:
-                found.append(Layout(tensor, stages, ranks))
+            layout = Layout(tensor, stages, ranks)
+            if model.experts:
+                experts = math.gcd(math.gcd(model.experts, gpu.machine), tensor * ranks)
+                layout = replace(layout, experts=experts, packed=True)
+            if _held(model, layout, c) <= c.trainer_memory_share * gpu.memory:
+                found.append(layout)
                 break
     return found
+
+
+def _held(model: Model, layout: Layout, c: Constants) -> float:
+    """Bytes of weights, gradients and optimizer on a GPU; experts are divided over those that share them."""
+    optimizer = c.trainer_bytes_per_parameter - 6.0
+    shared = (model.parameters - model.expert_parameters) / (layout.tensor * layout.stages)
+    held = state_bytes(shared, 6.0, optimizer, layout.ranks)
+    if not model.experts:
+        return held
+    copies = layout.tensor * layout.ranks // layout.experts
+    routed = model.expert_parameters / (layout.stages * layout.experts)
+    return held + state_bytes(routed, 6.0, optimizer, copies)
 
 
 def trainer_layout(model: Model, gpu: Gpu, gpus: int, w: WorkloadConfig, c: Constants) -> Layout | None:
