@@ -4,8 +4,10 @@
     python bench/simulator.py --only dora,repack --json simulator.json     parts of it; the others are kept
 
 decode       decode steps beside published ones. Goal: 7B on H100 within 15% at every batch size.
-trainer      trainer steps beside published ones, and their scaling with GPUs. Goal: within 20%.
-runs         whole published runs with known inputs, kept apart from every fit. Goal: within 20%.
+trainer      trainer steps beside published ones, and their scaling with GPUs. Goal: within 20%. Layers with
+             experts beside what they were fitted to.
+runs         whole published runs with known inputs, and their phases, kept apart from every fit. Goal:
+             within 20%.
 dora         eight rows of DORA's table (arXiv 2604.26256), Qwen2.5-32B. Goal: tokens/s within 15%.
 repack       Laminar's ablation (arXiv 2510.12633), 64 + 64 GPUs. Goal: gain 1.26 within 0.08, KV use 71.6%
              and 82.2% within 6 points.
@@ -34,6 +36,7 @@ from pathlib import Path
 import common
 import simulator_headline as headline
 from simulator_checks import decode, trainer
+from simulator_experts import experts
 from simulator_papers import dora, repack, repack_alternatives, row
 from simulator_runs import runs
 from simulator_scale import scale
@@ -173,6 +176,8 @@ def main() -> None:
     for name, part in (("decode", decode), ("trainer", trainer), ("runs", runs)):
         if name in parts:
             figures |= part(rows)
+    if "trainer" in parts:
+        experts(rows)
     if "dora" in parts:
         figures |= dora(rows, dora_config)
     if "repack" in parts:
