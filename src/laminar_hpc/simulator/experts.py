@@ -54,4 +54,4 @@ def fullest(ranks: int, experts: int, c: Constants) -> float:
     if ranks == 1:
         return 1.0
     spread = math.sqrt(math.expm1(c.expert_load_spread**2) * ranks / experts)
-    return 1.0 + spread * _NORMAL.inv_cdf((ranks - 0.375) / (ranks + 0.25))
+    return min(float(ranks), 1.0 + spread * _NORMAL.inv_cdf((ranks - 0.375) / (ranks + 0.25)))
