@@ -52,7 +52,7 @@ def _source(config: RunConfig) -> Iterator[Rule]:
         f"source={source}: no store.sqlite in that run directory",
     )
     yield (
-        not config.run_dir.strip() or Path(config.run_dir).resolve() == Path("/"),
+        not config.run_dir.strip() or Path(config.run_dir).name in ("", ".."),  # `.` and `/` have no name
         f"run_dir={config.run_dir or '(empty)'}: name a folder of the run's own, for example runs/mine",
     )
 
