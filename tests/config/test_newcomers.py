@@ -63,6 +63,21 @@ def test_a_run_has_a_folder_of_its_own(folder):
     assert "name a folder of the run's own, for example runs/mine" in line
 
 
+def test_a_replay_is_a_run_of_its_own(tmp_path):
+    """Else the run that is replayed would be moved aside first."""
+    (tmp_path / "store.sqlite").touch()
+    (line,) = refusal("train", "experiment=demo", f"run_dir={tmp_path}", f"source=replay:{tmp_path}")
+    assert "is run_dir itself" in line
+
+
+def test_a_run_named_as_a_model(tmp_path):
+    """Its newest checkpoint's weights are named instead."""
+    for step in (9, 10):
+        (tmp_path / f"checkpoints/step_{step:06d}/hf").mkdir(parents=True)
+    (line,) = refusal("train", "experiment=demo", f"model.path={tmp_path}", f"run_dir={tmp_path}/run")
+    assert line.endswith(f"model.path={tmp_path}/checkpoints/step_000010/hf")
+
+
 def test_models_that_are_not_all_there(tmp_path):
     """Promise: weights of another format, missing shards and a slow tokenizer are said before a
     run starts, each with its cure."""

@@ -81,6 +81,8 @@ def _cure(path: Path) -> str:
 def _meant(path: Path) -> str:
     if (path / "hf" / "config.json").is_file():
         return f"this is a checkpoint of ours, its Hugging Face directory is model.path={path / 'hf'}"
+    if written := sorted(path.glob("checkpoints/step_*/hf")):
+        return f"this is a run of ours; the model of its newest checkpoint is model.path={written[-1]}"
     if not path.is_absolute() and len(path.parts) == 2 and not path.exists():
         return (
             f"as there is a folder {path.parent}/ here, it was taken for a path; for the model of the hub: "
