@@ -110,7 +110,7 @@ COMMANDS: dict[str, Command] = {
             "laminar train experiment=demo --cfg job": "print the configuration and stop",
             "laminar train --multirun experiment=demo seed=1,2": "two runs, and a table of both",
             "laminar train --config-dir conf experiment=mine": "a file of your own folder",
-            "laminar train model.path=Qwen/Qwen2.5-0.5B data.train=prompts.jsonl "
+            "laminar train experiment=one_gpu data.train=prompts.jsonl "
             "reward.function=my_rewards.score": "",
         },
         options=("--config-dir DIR", "--cfg job|hydra|all", "--info", "--multirun", "--slurm"),
