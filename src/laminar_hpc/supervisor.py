@@ -50,7 +50,7 @@ def nothing_to_start(config: RunConfig) -> bool:
 
 def _refuse_other_model(config: RunConfig) -> None:
     """Raises Refused where the newest checkpoint, from which the run would go on, is of a model of another
-    shape than model.path."""
+    shape than model.path, or in another dtype."""
     newest = max(checkpoints.steps(Path(config.run_dir)), default=None) if config.resume == "auto" else None
     if newest is None:
         return
@@ -59,15 +59,14 @@ def _refuse_other_model(config: RunConfig) -> None:
         then, now = model_config(str(folder)), model_config(config.model.path)
     except LaminarError:  # a damaged one, which the trainers pass over
         return
-    if other := [
-        f"{key} {then.get(key)}, not {now.get(key)}" for key in SHAPE if then.get(key) != now.get(key)
-    ]:
-        raise Refused(
-            [
-                f"model.path={config.model.path} is another model than that of the run in {config.run_dir} "
-                f"({folder} has {', '.join(other)}): set the run's own, or choose another run_dir"
-            ]
-        )
+    cure = f"of the run in {config.run_dir}: set the run's own, or choose another run_dir"
+    keys = [key for key in SHAPE if then.get(key) != now.get(key)]
+    if keys:
+        what = ", ".join(f"{key} {now.get(key)}, not {then.get(key)}" for key in keys)
+        raise Refused([f"model.path={config.model.path} ({what}) is another model than that {cure}"])
+    dtype = then.get("dtype", then.get("torch_dtype", config.model.dtype))  # of transformers 5, or 4
+    if dtype != config.model.dtype:
+        raise Refused([f"model.dtype={config.model.dtype} is not the {dtype} {cure}"])
 
 
 def run(config: RunConfig, overrides: list[str], world_size: int) -> int:

@@ -127,7 +127,7 @@ def test_a_run_goes_on_with_its_own_model(tmp_path):
     """Promise: resume=auto with a model of another shape is refused before anything starts, and names what
     differs; with the run's own it goes on."""
     hf, other = tmp_path / "run/checkpoints/step_000002/hf", tmp_path / "other"
-    shape = {"model_type": "qwen2", "hidden_size": 64, "num_hidden_layers": 2}
+    shape = {"model_type": "qwen2", "hidden_size": 64, "torch_dtype": "float32"}
     for folder, layers in ((hf, 2), (other, 3)):
         folder.mkdir(parents=True)
         (folder / "config.json").write_text(json.dumps({**shape, "num_hidden_layers": layers}))
@@ -135,9 +135,10 @@ def test_a_run_goes_on_with_its_own_model(tmp_path):
     config = RunConfig(run_dir=str(tmp_path / "run"), resume="auto", source=f"replay:{tmp_path}", steps=9)
     config.checkpoint.unsigned = True
     config.model.path = str(other)
-    with pytest.raises(
-        Refused, match=r"is another model than that of the run in .*num_hidden_layers 2, not 3"
-    ):
+    with pytest.raises(Refused, match=r"layers 3, not 2\) is another model than that of the run in"):
         nothing_to_start(config)
-    config.model.path = str(hf)
+    config.model.path, config.model.dtype = str(hf), "bfloat16"
+    with pytest.raises(Refused, match=r"model.dtype=bfloat16 is not the float32 of the run in"):
+        nothing_to_start(config)
+    config.model.dtype = "float32"
     assert not nothing_to_start(config)
