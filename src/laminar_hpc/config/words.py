@@ -26,6 +26,8 @@ from laminar_hpc.config.schema import RENAMED
 
 _QUOTED = re.compile(r"'[^']*'|\"[^\"]*\"")
 _NUMBERS = (int, float, bool)
+_YAML = (".yaml", ".yml")
+_FILE = "for a file DIR/experiment/NAME.yaml write --config-dir DIR experiment=NAME"
 _SPECIAL = "spaces or any of ,:=[]{}()$~ in it"
 
 
@@ -133,6 +135,8 @@ class Keys:
             return f"{word}: write {group}={word}", 1
         if self.kind_of(word):
             return f"{word}: write {word}=VALUE", 1
+        if word.endswith(_YAML):
+            return f"{word}: {_FILE}", 1
         return f"{word}: not key=value{did_you_mean(word, [*self.fields, *self.groups])}", 1
 
     def _instead_of_removing(self, key: str) -> str:
@@ -150,6 +154,8 @@ class Keys:
         written, plain = " ".join([word, *taken]), "settings are key=value, without dashes"
         if theirs := peers.ours(word.partition("=")[0], self.fields):
             return f"{written}: {theirs}; {plain}", 1 + len(taken)
+        if name.startswith("config"):
+            return f"{written}: no such option; {_FILE}", 1 + len(taken)
         if not (equals or self.kind_of(name) or name in self.groups):
             return f"{word}: no such option; {plain}; --help shows examples", 1
         instead = quoted(f"{name}={value or ' '.join(taken) or 'VALUE'}")
@@ -170,7 +176,8 @@ class Keys:
             if text in names:
                 parsed.groups[key] = text
             else:
-                hint = _sweep_hint(word) or did_you_mean(text, names)
+                file = f"; {_FILE}" if text.endswith(_YAML) else ""
+                hint = _sweep_hint(word) or did_you_mean(text, names) or file
                 parsed.wrong.append(f"{word}: use one of {', '.join(names)}{hint}")
                 parsed.broken = True
         elif kind is None:
