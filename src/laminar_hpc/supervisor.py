@@ -16,11 +16,10 @@ from laminar_hpc.cluster import checkpoints
 from laminar_hpc.cluster.launch import GO_ON, Launch
 from laminar_hpc.cluster.run_lock import refuse_if_held
 from laminar_hpc.cluster.signatures import refuse_foreign
-from laminar_hpc.config.errors import LaminarError, Refused
-from laminar_hpc.config.models import SHAPE, model_config
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.controller.ending import close_completed
 from laminar_hpc.controller.rundir import journal_folder, note_restart, store_directory, try_out
+from laminar_hpc.controller.same_run import refuse_changes
 from laminar_hpc.controller.store_check import check_store
 from laminar_hpc.observability import console, jsonl
 from laminar_hpc.policies.restarts import Restarts
@@ -31,7 +30,7 @@ _STORE_CHECK_SECONDS = 0.5  # a first look: the controller takes the time to rea
 def nothing_to_start(config: RunConfig) -> bool:
     """Whether the run is complete, which is then said. Raises Refused when another run is live in its
     store's folder, when the run directory cannot be written, when the store is damaged, or when the newest
-    checkpoint is not the run's own or of another model."""
+    checkpoint is not the run's own, or a setting changed that a run keeps."""
     run_dir, store = Path(config.run_dir), store_directory(config)
     refuse_if_held(store)
     try_out(run_dir)
@@ -44,29 +43,8 @@ def nothing_to_start(config: RunConfig) -> bool:
         with suppress(sqlite3.OperationalError):  # a full disk: the run itself will say so
             check_store(store / "store.sqlite", run_dir, newest, replay, _STORE_CHECK_SECONDS)
     refuse_foreign(config)
-    _refuse_other_model(config)
+    refuse_changes(config)
     return False
-
-
-def _refuse_other_model(config: RunConfig) -> None:
-    """Raises Refused where the newest checkpoint, from which the run would go on, is of a model of another
-    shape than model.path, or in another dtype."""
-    newest = max(checkpoints.steps(Path(config.run_dir)), default=None) if config.resume == "auto" else None
-    if newest is None:
-        return
-    folder = checkpoints.checkpoint_path(Path(config.run_dir), newest) / "hf"
-    try:
-        then, now = model_config(str(folder)), model_config(config.model.path)
-    except LaminarError:  # a damaged one, which the trainers pass over
-        return
-    cure = f"of the run in {config.run_dir}: set the run's own, or choose another run_dir"
-    keys = [key for key in SHAPE if then.get(key) != now.get(key)]
-    if keys:
-        what = ", ".join(f"{key} {now.get(key)}, not {then.get(key)}" for key in keys)
-        raise Refused([f"model.path={config.model.path} ({what}) is another model than that {cure}"])
-    dtype = then.get("dtype", then.get("torch_dtype", config.model.dtype))  # of transformers 5, or 4
-    if dtype != config.model.dtype:
-        raise Refused([f"model.dtype={config.model.dtype} is not the {dtype} {cure}"])
 
 
 def run(config: RunConfig, overrides: list[str], world_size: int) -> int:

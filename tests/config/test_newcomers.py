@@ -10,12 +10,11 @@ from refusals import refusal
 from laminar_hpc.config import peers
 from laminar_hpc.config.bounds import all_fields
 from laminar_hpc.config.check import check, warnings
-from laminar_hpc.config.errors import LaminarError, Refused
+from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.load import load_config
 from laminar_hpc.config.models import missing_files
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.environments.reward_worker import load_function
-from laminar_hpc.supervisor import nothing_to_start
 
 THEIRS = {
     "data.train_batch_size=64": "data.train_batch_size: verl's name; here it is algorithm.prompts_per_step",
@@ -121,24 +120,3 @@ def test_functions_that_are_not_there(tmp_path, monkeypatch):
     for path, text in wrong.items():
         with pytest.raises(LaminarError, match=text):
             load_function(path, f"reward.function='{path}'")
-
-
-def test_a_run_goes_on_with_its_own_model(tmp_path):
-    """Promise: resume=auto with a model of another shape is refused before anything starts, and names what
-    differs; with the run's own it goes on."""
-    hf, other = tmp_path / "run/checkpoints/step_000002/hf", tmp_path / "other"
-    shape = {"model_type": "qwen2", "hidden_size": 64, "torch_dtype": "float32"}
-    for folder, layers in ((hf, 2), (other, 3)):
-        folder.mkdir(parents=True)
-        (folder / "config.json").write_text(json.dumps({**shape, "num_hidden_layers": layers}))
-    (hf.parent / "state.json").write_text("{}")
-    config = RunConfig(run_dir=str(tmp_path / "run"), resume="auto", source=f"replay:{tmp_path}", steps=9)
-    config.checkpoint.unsigned = True
-    config.model.path = str(other)
-    with pytest.raises(Refused, match=r"layers 3, not 2\) is another model than that of the run in"):
-        nothing_to_start(config)
-    config.model.path, config.model.dtype = str(hf), "bfloat16"
-    with pytest.raises(Refused, match=r"model.dtype=bfloat16 is not the float32 of the run in"):
-        nothing_to_start(config)
-    config.model.dtype = "float32"
-    assert not nothing_to_start(config)

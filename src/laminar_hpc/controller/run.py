@@ -48,7 +48,7 @@ from laminar_hpc.controller.rundir import (
     torchrun_identity,
     was_restarted,
 )
-from laminar_hpc.controller.same_prompts import check_same_prompts
+from laminar_hpc.controller.same_run import check_same_prompts
 from laminar_hpc.controller.shared import NUMBERS
 from laminar_hpc.controller.standstill import Standstill
 from laminar_hpc.controller.store import Store
