@@ -35,6 +35,7 @@ what follows from a configuration and stops.
   word.
 - A list: `'evaluation.files=[a.jsonl,b.jsonl]'`. A table: `rollout.engine_arguments.mem-fraction-static=0.3`,
   entry by entry.
+- `~/` at the beginning of a path is the home folder.
 - `null` is a value where the type says `None`. `${oc.env:NAME}` is a variable of the environment.
 - Every number has to be finite, and every whole number below 2^31.
 

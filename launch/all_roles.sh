@@ -11,7 +11,7 @@
 # configuration is refused.
 set -euo pipefail
 . "$(dirname "$0")/common.sh"
-[ $# -ge 1 ] || usage
+need_run_dir "$@"
 run_dir=$1 here=$(dirname "$0") signals=0 failed=0; shift
 python -m laminar_hpc.cluster.run_lock "$run_dir"     # a live run is left alone
 declare -A role_of=()         # process id -> role

@@ -13,3 +13,14 @@ start_role() {
 }
 
 usage() { sed -n '2,/^[^#]/{/^#/s/^# \{0,1\}//p}' "$0"; exit 2; }
+
+need_run_dir() {
+  [ $# -ge 1 ] || usage
+  case $1 in
+    -h | --help) usage ;;
+    */*) ;;
+    -* | *=*)
+      echo "laminar: error: $1: the first word is RUN_DIR, the run's folder; usage: launch/$(basename "$0") RUN_DIR [overrides]" >&2
+      exit 2 ;;
+  esac
+}

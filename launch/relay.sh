@@ -9,5 +9,5 @@
 # Ctrl-C and TERM end these relays only, with exit code 0.
 set -euo pipefail
 . "$(dirname "$0")/common.sh"
-[ $# -ge 1 ] || usage
+need_run_dir "$@"
 start_role relay "${LANES:-1}" "$@"

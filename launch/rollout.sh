@@ -10,5 +10,5 @@
 # code is 0. A second one, from 3 s on, ends them at once. It is 1 if one of them has failed.
 set -euo pipefail
 . "$(dirname "$0")/common.sh"
-[ $# -ge 1 ] || usage
+need_run_dir "$@"
 start_role rollout "${ROLLOUTS:-1}" "$@"

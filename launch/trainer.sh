@@ -9,5 +9,5 @@
 # Ctrl-C and TERM are `laminar stop`: the whole run ends in order.
 set -euo pipefail
 . "$(dirname "$0")/common.sh"
-[ $# -ge 1 ] || usage
+need_run_dir "$@"
 start_role trainer "${TRAINERS:-1}" "$@"

@@ -82,7 +82,8 @@ class Command:
     examples: dict[str, str]  # a command line -> what it does
     places: tuple[str, ...] = ()  # the words that it needs
     options: tuple[str, ...] = ()  # "--once", or with a value "--config-dir DIR"
-    keys: bool = False  # key=value words may follow; whoever reads them refuses what is not one
+    keys: bool = False  # words may follow; whoever reads them refuses what is not one
+    words: str = "[key=value ...]"  # what these are
     help: Callable[[], str] = str
 
     def page(self, name: str) -> str:
@@ -93,7 +94,7 @@ class Command:
         return "\n".join(parts).rstrip()
 
     def usage(self, name: str, options_max: int = 9) -> str:
-        keys = ["[key=value ...]"] if self.keys else []
+        keys = [self.words] if self.keys else []
         options = [f"[{option}]" for option in self.options]
         options = options if len(options) <= options_max else ["[OPTION ...]"]
         return " ".join(["laminar", name, *self.places, *keys, *options])
@@ -110,8 +111,7 @@ COMMANDS: dict[str, Command] = {
             "laminar train experiment=demo --cfg job": "print the configuration and stop",
             "laminar train --multirun experiment=demo seed=1,2": "two runs, and a table of both",
             "laminar train --config-dir conf experiment=mine": "a file of your own folder",
-            "laminar train model.path=Qwen/Qwen2.5-0.5B data.train=prompts.jsonl "
-            "reward.function=my_rewards.score": "",
+            "laminar train experiment=one_gpu data.train=prompts.jsonl reward.function=my_rewards.score": "",
         },
         options=("--config-dir DIR", "--cfg job|hydra|all", "--info", "--multirun", "--slurm"),
         keys=True,
@@ -170,6 +170,7 @@ COMMANDS: dict[str, Command] = {
         },
         ("check",),
         keys=True,
+        words="[FOLDER]",
     ),
     "top": Command(
         elsewhere("laminar_hpc.report.top"),
@@ -248,7 +249,7 @@ COMMANDS: dict[str, Command] = {
 
 def overview() -> str:
     """The text of `laminar --help`: one line per command."""
-    lines = [f"  {command.usage(name, 2):<52} {command.about}" for name, command in COMMANDS.items()]
+    lines = [f"  {command.usage(name, 1):<60} {command.about}" for name, command in COMMANDS.items()]
     more = (
         "laminar COMMAND --help says more; laminar --version. A first run: laminar train experiment=demo",
         'Completion in bash: eval "$(laminar --completion bash)"',
@@ -329,9 +330,8 @@ def run(words: list[str]) -> int:
     if name not in COMMANDS:
         if "=" in name:
             raise LaminarError(f"{name}: write laminar train {name}")
-        raise LaminarError(
-            f"laminar {name}: no such command{did_you_mean(name, COMMANDS)}; use one of {', '.join(COMMANDS)}"
-        )
+        near = did_you_mean(name, [*COMMANDS, "help"])
+        raise LaminarError(f"laminar {name}: no such command{near}; use one of {', '.join(COMMANDS)}")
     command = COMMANDS[name]
     if asks:
         print(command.page(name))

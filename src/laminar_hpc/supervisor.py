@@ -19,6 +19,7 @@ from laminar_hpc.cluster.signatures import refuse_foreign
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.controller.ending import close_completed
 from laminar_hpc.controller.rundir import journal_folder, note_restart, store_directory, try_out
+from laminar_hpc.controller.same_run import refuse_changes
 from laminar_hpc.controller.store_check import check_store
 from laminar_hpc.observability import console, jsonl
 from laminar_hpc.policies.restarts import Restarts
@@ -29,7 +30,7 @@ _STORE_CHECK_SECONDS = 0.5  # a first look: the controller takes the time to rea
 def nothing_to_start(config: RunConfig) -> bool:
     """Whether the run is complete, which is then said. Raises Refused when another run is live in its
     store's folder, when the run directory cannot be written, when the store is damaged, or when the newest
-    checkpoint is not the run's own."""
+    checkpoint is not the run's own, or a setting changed that a run keeps."""
     run_dir, store = Path(config.run_dir), store_directory(config)
     refuse_if_held(store)
     try_out(run_dir)
@@ -42,6 +43,7 @@ def nothing_to_start(config: RunConfig) -> bool:
         with suppress(sqlite3.OperationalError):  # a full disk: the run itself will say so
             check_store(store / "store.sqlite", run_dir, newest, replay, _STORE_CHECK_SECONDS)
     refuse_foreign(config)
+    refuse_changes(config)
     return False
 
 

@@ -107,6 +107,9 @@ SHAPES = {
     "retool_32b, retool_7b, tools (did you mean demo?)",
     "pipeline=laminarr": "use one of laminar, one_step, partial, stream, sync (did you mean laminar?)",
     "experiment=demo,one_gpu": "use one of",
+    "conf/experiment/mine.yaml": "write --config-dir DIR experiment=NAME",
+    "experiment=conf/mine.yaml": "tools; for a file DIR/experiment/NAME.yaml write --config-dir DIR",
+    "--config-name mine": "--config-name mine: no such option; for a file DIR/experiment/NAME.yaml write",
 }
 
 COMMANDS = {

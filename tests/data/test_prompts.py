@@ -222,7 +222,7 @@ def test_duplicates_are_dropped_where_asked(tmp_path):
         ),
         (b'["prompt"]\n', "row 1: a list, not an object"),
         (b"[" * 100_000 + b"\n", "row 1: not JSON"),
-        (b'{"prompt": "1"}\n\n', "row 2: not JSON"),
+        (b'{"prompt": "1"}\n\n', "row 2: an empty line; take it out"),
         (b'{"prompt": "' + b"1" * 60 + b'"}\n', "row 1: the prompt has 60 tokens, at most 50"),
         (
             b'{"prompt": "1", "id": 123456789012345678901234567890}\n',
@@ -237,6 +237,12 @@ def test_bad_rows(tmp_path, content, words):
     with pytest.raises(LaminarError, match=words) as error:
         load(jsonl(tmp_path, content))
     assert "rows.jsonl" in str(error.value) and "\n" not in str(error.value) and len(str(error.value)) < 400
+
+
+def test_files_as_windows_writes_them(tmp_path):
+    """A byte order mark and carriage returns do no harm."""
+    found = load(jsonl(tmp_path, b'\xef\xbb\xbf{"prompt": "1"}\r\n{"prompt": "2"}\r\n'))
+    assert [prompt.text for prompt in found.prompts] == ["1", "2"]
 
 
 @pytest.mark.parametrize("value", [None, "", True, ["7"]])

@@ -25,6 +25,27 @@ def test_without_arguments_each_script_says_how_it_is_used(name: str) -> None:
     assert done.returncode == 2 and done.stdout.startswith(f"launch/{name}.sh RUN_DIR [overrides]")
 
 
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_setting_in_place_of_the_run_s_folder_is_refused(name: str) -> None:
+    """One line and exit code 2; a folder's name may have an equals sign, behind a slash."""
+    done = subprocess.run(
+        [REPOSITORY / f"launch/{name}.sh", "experiment=demo"],
+        capture_output=True,
+        text=True,
+        timeout=20,
+        check=False,
+    )
+    assert (
+        done.returncode == 2
+        and done.stdout == ""
+        and done.stderr
+        == (
+            "laminar: error: experiment=demo: the first word is RUN_DIR, the run's folder; "
+            f"usage: launch/{name}.sh RUN_DIR [overrides]\n"
+        )
+    )
+
+
 def environment() -> dict[str, str]:
     return {
         **os.environ,

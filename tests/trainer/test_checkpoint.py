@@ -57,6 +57,25 @@ def test_resume_is_bit_exact(settings: dict, tied_model: Path, tmp_path: Path, w
     assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
 
 
+@pytest.mark.parametrize("distributed", [False, True])
+def test_a_resume_goes_on_with_its_own_settings(
+    distributed: bool, tied_model: Path, tmp_path: Path, world: None
+) -> None:
+    """Promise: learning rate, weight decay, betas and epsilon are those of the command line that resumes, not
+    of the one that saved: who is told to lower optimizer.lr and to go on trains with the lower one."""
+    settings = {"trainer__distributed_optimizer": distributed, "optimizer__weight_decay": 0.1}
+    before = Trainer(tied_model, tmp_path, **settings)
+    before.train(0, 2)
+    before.checkpointer.save(2)
+    settings |= {"optimizer__lr": 1e-5, "optimizer__beta1": 0.8, "optimizer__eps": 1e-7}
+    settings["optimizer__weight_decay"] = 0.0
+    after = Trainer(tied_model, tmp_path, **settings)
+    after.checkpointer.load(2)
+    assert [step["learning_rate"] for step in after.train(2, 4)] == [1e-5, 1e-5]
+    for group in after.policy.optimizer.param_groups:
+        assert (group["weight_decay"], tuple(group["betas"]), group["eps"]) == (0.0, (0.8, 0.95), 1e-7)
+
+
 def test_the_reference_model_is_the_initial_one_also_after_a_resume(
     tied_model: Path, tmp_path: Path, world: None
 ) -> None:

@@ -30,6 +30,7 @@ from laminar_hpc.config.memory import (
 from laminar_hpc.config.models import (
     count_parameters,
     is_downloaded,
+    missing_files,
     model_config,
     rollout_bytes,
     trainer_bytes,
@@ -181,9 +182,7 @@ def missing_inputs(config: RunConfig) -> list[str]:
         model_config(config.model.path)
     except LaminarError as error:
         return [str(error), *inputs]
-    folder = Path(config.model.path)
-    lacking = [name for name in ("*.safetensors", "tokenizer.json") if not any(folder.glob(name))]
-    return [*(f"model.path={folder}: no {name} there; download the model again" for name in lacking), *inputs]
+    return [*missing_files(config.model.path), *inputs]
 
 
 def problems(config: RunConfig, may_download: bool = False) -> list[str]:
@@ -265,15 +264,18 @@ def _input_problems(config: RunConfig) -> list[str]:
 
 def warnings(config: RunConfig, derived: Derived) -> list[str]:
     """What works, but hardly as meant. One line each."""
+    never = "evaluation.every is set and evaluation.files is empty: nothing is evaluated; name held-out files"
+    lines = [never] if config.evaluation.every and not config.evaluation.files else []
     local_batch = derived.local_batch_groups * config.algorithm.samples_per_prompt
     at_once = min(config.rollout.max_concurrent, local_batch)
     needed = math.ceil(at_once / _LONGEST_PER_MEAN) * config.sampling.max_response_tokens
     if not derived.rollout_ranks or config.rollout.kv_cache_tokens >= needed:
-        return []
+        return lines
     return [
+        *lines,
         f"rollout.kv_cache_tokens={config.rollout.kv_cache_tokens} holds {derived.responses_in_kv_cache} "
         f"responses of sampling.max_response_tokens={config.sampling.max_response_tokens} at once, "
-        f"and a replica is given {at_once}: most of them will wait for room; set it to {needed} or more"
+        f"and a replica is given {at_once}: most of them will wait for room; set it to {needed} or more",
     ]
 
 

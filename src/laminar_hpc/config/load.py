@@ -2,6 +2,7 @@
 not fit is refused, one line for each mistake. Every value of the result is within its bounds. Imports no
 torch."""
 
+import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ from laminar_hpc.config.words import Keys, Words
 _SOURCE_TREE = Path(__file__).resolve().parents[3]
 _REFERENCE = "a reference is ${KEY}, or ${oc.env:NAME} for a variable of the environment"
 _GROUPS = ("experiment", "pipeline")  # folders of conf/
+_PATHS = ("run_dir", "store_dir", "model.path", "data.train", "relay.shm_dir", "checkpoint.key")
 Config = TypeVar("Config")
 
 
@@ -81,9 +83,22 @@ def load_config(words: Sequence[str]) -> RunConfig:
     if read.broken:
         raise Refused(read.wrong)
     config = compose_config(RunConfig, "schema", conf_directory(), keys, read, own)
+    _expand_home(config)
     if read.wrong or wrong_values(config):
         raise Refused([*read.wrong, *problems(config, may_download=True)])
     return config
+
+
+def _expand_home(config: RunConfig) -> None:
+    """Makes `~/` of paths the home folder: behind an `=` most shells leave it as it is."""
+    for key in _PATHS:
+        section, _, name = key.rpartition(".")
+        owner = getattr(config, section) if section else config
+        if isinstance(value := getattr(owner, name), str):
+            setattr(owner, name, os.path.expanduser(value))
+    config.evaluation.files = [os.path.expanduser(file) for file in config.evaluation.files]
+    kind, colon, folder = config.source.partition(":")
+    config.source = kind + colon + os.path.expanduser(folder)
 
 
 @contextmanager

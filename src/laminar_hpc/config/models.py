@@ -15,6 +15,15 @@ import yaml
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.system_schema import TrainerConfig
 
+SHAPE = (  # of a config.json: what makes weights fit into a model
+    "model_type",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "intermediate_size",
+    "vocab_size",
+)
 _TRAINED = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
 
 
@@ -72,12 +81,38 @@ def _cure(path: Path) -> str:
 def _meant(path: Path) -> str:
     if (path / "hf" / "config.json").is_file():
         return f"this is a checkpoint of ours, its Hugging Face directory is model.path={path / 'hf'}"
+    if written := sorted(path.glob("checkpoints/step_*/hf")):
+        return f"this is a run of ours; the model of its newest checkpoint is model.path={written[-1]}"
     if not path.is_absolute() and len(path.parts) == 2 and not path.exists():
         return (
             f"as there is a folder {path.parent}/ here, it was taken for a path; for the model of the hub: "
             f"hf download {path} --local-dir models/{path.name}"
         )
     return "name a Hugging Face model directory, or a model of the hub, e.g. model.path=Qwen/Qwen2.5-0.5B"
+
+
+def missing_files(path: str) -> list[str]:
+    """What a Hugging Face directory lacks for a run, one line each with its cure."""
+    folder, lines = Path(path), []
+    index = folder / "model.safetensors.index.json"
+    try:
+        named = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.is_file() else []
+    except (ValueError, LookupError, TypeError, AttributeError):
+        lines.append(f"model.path={path}: {index.name} is no index of safetensors files; download it again")
+        named = []
+    again, anew = "download the model again", "save it anew with transformers"
+    if gone := [name for name in named if not (folder / name).is_file()]:
+        lines.append(f"model.path={path}: {', '.join(gone)} of its index is missing; {again}")
+    elif not any(folder.glob("*.safetensors")):
+        old = next(iter(sorted(folder.glob("*.bin"))), None)
+        convert = f"{anew}: AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW)"
+        cure = f"{old.name} is not read; {convert}" if old else again
+        lines.append(f"model.path={path}: no *.safetensors there; {cure}")
+    if not (folder / "tokenizer.json").is_file():
+        slow = any((folder / name).is_file() for name in ("tokenizer.model", "vocab.json"))
+        cure = f"{anew}: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)" if slow else again
+        lines.append(f"model.path={path}: no tokenizer.json there; {cure}")
+    return lines
 
 
 def head_size(model: dict) -> int:

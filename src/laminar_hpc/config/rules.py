@@ -52,7 +52,11 @@ def _source(config: RunConfig) -> Iterator[Rule]:
         f"source={source}: no store.sqlite in that run directory",
     )
     yield (
-        not config.run_dir.strip() or Path(config.run_dir).resolve() == Path("/"),
+        replay and Path(folder).resolve() == Path(config.run_dir).resolve(),
+        f"source={source} is run_dir itself: a replay is a run of its own; choose another run_dir",
+    )
+    yield (
+        not config.run_dir.strip() or Path(config.run_dir).name in ("", ".."),  # `.` and `/` have no name
         f"run_dir={config.run_dir or '(empty)'}: name a folder of the run's own, for example runs/mine",
     )
 

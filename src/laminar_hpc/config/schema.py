@@ -38,7 +38,7 @@ class ModelConfig:
     path: str = ""
     """Hugging Face directory of the model to train, or OWNER/NAME[@REVISION] of the hub; see models.md"""
     dtype: str = choice("float32", "bfloat16")
-    """of the served weights"""
+    """of the weights in trainer and engine; the optimizer keeps its own in float32"""
     float32_head: bool = True
     """of bfloat16: trainer and engine do not round the logits to it"""
 
@@ -66,7 +66,7 @@ class DataConfig:
     drop_duplicates: bool = False
     """rows with the same prompt and answer count once"""
     shuffle: bool = True
-    """a new order per pass over the rows, by run.seed"""
+    """a new order per pass over the rows, by seed"""
 
 
 @dataclass
@@ -236,7 +236,7 @@ class AlgorithmConfig:
 @dataclass
 class OptimizerConfig:
     lr: float = number(1e-4, above=0, at_most=1)
-    """Adam's learning rate"""
+    """Adam's learning rate; for a model of half a billion parameters or more begin with 1e-6"""
     weight_decay: float = number(0.0, at_least=0, at_most=1)
     """decoupled, as in AdamW"""
     beta1: float = number(0.9, at_least=0, below=1)

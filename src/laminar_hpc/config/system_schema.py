@@ -182,11 +182,11 @@ class EvaluationConfig:
 @dataclass
 class CheckpointConfig:
     every: int = number(20, at_least=1)
-    """trainer steps; the last step is always checkpointed"""
+    """from one checkpoint to the next; the last step always has one"""
     keep: int = number(2, at_least=1)
     """the newest so many stay on disk"""
     keep_every: int = number(0, at_least=0)
-    """trainer steps; the checkpoints of its multiples stay on disk as well; 0 = none"""
+    """checkpoints of its multiples stay on disk as well; 0 = none"""
     state_hash: bool = False
     """a checkpoint has a SHA-256 over all of the trainer's state, which a resume at its layout compares;
     training waits for it"""

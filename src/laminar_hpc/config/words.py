@@ -19,13 +19,16 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
+from laminar_hpc.config import peers
 from laminar_hpc.config.bounds import Choices, all_fields, allowed, plain_type, requirement
 from laminar_hpc.config.errors import did_you_mean
 from laminar_hpc.config.schema import RENAMED
 
 _QUOTED = re.compile(r"'[^']*'|\"[^\"]*\"")
 _NUMBERS = (int, float, bool)
-_SPECIAL = "spaces or any of ,:=[]{}()$ in it"
+_YAML = (".yaml", ".yml")
+_FILE = "for a file DIR/experiment/NAME.yaml write --config-dir DIR experiment=NAME"
+_SPECIAL = "spaces or any of ,:=[]{}()$~ in it"
 
 
 @dataclass
@@ -71,6 +74,8 @@ class Keys:
             return f"{key} is called {RENAMED[key]} now"
         if key.startswith("hydra"):
             return f"{key}: Hydra's own settings are not taken; a run writes to run_dir alone"
+        if theirs := peers.ours(key, self.fields):
+            return f"{key}: {theirs}"
         section, _, last = key.rpartition(".")
         by_last: dict[str, list[str]] = {}
         for name in [*self.fields, *self.groups]:
@@ -130,6 +135,8 @@ class Keys:
             return f"{word}: write {group}={word}", 1
         if self.kind_of(word):
             return f"{word}: write {word}=VALUE", 1
+        if word.endswith(_YAML):
+            return f"{word}: {_FILE}", 1
         return f"{word}: not key=value{did_you_mean(word, [*self.fields, *self.groups])}", 1
 
     def _instead_of_removing(self, key: str) -> str:
@@ -143,14 +150,16 @@ class Keys:
 
     def _option(self, word: str, after: Sequence[str]) -> tuple[str, int]:
         name, equals, value = word.lstrip("-").partition("=")
-        if not (equals or self.kind_of(name) or name in self.groups):
-            return f"{word}: no such option; settings are key=value, without dashes; --help shows examples", 1
         taken = () if equals else after
+        written, plain = " ".join([word, *taken]), "settings are key=value, without dashes"
+        if theirs := peers.ours(word.partition("=")[0], self.fields):
+            return f"{written}: {theirs}; {plain}", 1 + len(taken)
+        if name.startswith("config"):
+            return f"{written}: no such option; {_FILE}", 1 + len(taken)
+        if not (equals or self.kind_of(name) or name in self.groups):
+            return f"{word}: no such option; {plain}; --help shows examples", 1
         instead = quoted(f"{name}={value or ' '.join(taken) or 'VALUE'}")
-        return (
-            f"{' '.join([word, *taken])}: write {instead}; settings are key=value, without dashes",
-            1 + len(taken),
-        )
+        return f"{written}: write {instead}; {plain}", 1 + len(taken)
 
     def _takes_text(self, word: str) -> bool:
         kind = self.kind_of(word.partition("=")[0].lstrip("+"))
@@ -167,7 +176,8 @@ class Keys:
             if text in names:
                 parsed.groups[key] = text
             else:
-                hint = _sweep_hint(word) or did_you_mean(text, names)
+                file = f"; {_FILE}" if text.endswith(_YAML) else ""
+                hint = _sweep_hint(word) or did_you_mean(text, names) or file
                 parsed.wrong.append(f"{word}: use one of {', '.join(names)}{hint}")
                 parsed.broken = True
         elif kind is None:

@@ -48,6 +48,7 @@ from laminar_hpc.controller.rundir import (
     torchrun_identity,
     was_restarted,
 )
+from laminar_hpc.controller.same_run import check_same_prompts
 from laminar_hpc.controller.shared import NUMBERS
 from laminar_hpc.controller.standstill import Standstill
 from laminar_hpc.controller.store import Store
@@ -77,6 +78,7 @@ def build(
     """Everything that the loop needs. The trainers say later which step the store goes back to."""
     with before_it_begins():
         prompts, held_out = load_run_prompts(config, say)
+        check_same_prompts(store_path(config), prompts)
         try_rewards(config, say, prompts)
     start, lock = begun.start, begun.lock
     store = Store(store_directory(config), journal=_journal(config, begun, say), assure=lock.assure)

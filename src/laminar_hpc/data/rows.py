@@ -5,6 +5,7 @@ JSONL may be compressed (.gz, .zst). pyarrow and datasets are imported where the
 gzipped JSONL need neither.
 """
 
+import codecs
 import gzip
 import io
 import json
@@ -114,8 +115,10 @@ def _jsonl(source: Source) -> Iterator[tuple[str, dict]]:
 
 
 def _object(line: bytes, where: str) -> dict:
+    if not line.strip():
+        raise LaminarError(f"{where}: an empty line; take it out")
     try:
-        row = json.loads(line.decode("utf-8"))
+        row = json.loads(line.removeprefix(codecs.BOM_UTF8).decode("utf-8"))
     except UnicodeDecodeError as error:
         raise LaminarError(f"{where}: not UTF-8 (byte {error.start}); convert the file") from None
     except (json.JSONDecodeError, RecursionError) as error:

@@ -42,7 +42,8 @@ def first_call(config: RunConfig, prompt: str, row: dict) -> list[str]:
                 f"{what} on the first row, {tried}: {got.error}; {_CURES[got.fault]} (docs/rewards.md)"
             )
         if got.error:
-            warnings.append(f"warning: {what} failed on the first row, {tried}: {got.error}")
+            fields = f"; the row has {', '.join(map(str, row))}" if got.error.startswith("KeyError") else ""
+            warnings.append(f"warning: {what} failed on the first row, {tried}: {got.error}{fields}")
     return warnings
 
 

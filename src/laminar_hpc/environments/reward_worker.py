@@ -29,7 +29,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from laminar_hpc.cluster.processes import die_with_parent
-from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.config.errors import LaminarError, did_you_mean
 from laminar_hpc.environments import reward_keeper
 from laminar_hpc.environments.framing import encode, framed, read_frame, receive_frame, write_frame
 from laminar_hpc.environments.reward_protocol import (
@@ -97,13 +97,17 @@ def load_function(path: str, label: str) -> Callable:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        function = getattr(importlib.import_module(module_name), name)
-    except AttributeError:
-        raise LaminarError(f"{label}: {module_name} has no '{name}'") from None
+        module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:
+        cure = ""
+        if isinstance(error, ModuleNotFoundError) and error.name == module_name:
+            cure = f"; {module_name}.py must be in the current folder or one of PYTHONPATH"
         raise LaminarError(
-            f"{label} cannot be imported: {type(error).__name__}: {str(error)[:MAX_ERROR]}"
+            f"{label} cannot be imported: {type(error).__name__}: {str(error)[:MAX_ERROR]}{cure}"
         ) from None
+    if not hasattr(module, name):
+        raise LaminarError(f"{label}: {module_name} has no '{name}'{did_you_mean(name, vars(module))}")
+    function = getattr(module, name)
     if not callable(function):
         raise LaminarError(f"{label} is a {type(function).__name__}, not a function")
     return function

@@ -295,7 +295,8 @@ class Checkpointer:
 
     def load(self, step: int) -> None:
         """Restores weights, optimizer, schedule and random states. At the layout that it was saved with, the
-        result is bit-exact: its hash, if it has one, is compared. Raises Damaged, on all ranks."""
+        result is bit-exact: its hash, if it has one, is compared. The optimizer's settings are those of this
+        launch's configuration. Raises Damaged, on all ranks."""
         path = checkpoint_path(self._run_dir, step)
         state, mine = read_state(path), layout_of(self._config)
         same_layout = {key: state.get(key) for key in mine} == mine
@@ -309,10 +310,10 @@ class Checkpointer:
         if wrong := self._ranks.first(wrong):
             raise Damaged(wrong)
         self._learner.skipped_in_a_row = state["skipped_in_a_row"]
-        if not same_layout:
-            return  # other random streams, other shards to hash
-        if state["state_hash"] and (state_hash := self.state_hash()) != state["state_hash"]:
-            raise Damaged(f"its state hash is {state_hash[:12]}, not {state['state_hash'][:12]}")
+        hashed = state["state_hash"] if same_layout else ""  # else other random streams, other shards to hash
+        if hashed and (state_hash := self.state_hash()) != hashed:
+            raise Damaged(f"its state hash is {state_hash[:12]}, not {hashed[:12]}")
+        self._live.apply_settings()
 
     def state_hash(self) -> str:
         """SHA-256 over every rank's weights, optimizer tensors, schedule and random states, in the order of

@@ -12,6 +12,7 @@ from megatron.core.dist_checkpointing.serialization import get_default_load_shar
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
 
 from laminar_hpc.trainer.megatron.adam import fuse, named_state, unshare_steps
+from laminar_hpc.trainer.megatron.building import apply_settings
 from laminar_hpc.trainer.megatron.optimizer_shards import load_sharded_state, sharded_state
 from laminar_hpc.trainer.megatron.policy import MegatronPolicy
 
@@ -43,6 +44,10 @@ class LiveState:
         fuse(policy.optimizer)  # a load brings the settings of what was saved, too
         if with_random_states:
             set_rng_state(torch.load(checkpoint / "rng" / rng_file, weights_only=True))
+
+    def apply_settings(self) -> None:
+        """After a load: the optimizer goes on with the settings of this launch, not of the one that saved."""
+        apply_settings(self._policy.config, self._policy.optimizer, self._policy.scheduler)
 
     def digest(self) -> bytes:
         """SHA-256 over all of it."""

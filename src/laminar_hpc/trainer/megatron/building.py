@@ -259,3 +259,17 @@ def build_optimizer(
         wd_incr_style="constant",
     )
     return optimizer, scheduler
+
+
+def apply_settings(
+    config: RunConfig, optimizer: MegatronOptimizer, scheduler: OptimizerParamScheduler
+) -> None:
+    """The configuration's learning rate, warm-up, weight decay, betas and epsilon, in place of those of the
+    run that wrote a checkpoint, which its load brings."""
+    c = config.optimizer
+    for group in optimizer.param_groups:
+        group.update(max_lr=c.lr, betas=(c.beta1, c.beta2), eps=c.eps)
+    scheduler.max_lr = scheduler.min_lr = c.lr
+    scheduler.lr_warmup_steps = c.warmup_steps * config.algorithm.minibatches_per_step
+    scheduler.start_wd = scheduler.end_wd = c.weight_decay
+    scheduler.step(0)

@@ -1,0 +1,91 @@
+"""What a run keeps when it goes on: its model, its batches, the prompts of its groups in progress."""
+
+import json
+
+import pytest
+from reports import trajectory
+
+from laminar_hpc.config.errors import Refused
+from laminar_hpc.config.load import dump_config
+from laminar_hpc.config.schema import RunConfig
+from laminar_hpc.controller.same_run import check_same_prompts, refuse_changes
+from laminar_hpc.controller.store import Store
+from laminar_hpc.controller.tracker import TrajectoryTracker
+from laminar_hpc.data.prompts import Prompt
+from laminar_hpc.policies.admission import quota
+from laminar_hpc.policies.sampling import GroupSize
+from laminar_hpc.supervisor import nothing_to_start
+
+PROMPTS = [Prompt(f"{i}+1=", [i, 7], {"n": i}) for i in range(5)]
+
+
+def test_groups_in_progress_keep_their_prompts(tmp_path):
+    """Promise: other rows are refused in one line as long as a group in progress, or one whose response is
+    not scored, was granted for an earlier one; rows behind them may come, and finished groups need none."""
+    store = Store(tmp_path)
+    tracker = TrajectoryTracker(store, PROMPTS, GroupSize(1, 1, 1), lambda draw: draw)
+    tracker.recover()
+    groups = tracker.draw(3, 3, replica=0, weight_id=0, weight_step=0, now=0.0)
+    for group in groups[1:]:
+        tracker.generated(trajectory(group, group.samples[0]), 0)
+    done = groups[1].samples[0]
+    tracker.scored(done.trajectory_id, done.attempt, 1.0, {}, "", 3.0)
+    store.commit()
+    store.close()
+    path = tmp_path / "store.sqlite"
+    other = Prompt("9+9=", [9, 9], {})
+    check_same_prompts(path, PROMPTS)
+    check_same_prompts(path, [*PROMPTS, other])
+    check_same_prompts(path, [PROMPTS[0], other, PROMPTS[2]])  # that of the finished one
+    with pytest.raises(
+        Refused, match=r"data.train: prompt 1 of 5 is another one than when group 0 was granted"
+    ):
+        check_same_prompts(path, PROMPTS[::-1])
+    with pytest.raises(Refused, match=r"prompt 3 of 2 is missing, which was there when group 2 was granted"):
+        check_same_prompts(path, PROMPTS[:2])
+
+
+def test_a_run_that_begins_has_none(tmp_path):
+    """Without a store, or with an empty one, there is nothing to compare."""
+    check_same_prompts(tmp_path / "store.sqlite", PROMPTS)
+    Store(tmp_path).close()
+    check_same_prompts(tmp_path / "store.sqlite", PROMPTS)
+
+
+def test_a_run_goes_on_with_its_own_model(tmp_path):
+    """Promise: resume=auto with a model of another shape, in another dtype, or with batches of another size
+    is refused before anything starts, and says what the run has; all else may change."""
+    hf, other = tmp_path / "run/checkpoints/step_000002/hf", tmp_path / "other"
+    shape = {"model_type": "qwen2", "hidden_size": 64, "torch_dtype": "float32"}
+    for folder, layers in ((hf, 2), (other, 3)):
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text(json.dumps({**shape, "num_hidden_layers": layers}))
+    (hf.parent / "state.json").write_text("{}")
+    config = RunConfig(run_dir=str(tmp_path / "run"), resume="auto", source=f"replay:{tmp_path}", steps=9)
+    config.checkpoint.unsigned = True
+    (tmp_path / "run/config.yaml").write_text(dump_config(config))
+    (tmp_path / "run/metrics.jsonl").write_text('{"kind":"step","time":1.0,"step":1}\n')
+    wrong = {
+        "model.path": (str(other), r"layers 3, not 2\) is another model than that of the run in"),
+        "model.dtype": ("bfloat16", "model.dtype=bfloat16 is not the float32 of the run in"),
+        "algorithm.prompts_per_step": (16, "prompts_per_step=16: the run in .* counts by 32: leave it"),
+    }
+    config.model.path, config.algorithm.samples_per_prompt = str(hf), 4
+    for key, (value, text) in wrong.items():
+        section, _, name = key.partition(".")
+        own = getattr(getattr(config, section), name)
+        setattr(getattr(config, section), name, value)
+        with pytest.raises(Refused, match=text):
+            nothing_to_start(config)
+        setattr(getattr(config, section), name, own)
+    assert not nothing_to_start(config)
+    config.resume, config.algorithm.prompts_per_step = "never", 16
+    refuse_changes(config)
+
+
+def test_admission_does_not_survive_batches_of_another_size():
+    """Why they are refused: 224 groups were granted in 5 steps of 32. By 16 none is granted for seven steps
+    more; by 64 a replica is granted 288 at once, of which 3 x 64 can be trained within the bound."""
+    assert quota(weight_step=5, counted=224, groups_per_step=16, steps=99, max_staleness=2) == 0
+    assert quota(weight_step=11, counted=224, groups_per_step=16, steps=99, max_staleness=2) == 0
+    assert quota(weight_step=5, counted=224, groups_per_step=64, steps=99, max_staleness=2) == 288
