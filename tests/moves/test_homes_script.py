@@ -40,7 +40,7 @@ class Apart(Three):
         """Its holder, as a rollout does: what it awaits is known before it asks."""
         empty = columns([], [])
         told = Increment(self.id, 1, 4, *empty, [], 1.0, True, self.name, self.home)
-        ask = Ask(self.id, self.home, self.name, [("look", {"key": "k"})], 4)
+        ask = Ask(self.id, self.home, self.name, [("look", '{"key": "k"}')], 4)
         self.script.hear("rollout", 1, told, ask)
         return ask
 

@@ -55,7 +55,7 @@ class Case:
         return Answer(7, ask.name, b"\1\0\0\0", 0, 1.0)
 
     def asked(self, name: str = "3:7:1:9") -> Ask:
-        ask = Ask(7, self.name, name, [("look", {"key": "k"})], 5)
+        ask = Ask(7, self.name, name, [("look", '{"key": "k"}')], 5)
         self.homes.arrived(ask)
         return ask
 

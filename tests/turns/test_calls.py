@@ -35,6 +35,21 @@ PYTHONIC = (
     )
 )
 
+LLAMA = SEPARATED.replace("<tool_call>\n", "<|python_tag|>").replace("\n</tool_call>", "")
+MISTRAL = SEPARATED.replace("<tool_call>\n", "[TOOL_CALLS] [").replace("\n</tool_call>", "]")
+FORMATS = {
+    "hermes": (SEPARATED, "<tool_call>", "</tool_call>"),
+    "llama3": (LLAMA, "<|python_tag|>", ""),
+    "mistral": (MISTRAL, "[TOOL_CALLS] [", "]"),
+    "pythonic": (PYTHONIC, "[", "]"),
+}
+NESTED = '{"name": "add", "arguments": {"a": ' + "[" * 9000
+SAID = [
+    *("7", "null", "[[", '{"name": ["add"]}', '{"name": 5, "arguments": {}}', '{"name": null}', "\0"),
+    *('{"name": "add", "arguments": {"a": ' + "9" * 5000 + "}}", NESTED, NESTED + "]" * 9000 + "}}"),
+    *("add(a=1+b)", "add(a=**{})", "add(" + "(" * 400 + ")" * 400 + ")", "add(*a)", "x.y.add(a=1)", "add(b="),
+]
+
 
 def call(text: str) -> str:
     return f"so <tool_call>{text}</tool_call>"
@@ -67,6 +82,30 @@ def test_the_parser_is_that_of_the_template(tmp_path: Path) -> None:
     silent = str(save(tmp_path / "silent", SEPARATED.split("{% for c in")[0] + "{% endfor %}", ["<|end|>"]))
     with pytest.raises(LaminarError, match="none of SGLang's tool-call parsers reads"):
         CallParser(TOOLS, with_tools(silent, TOOLS))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_whatever_a_model_says(tmp_path: Path, name: str) -> None:
+    """In any format, what is no call is told to the model or is its answer: SGLang's parsers raise what they
+    like on it, and none of that ends a replica."""
+    template, begin, end = FORMATS[name]
+    parser = CallParser(TOOLS, with_tools(str(save(tmp_path, template, ["<|end|>"])), TOOLS))
+    assert parser.name == name
+    for text in SAID:
+        found = parser.calls(begin + text + end)
+        assert found == [] or isinstance(found, Malformed), text[:80]
+
+
+def test_arguments_that_nothing_can_take(tmp_path: Path) -> None:
+    """Values that no tokenizer or process would take are told to the model; a large number is one like any
+    other."""
+    parser = CallParser(TOOLS, with_tools(str(save(tmp_path, SEPARATED, ["<|end|>"])), TOOLS))
+    large = parser.calls(call('{"name": "add", "arguments": {"a": %d}}' % 10**40))
+    assert large == [ToolCall("add", {"a": 10**40})]
+    deep = "[" * 80 + "]" * 80
+    for value, words in ((deep, "nested deeper than 64 levels"), ('"\\ud800"', "half of a surrogate pair")):
+        found = parser.calls(call('{"name": "add", "arguments": {"a": ' + value + "}}"))
+        assert isinstance(found, Malformed) and words in found.reason and "add" in found.reason
 
 
 def test_a_function_is_described_as_the_model_wants_it() -> None:

@@ -10,6 +10,21 @@ import msgspec
 
 MAX_ERROR = 300  # characters of an error that are kept
 
+
+def sendable(text: str) -> str:
+    """With a question mark for each half of a surrogate pair, which no frame can hold."""
+    return text.encode(errors="replace").decode()
+
+
+def error_words(error: BaseException) -> str:
+    """Its kind, and what it says, if it can say anything."""
+    try:
+        said = str(error)
+    except Exception:  # of the user's own kind
+        said = "it cannot say what"
+    return sendable(f"{type(error).__name__}: {said}")
+
+
 # ---- to a fork server or a worker --------------------------------------------------------------------------
 
 
@@ -48,8 +63,8 @@ class Reap(msgspec.Struct, tag=True):
 
 class Call(msgspec.Struct, tag=True, omit_defaults=True):
     """`name` of the reward, tool or environment to call. `tokens` are those of the response. Of a tool: its
-    `arguments`. Of an environment: the `session` that is meant, and `method`, one of its tools, reset,
-    get_reward, or "" to forget it."""
+    `arguments`, as JSON, whose numbers have any size. Of an environment: the `session` that is meant, and
+    `method`, one of its tools, reset, get_reward, or "" to forget it."""
 
     id: int
     name: str
@@ -59,7 +74,7 @@ class Call(msgspec.Struct, tag=True, omit_defaults=True):
     tokens: list[int] = []
     session: int = 0
     method: str = ""
-    arguments: dict = {}
+    arguments: str = "{}"
 
 
 # ---- from them ---------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.rewards import MAX_REWARD
 from laminar_hpc.environments.reward_protocol import Call
 
-MAX_PARTS = 100
+MAX_PARTS, MAX_NAME = 100, 200  # of a reward, and characters of the name of each
 _OURS = ("prompt", "response", "row")
 _TRL = ("prompts", "completions", "completion_ids")
 _VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
@@ -238,6 +238,8 @@ def _bounded(values: dict) -> dict:
         raise NotAReward(
             f"it returned a dict of {len(values)} parts; at most {MAX_PARTS} are kept per trajectory"
         )
+    if (longest := max((len(name) for name in values if isinstance(name, str)), default=0)) > MAX_NAME:
+        raise NotAReward(f"it returned a part with a name of {longest} characters; at most {MAX_NAME} are kept")
     return values
 
 

@@ -45,6 +45,8 @@ from laminar_hpc.environments.reward_protocol import (
     Tick,
     decode_to_server,
     decode_to_worker,
+    error_words,
+    sendable,
 )
 from laminar_hpc.environments.reward_styles import RewardFault, adapted, checked
 
@@ -153,10 +155,18 @@ def ready(served: dict[str, Served]) -> Ready:
 def result(call: Call, t0: float, error: BaseException) -> Result:
     """Of a call that raised."""
     fault = error.fault if isinstance(error, RewardFault) else "raised"
-    text = str(error) if isinstance(error, RewardFault) else f"{type(error).__name__}: {error}"
+    text = sendable(str(error)) if isinstance(error, RewardFault) else error_words(error)
     return Result(
         call.id, 0.0, {}, t0, time.time(), " ".join(text[: 2 * MAX_ERROR].split())[:MAX_ERROR], fault
     )
+
+
+def answered(call: Call, answer: Result) -> bytes:
+    """The frame that ends the call, whatever the user's code has put into the answer."""
+    try:
+        return framed(answer)
+    except Exception as error:
+        return framed(result(call, answer.t0, error))
 
 
 # ---- a worker, one call at a time --------------------------------------------------------------------------
@@ -179,7 +189,7 @@ def serve_one_by_one(connection: socket.socket, rewards: dict[str, Served]) -> N
             answer = reward.result(call, value, t0)
         except BaseException as error:  # sys.exit() in a reward function is its failure, not ours
             answer = result(call, t0, error)
-        connection.sendall(framed(answer))
+        connection.sendall(answered(call, answer))
 
 
 # ---- a worker, calls together ------------------------------------------------------------------------------
@@ -212,7 +222,7 @@ async def serve_together(connection: socket.socket, rewards: dict[str, Served], 
     tasks: set[asyncio.Task] = set()  # the loop itself holds tasks weakly
 
     async def one(call: Call) -> None:
-        write_frame(writer, await _answer(rewards[call.name], call, limit))
+        writer.write(answered(call, await _answer(rewards[call.name], call, limit)))
 
     async def tick() -> None:
         while True:

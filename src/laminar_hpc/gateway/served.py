@@ -6,6 +6,7 @@ Async ones share a process and its event loop; a plain one has a process to itse
 
 import asyncio
 import inspect
+import json
 import os
 import time
 from collections.abc import Callable, Coroutine
@@ -45,7 +46,7 @@ class Agent:
             if task := self._tasks.pop(call.session, None):
                 task.cancel()
             return None
-        value = self._function(row=row, **call.arguments)
+        value = self._function(row=row, **json.loads(call.arguments))
         return self._noted(call.session, value) if self.is_async else value
 
     async def _noted(self, session: int, running: Coroutine[Any, Any, object]) -> object:

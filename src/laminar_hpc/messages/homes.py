@@ -14,12 +14,12 @@ def replica_of(name: str) -> int:
 class Ask(Message):
     """To the controller, and from it to the home: make these calls, one after the other. Answer: Answer,
     under `name`; the same name may be asked again, and is called once. `home`: of Partial; `calls`: tools and
-    their arguments; `last`: the token behind which what they come to shall stand."""
+    their arguments, as JSON; `last`: the token behind which what they come to shall stand."""
 
     trajectory_id: int
     home: str
     name: str
-    calls: list[tuple[str, dict]]
+    calls: list[tuple[str, str]]
     last: int
 
 

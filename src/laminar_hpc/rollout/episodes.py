@@ -16,6 +16,7 @@ agent asks for the turns nothing moves, nor with environment.history=branch: eac
 
 import asyncio
 import contextlib
+import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -247,7 +248,7 @@ class Episodes:
             making = self._made(work, work.session, name, found, last)
             return await self.answers.made_here(work, name, making)
         if self.stateful and isinstance(found, list):  # the same name is called once
-            calls = [(call.name, call.arguments) for call in found]
+            calls = [(call.name, json.dumps(call.arguments)) for call in found]
             self.context.channel.send(Ask(work.trajectory_id, part.home, name, calls, last))
         waiting = self.answers.made_elsewhere(work, max(1, len(names)) * self.limits.timeout_seconds)
         if not away:  # who makes them records them
@@ -292,7 +293,7 @@ class Episodes:
     async def _made_for_others(self, home: Home, ask: Ask) -> Answer:
         """Calls in an environment here whose trajectory is elsewhere."""
         t0 = time.time()
-        found = [ToolCall(name, arguments) for name, arguments in ask.calls]
+        found = [ToolCall(name, json.loads(arguments)) for name, arguments in ask.calls]
         results = await self._results(home.session, found)
         answer = self._told(ask.trajectory_id, ask.name, home.row, results, ask.last, t0)
         home.episode.worked_seconds += answer.seconds

@@ -5,7 +5,6 @@ Importing SGLang's parsers takes seconds and brings torch: done by `CallParser`,
 while its engine starts.
 """
 
-import json
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,9 +12,11 @@ from functools import partial
 from typing import Any
 
 from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.turns.json_values import json_value
 
 _PREFERRED = ("hermes",)  # reads what others of its format want with line breaks
 _ARGUMENTS = {"laminar": "1"}
+_UNREADABLE = "the tool call could not be read: write it as JSON with a name and arguments"
 
 
 @dataclass(frozen=True)
@@ -67,22 +68,25 @@ class CallParser:
     def split(self, text: str) -> tuple[str, list[ToolCall] | Malformed]:
         """One turn as what stands beside its calls, and the calls."""
         parser = self._new()
-        if not parser.has_tool_call(text):
-            return text, []
-        beside, found = parser.parse_non_stream(text)
+        try:
+            if not parser.has_tool_call(text):
+                return text, []
+            beside, found = parser.parse_non_stream(text)
+        except Exception:  # some of SGLang's parsers raise what their parts raise on what a model writes
+            return text, Malformed(_UNREADABLE)
         return beside, self._made(found)
 
     def _made(self, found: Sequence[Any]) -> list[ToolCall] | Malformed:
         if not found:
-            return Malformed("the tool call could not be read: write it as JSON with a name and arguments")
+            return Malformed(_UNREADABLE)
         calls = []
         for item in found:
-            try:
-                arguments = json.loads(item.parameters or "{}")
-            except ValueError:
-                arguments = None
             if item.name not in self._names:
                 return Malformed(f"there is no tool {item.name!r}; there is: {', '.join(self._names)}")
+            try:
+                arguments = json_value(item.parameters or "{}")
+            except ValueError as error:
+                return Malformed(f"the arguments of {item.name} are {error}")
             if not isinstance(arguments, dict):
                 return Malformed(f"the arguments of {item.name} are no JSON object")
             calls.append(ToolCall(item.name, arguments))

@@ -7,11 +7,12 @@ process to itself (turns/pool.py sees to it), so that it may block, and be ended
 
 import asyncio
 import inspect
+import json
 import time
 from collections.abc import Awaitable, Callable, Mapping
 
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.environments.reward_protocol import MAX_ERROR, Call, Result, Spec
+from laminar_hpc.environments.reward_protocol import MAX_ERROR, Call, Result, Spec, sendable
 from laminar_hpc.environments.reward_styles import RewardFault, accepted, checked
 from laminar_hpc.turns.tools import PythonTool, as_text, error_text
 
@@ -36,7 +37,7 @@ class Tool:
         self.idempotent = _idempotent({self._tool.name: function})
 
     def call(self, call: Call) -> object:
-        return _called(self._tool, call.arguments)
+        return _called(self._tool, json.loads(call.arguments))
 
     def result(self, call: Call, value: object, t0: float) -> Result:
         return _told(call, value, t0)
@@ -83,7 +84,7 @@ class Environment:
         method = getattr(found, call.method)
         if call.method == "get_reward":
             return method()
-        return _called(PythonTool(method, call.method, self._label), call.arguments)
+        return _called(PythonTool(method, call.method, self._label), json.loads(call.arguments))
 
     def result(self, call: Call, value: object, t0: float) -> Result:
         """Raises RewardFault for a reward that is none."""
@@ -128,7 +129,7 @@ async def _awaited(tool: PythonTool, value: Awaitable[object]) -> object:
 
 
 def _told(call: Call, value: object, t0: float) -> Result:
-    text = None if value is None and call.method == "reset" else _cut(as_text(value))
+    text = None if value is None and call.method == "reset" else sendable(_cut(as_text(value)))
     return Result(call.id, None, {}, t0, time.time(), text=text)
 
 

@@ -1,5 +1,6 @@
 """What a trajectory has of its environment: its reset, its calls, its reward. Made by pool.py."""
 
+import json
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -52,7 +53,7 @@ class Session:
     ) -> Result:
         """`what`: errors call the method so."""
         call, what = Call(0, self._name, session=self._number, method=method), what or method
-        call.row, call.arguments = row or {}, arguments or {}
+        call.row, call.arguments = row or {}, json.dumps(arguments or {})
         try:
             result = await self._ask(call)
         except WorkerLost:
@@ -74,7 +75,7 @@ class FunctionSession(Session):
     async def call(self, name: str, arguments: dict) -> str:
         """See Session."""
         try:
-            result = await self._ask(Call(0, name, arguments=arguments))
+            result = await self._ask(Call(0, name, arguments=json.dumps(arguments)))
         except WorkerLost:
             return error_text(f"the process of {name} ended")
         return error_text(result.error) if result.error else result.text or ""

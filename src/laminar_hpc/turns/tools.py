@@ -10,6 +10,7 @@ from typing import Any, cast
 import pydantic
 
 from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.environments.reward_protocol import error_words
 
 _SECTION = re.compile(r"^(Args|Arguments|Parameters|Returns|Raises|Yields|Examples?):\s*$", re.M)
 _ARGUMENT = re.compile(r"^(\w+)(?:\s*\([^)]*\))?:\s*(.*)$")
@@ -39,7 +40,7 @@ class PythonTool:
         own = isinstance(error, pydantic.ValidationError) and error.title in self._titles
         if isinstance(error, pydantic.ValidationError) and own:
             return "; ".join(_words(each) for each in error.errors())
-        return f"{type(error).__name__}: {error}"
+        return error_words(error)
 
 
 def as_text(value: object) -> str:
@@ -48,7 +49,7 @@ def as_text(value: object) -> str:
         return value
     try:
         return json.dumps(value, ensure_ascii=False)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RecursionError):
         return str(value)
 
 
