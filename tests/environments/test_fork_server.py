@@ -1,4 +1,4 @@
-"""A worker has its own socket, whoever gives up waiting for it."""
+"""A worker has its own socket and its end, whoever gives up waiting for it."""
 
 import asyncio
 import socket
@@ -7,7 +7,7 @@ import threading
 import msgspec
 
 from laminar_hpc.environments.fork_server import ForkServer
-from laminar_hpc.environments.reward_protocol import Forked, Setup, Spec
+from laminar_hpc.environments.reward_protocol import Forked, Reap, Setup, Spec, decode_to_server
 
 SETUP = Setup([Spec("", "a function", "no.function", "", "tool", "")], 1.0, "")
 
@@ -27,7 +27,8 @@ class Turn:
 
 def test_a_caller_that_gives_up_sends_no_other_socket() -> None:
     """It is cancelled while another fork is under way: what the server gets then is still the socket that was
-    made for the worker, whose other end is closed, so that the worker ends."""
+    made for the worker, whose other end is closed, so that the worker ends; and then the server is told to end
+    the worker's keeper too, which would stay for as long as the run."""
     server, turn = ForkServer(SETUP), Turn()
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     server._control, server._speaking = ours, turn  # type: ignore[assignment]
@@ -44,6 +45,8 @@ def test_a_caller_that_gives_up_sends_no_other_socket() -> None:
         with socket.socket(fileno=fd) as given:
             given.settimeout(60)
             assert given.recv(1) == b""
+        said = await asyncio.to_thread(theirs.recv, 1 << 16)
+        assert decode_to_server(said) == Reap(1)
         for each in another:
             each.close()
 

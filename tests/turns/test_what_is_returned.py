@@ -9,11 +9,14 @@ from pathlib import Path
 import pytest
 
 from laminar_hpc.config.schema import EnvironmentConfig, RewardConfig
+from laminar_hpc.environments import reward_crews
 from laminar_hpc.environments.reward_pool import RewardPool
 from laminar_hpc.turns.pool import EnvironmentPool
 from laminar_hpc.turns.session import EnvironmentFailed
 
 MODULE = '''
+import asyncio
+
 class Wordless(Exception):
     def __str__(self):
         raise RuntimeError("no words")
@@ -38,6 +41,20 @@ async def together(what: str) -> object:
 async def half(n: int) -> int:
     """Halves."""
     return n // 2
+
+async def silences() -> str:
+    """Ends whatever its process would have said of it."""
+    for task in asyncio.all_tasks():
+        if task.get_coro().__name__ == "one":
+            task.cancel()
+    await asyncio.sleep(600)
+
+class Silencing:
+    async def reset(self, **row): pass
+    async def wait(self) -> str:
+        """As that."""
+        await silences()
+    async def get_reward(self): return 1.0
 
 class Plain:
     def reset(self, **row): return HALF
@@ -74,9 +91,9 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-def pool(*tools: str, factory: str = "") -> EnvironmentPool:
+def pool(*tools: str, factory: str = "", seconds: float = 30.0) -> EnvironmentPool:
     config = EnvironmentConfig(factory and f"{NAME}.{factory}", [f"{NAME}.{tool}" for tool in tools])
-    config.timeout_seconds = 8.0
+    config.timeout_seconds = seconds
     return EnvironmentPool(config)
 
 
@@ -123,10 +140,26 @@ async def test_of_environments(factory: str) -> None:
         await environments.close()
 
 
+async def test_a_call_of_which_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its shared process lives, and has lost it: it is given up, beyond its own limit."""
+    tools, environments = pool("silences", seconds=60.0), pool(factory="Silencing", seconds=60.0)
+    await asyncio.gather(tools.start(), environments.start())
+    try:
+        session, other = await tools.open({}), await environments.open({})
+        monkeypatch.setattr(reward_crews, "WORD_SECONDS", -59.5)
+        assert json.loads(await session.call("silences", {})) == {"error": "the process of silences ended"}
+        with pytest.raises(EnvironmentFailed, match="wait did not return in time"):
+            await other.call("wait", {})
+        session.close()
+        other.close()
+    finally:
+        await asyncio.gather(tools.close(), environments.close())
+
+
 @pytest.mark.parametrize("function", ["score", "score_together"])
 async def test_of_rewards(function: str) -> None:
     """A failure with its reason, at once."""
-    config = RewardConfig(function=f"{NAME}.{function}", timeout_seconds=8.0, score_on_failure=-1.0)
+    config = RewardConfig(function=f"{NAME}.{function}", timeout_seconds=30.0, score_on_failure=-1.0)
     rewards = RewardPool(config)
     await rewards.start()
     try:

@@ -205,23 +205,28 @@ class ForkServer:
             with theirs:  # closed here only: a caller that gives up must not free a number that is being sent
                 return self._request(Fork(together), (theirs.fileno(),))
 
+        forking, writer = asyncio.create_task(asyncio.to_thread(forks)), None
         try:
-            forked = await asyncio.to_thread(forks)
+            forked = await asyncio.shield(forking)
             assert isinstance(forked, Forked)
             reader, writer = await asyncio.open_connection(sock=ours)
-        except BaseException:
-            ours.close()
-            raise
-        write_frame(writer, self._setup)
-        try:
+            write_frame(writer, self._setup)
             ready = decode_from_worker(await asyncio.wait_for(read_frame(reader), IMPORT_SECONDS))
+            if isinstance(ready, Ready) and ready.error:
+                raise LaminarError(ready.error)
         except BaseException:
-            writer.close()
+            (writer or ours).close()
+            forking.add_done_callback(self._unwanted)
             raise
-        if isinstance(ready, Ready) and ready.error:
-            raise LaminarError(ready.error)
         assert self._process is not None
         return Worker(forked.pid, self._process, reader, writer)
+
+    def _unwanted(self, forking: asyncio.Task[msgspec.Struct]) -> None:
+        """Nobody waits for this worker any more; its keeper would stay until the server ends."""
+        if not forking.cancelled() and forking.exception() is None:
+            forked = forking.result()
+            assert isinstance(forked, Forked)
+            forking.get_loop().run_in_executor(None, self._reap, forked.pid)
 
     async def _restart(self) -> None:
         """After the server itself has died, for want of memory for instance. Its workers have died with

@@ -31,6 +31,8 @@ SLOW_SHARE_OF_LIMIT, LOWEST_PRIORITY = 0.25, 19
 IDLE_SECONDS = 60.0  # workers that the crew has grown by leave after it
 # An event loop that is silent for so long, whichever is longer, is stuck.
 FROZEN_SECONDS, FROZEN_SHARE_OF_LIMIT = 1.0, 0.2
+# A shared worker ends its calls itself; this is for its word of it, beyond their limit.
+WORD_SECONDS = 30.0
 
 
 class Crew:
@@ -202,7 +204,7 @@ class SharedCrew:
     all its calls."""
 
     def __init__(self, server: ForkServer, workers: int, limit: float) -> None:
-        self._server, self._number = server, workers
+        self._server, self._number, self._limit = server, workers, limit
         self._patience = max(FROZEN_SECONDS, FROZEN_SHARE_OF_LIMIT * limit)
         self._workers: list[Worker] = []
         self._tasks: set[asyncio.Task] = set()
@@ -213,9 +215,12 @@ class SharedCrew:
         await asyncio.gather(*(self._add() for _ in range(self._number)))
 
     async def run(self, call: Call) -> Result:
-        """Raises WorkerLost when the process died or its loop was stuck: it may have been another call's
-        fault."""
-        return await (await self.worker()).ask(call)
+        """Raises WorkerLost when the process died, its loop was stuck, or nothing was said of the call: it may
+        have been another call's fault."""
+        try:
+            return await (await self.worker()).ask(call, self._limit + WORD_SECONDS)
+        except TimeoutError:
+            raise WorkerLost from None
 
     async def worker(self) -> Worker:
         """The one with the fewest calls. Raises WorkerLost after `stop`."""

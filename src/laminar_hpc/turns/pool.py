@@ -27,6 +27,7 @@ import msgspec
 
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import EnvironmentConfig
+from laminar_hpc.environments import reward_crews
 from laminar_hpc.environments.fork_server import ForkServer, Worker, WorkerLost
 from laminar_hpc.environments.interpreter import OURS, Interpreter
 from laminar_hpc.environments.reward_crews import Crew, SharedCrew
@@ -152,7 +153,7 @@ class EnvironmentPool:
             return await once()
 
     def _asks(self, worker: Worker, alone: bool, patient: bool) -> Ask:
-        """A shared worker bounds its calls itself, by timeout_seconds, and can have a call twice."""
+        """A shared worker ends its calls itself, after timeout_seconds, and can have a call twice."""
         ready = self._server.ready
 
         async def ask(call: Call) -> Result:
@@ -164,7 +165,8 @@ class EnvironmentPool:
             async def once() -> Result:
                 t0, ours = time.monotonic(), msgspec.structs.replace(call, id=next(self._ids))
                 try:
-                    result = await worker.ask(ours, limit if alone or limit < self._limit else None)
+                    by_us = alone or limit < self._limit
+                    result = await worker.ask(ours, limit if by_us else limit + reward_crews.WORD_SECONDS)
                 except TimeoutError:
                     deadline.given_up(limit)
                     raise
