@@ -99,3 +99,19 @@ async def test_whoever_waits_for_one_may_go() -> None:
         await taking
     assert resets.closed == ["a0"] and await ahead.take(A) is None
     await ahead.close()
+
+
+async def test_whoever_waits_for_one_goes_as_it_returns() -> None:
+    """Nobody has it then: it is closed."""
+    resets = Resets()
+    ahead = Ahead(resets.__call__, 3)
+    ahead.expect([(A, 1)])
+    [(_, reset)] = ahead._begun
+    taking = asyncio.create_task(ahead.take(A))
+    reset.add_done_callback(lambda _: taking.cancel())  # before whoever waits for it hears of it
+    await asyncio.sleep(0)
+    resets.go.set()
+    with pytest.raises(asyncio.CancelledError):
+        await taking
+    await ahead.close()
+    assert resets.closed == ["a0"]

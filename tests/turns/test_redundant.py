@@ -86,3 +86,30 @@ async def test_whoever_asks_is_cancelled() -> None:
     with pytest.raises(asyncio.CancelledError):
         await task
     assert all(answer.cancelled() for answer in asked.answers)
+
+
+async def test_whoever_asks_is_cancelled_as_one_returns() -> None:
+    """Nobody has it then: it is undone, also while the other, which was cancelled, takes its time to end."""
+    asked, ended = Asked(), asyncio.Event()
+
+    async def lingering() -> str:
+        try:
+            return await asked()
+        except asyncio.CancelledError:
+            await ended.wait()
+            raise
+
+    given: list[str] = []
+
+    async def asks() -> None:
+        given.append(await first_of(lingering, 0.0, asked.undone.append))
+
+    task = asyncio.create_task(asks())
+    await asked.begun(2)
+    asked.answers[0].set_result("won")
+    while not asked.answers[1].cancelled():
+        await asyncio.sleep(0)
+    task.cancel()
+    ended.set()
+    await asyncio.gather(task, return_exceptions=True)
+    assert [*given, *asked.undone] == ["won"]

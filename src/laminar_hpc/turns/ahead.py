@@ -36,6 +36,9 @@ class Ahead:
             return await task
         except EnvironmentFailed:
             return None
+        except asyncio.CancelledError:
+            self._let_go(task)  # it may have returned in the same moment
+            raise
 
     async def close(self) -> None:
         """Ends all that nobody has asked for."""

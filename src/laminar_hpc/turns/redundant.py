@@ -25,12 +25,10 @@ async def first_of(
             won = next((task for task in tasks if _returned(task)), None)
         return (won or tasks[-1]).result()
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        for task in tasks:
-            if task is not won and _returned(task):
-                undo(task.result())
+        for task in tasks:  # not awaited: who is cancelled meanwhile would lose what has won
+            if task is not won:
+                task.cancel()
+                task.add_done_callback(lambda lost: undo(lost.result()) if _returned(lost) else None)
 
 
 def _returned(task: asyncio.Task) -> bool:
