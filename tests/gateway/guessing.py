@@ -14,6 +14,9 @@ def load_environment(words: int = 3, turns: int = 9) -> "Guessing":
     return Guessing(words, turns)
 
 
+STRANGE = {"nan": float("nan"), "much": 1e300, "none": None, "text": "good"}
+
+
 class Guessing:
     def __init__(self, words: int, turns: int) -> None:
         self._words, self._turns = words, turns
@@ -31,6 +34,10 @@ class Guessing:
             said = answer.choices[0].message.content
             if said == "raise":
                 return {"error": "UnluckyError: it is over", "reward": 0.0}
+            if said in STRANGE:
+                return {"reward": STRANGE[said], "metrics": {}}
+            if said == "half":
+                raise ValueError(chr(0xD800))
             if said == "die":
                 os._exit(3)
             if said == "hang":

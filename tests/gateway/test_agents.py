@@ -68,25 +68,23 @@ class Rollout:
         )
         return Work(number, 0, group, 7, 3, 1.0, room)
 
+    async def draw(self, work: Work, script: Script) -> Outcome:
+        """One turn."""
+        answer = script(self.text([*work.group.prompt_tokens, *tokens_of(work.partial)]))
+        if answer == f"hang{END}" and work.episode is not None:
+            work.episode.limits = replace(work.episode.limits, timeout_seconds=SHORT)
+        said = self.encode(answer)
+        cut, before = said[: work.room], work.partial
+        work.finish_reason = "length" if len(cut) < len(said) or cut[-1:] != self.encode(END) else "stop"
+        tokens = np.array(cut, np.int32).tobytes()
+        logprobs = (-np.arange(1, len(cut) + 1) / 8).astype(np.float32).tobytes()
+        spans = [*before.spans, VersionSpan(7, before.count, before.count + len(cut))]
+        work.partial = Partial(before.tokens + tokens, before.logprobs + logprobs, spans, before.time_started)
+        return Outcome()
+
     async def run(self, work: Work, script: Script) -> Outcome:
         """All of its lives."""
-
-        async def draw(work: Work) -> Outcome:
-            answer = script(self.text([*work.group.prompt_tokens, *tokens_of(work.partial)]))
-            if answer == f"hang{END}" and work.episode is not None:
-                work.episode.limits = replace(work.episode.limits, timeout_seconds=SHORT)
-            said = self.encode(answer)
-            cut, before = said[: work.room], work.partial
-            work.finish_reason = "length" if len(cut) < len(said) or cut[-1:] != self.encode(END) else "stop"
-            tokens = np.array(cut, np.int32).tobytes()
-            logprobs = (-np.arange(1, len(cut) + 1) / 8).astype(np.float32).tobytes()
-            spans = [*before.spans, VersionSpan(7, before.count, before.count + len(cut))]
-            work.partial = Partial(
-                before.tokens + tokens, before.logprobs + logprobs, spans, before.time_started
-            )
-            return Outcome()
-
-        return await self.episodes.run(work, draw)
+        return await self.episodes.run(work, lambda work: self.draw(work, script))
 
 
 @pytest.fixture(scope="module")
@@ -206,10 +204,27 @@ async def test_plain_agents_have_a_process_each(folder: Path) -> None:
     await with_agents(folder, "plain", test)
 
 
+def called(arguments: str) -> list[dict]:
+    """Messages with a call that was made before the session."""
+    call = {"id": "c", "type": "function", "function": {"name": "look", "arguments": arguments}}
+    said = {"role": "assistant", "content": "", "tool_calls": [call]}
+    return [{"role": "user", "content": "p"}, said, {"role": "tool", "tool_call_id": "c", "content": "v"}]
+
+
+def nested(levels: int) -> dict:
+    value: dict = {}
+    for _ in range(levels):
+        value = {"properties": value}
+    return value
+
+
+DEEP_TOOL = {"type": "function", "function": {"name": "look", "parameters": nested(90)}}
 REFUSED = {
     "model": ({"model": "gpt"}, "there is no model 'gpt' here; it is called 'policy'"),
     "stop": ({"stop": ["\n"]}, "stop: a turn ends with the model's own stop token"),
     "n": ({"n": 2}, "n: one answer at a time"),
+    "least": ({"extra_body": {"min_tokens": 9}}, "min_tokens: the policy is drawn from as it is"),
+    "functions": ({"functions": [{"name": "look"}]}, "functions: write them as tools"),
     "format": ({"response_format": {"type": "json_object"}}, "response_format: only text"),
     "choice": ({"tool_choice": "required", "tools": []}, "tool_choice: auto or none"),
     "few": ({"max_tokens": 0}, "max_tokens: at least 1"),
@@ -220,6 +235,10 @@ REFUSED = {
         {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
         "messages[0]: text only",
     ),
+    "no call": ({"messages": called("{")}, "messages[1]: the arguments of look are no JSON"),
+    "half": ({"messages": called('{"key": "\\ud800"}')}, "are JSON with half of a surrogate pair"),
+    "deep": ({"messages": called("[" * 5000 + "]" * 5000)}, "are nested deeper than 64 levels"),
+    "deep tool": ({"tools": [DEEP_TOOL]}, "tools: nested deeper than 64 levels"),
     "tool": ({"tools": [{"type": "function"}]}, "tools: each is {'type': 'function', 'function'"),
     "type": ({"messages": [{"role": 3}]}, "Expected `str`, got `int` - at `$.messages[0].role`"),
 }

@@ -107,6 +107,37 @@ async def test_what_fails_begins_again(folder: Path) -> None:
     await with_agents(folder, "", test, **ENVIRONMENT)
 
 
+async def test_a_reward_that_is_none(folder: Path) -> None:
+    """It fails alone: an episode beside it goes on in the same process, which is asked again."""
+
+    async def test(rollout: Rollout) -> None:
+        [beside, *strange] = works(rollout, *[9] * 6)
+        said = ["nan", "much", "none", "text", "half"]
+        turn = asyncio.Event()
+
+        async def waits() -> Outcome:
+            words = iter(("no", "yes"))
+
+            async def script(work: Work) -> Outcome:
+                answer = next(words)
+                if answer == "yes":
+                    await turn.wait()
+                return await rollout.draw(work, lambda _: answer + END)
+
+            return await rollout.episodes.run(beside, script)
+
+        waiting = asyncio.create_task(waits())
+        lives = [rollout.run(work, saying(*[word] * 3)) for work, word in zip(strange, said, strict=True)]
+        lost = [outcome.lost or "" for outcome in await asyncio.gather(*lives)]
+        turn.set()
+        assert await waiting == Outcome() and beside.score is not None and beside.score.reward == 1.0
+        words = ("it returned reward=nan", "beyond", "NoneType", "could not convert", "ValueError: ?")
+        for text, word in zip(lost, words, strict=True):
+            assert "3 times, at last: verifiers: " in text and word in text, text
+
+    await with_agents(folder, "", test, **ENVIRONMENT)
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [

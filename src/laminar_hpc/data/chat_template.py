@@ -68,9 +68,10 @@ def load_chat_template(model_path: str, tools: Sequence[dict] = ()) -> Render:
     def render(messages: Messages, where: str) -> str:
         try:
             return template.render(messages=messages, add_generation_prompt=True, **given)
-        except (TemplateError, TypeError, KeyError) as error:
+        except Exception as error:  # whatever the template's code raises on these messages
+            said = " ".join(str(error).split()) or type(error).__name__
             raise LaminarError(
-                f"{where}: the model's chat template refuses its messages ({error}); mend the row"
+                f"{where}: the model's chat template refuses its messages ({said}); mend the row"
             ) from None
 
     return render

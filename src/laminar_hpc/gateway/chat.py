@@ -5,13 +5,13 @@ is what we cannot give. Sampling is the run's: temperature, top_p, penalties and
 """
 
 import hashlib
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
 from laminar_hpc.turns.conversation import Messages
+from laminar_hpc.turns.json_values import TOO_DEEP, json_value, too_deep
 
 MODEL = "policy"  # the only model that there is
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
@@ -115,8 +115,15 @@ class _Body(msgspec.Struct):
     n: int | None = None
     logit_bias: dict | None = None
     response_format: dict | None = None
+    functions: list | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
+    structured_outputs: dict | None = None
 
 
+BENDING = ("min_tokens", "ignore_eos", "bad_words", "allowed_token_ids", "structured_outputs")  # vLLM's
 _decode = msgspec.json.Decoder(_Body).decode
 
 
@@ -124,7 +131,7 @@ def parse(raw: bytes) -> Chat:
     """Raises Refused."""
     try:
         body = _decode(raw)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # the former: also bytes that are no UTF-8
         raise Refused(f"the request cannot be read: {error}") from None
     _check(body)
     messages, claims = _messages(body.messages), _claims(body.messages)
@@ -149,11 +156,14 @@ def parse(raw: bytes) -> Chat:
 def _check(body: _Body) -> None:
     limits = body.max_tokens, body.max_completion_tokens
     text = {"type": "text"}
+    bending = next((name for name in BENDING if getattr(body, name)), "")
     for wrong, why in (
         (body.model != MODEL, f"there is no model {body.model[:80]!r} here; it is called {MODEL!r}"),
         (bool(body.stop), "stop: a turn ends with the model's own stop token; leave it out"),
         (body.n not in (None, 1), "n: one answer at a time; leave it out"),
         (bool(body.logit_bias), "logit_bias: the policy is drawn from as it is; leave it out"),
+        (bool(bending), f"{bending}: the policy is drawn from as it is; leave it out"),
+        (bool(body.functions), "functions: write them as tools"),
         (bool(body.top_logprobs), "top_logprobs: there are those of the drawn tokens only; leave it out"),
         ((body.response_format or text) != text, "response_format: only text; say it in a message instead"),
         (body.tool_choice not in (None, "auto", "none"), "tool_choice: auto or none; the model chooses"),
@@ -204,9 +214,9 @@ def _text(content: str | list[dict] | None, at: int) -> str:
 
 def _call(call: _Call, at: int) -> dict:
     try:
-        arguments = json.loads(call.function.arguments or "{}")
-    except ValueError:
-        raise Refused(f"messages[{at}]: the arguments of {call.function.name[:80]} are no JSON") from None
+        arguments = json_value(call.function.arguments or "{}")
+    except ValueError as error:
+        raise Refused(f"messages[{at}]: the arguments of {call.function.name[:80]} are {error}") from None
     function = {"name": call.function.name, "arguments": arguments}
     return {"id": call.id, "type": "function", "function": function}
 
@@ -215,6 +225,8 @@ def _tool(tool: dict) -> dict:
     function = tool.get("function")
     if tool.get("type") != "function" or not isinstance(function, dict):
         raise Refused("tools: each is {'type': 'function', 'function': {...}}")
+    if too_deep(function):
+        raise Refused(f"tools: {TOO_DEEP}")
     name, parameters = function.get("name"), function.get("parameters")
     if not isinstance(name, str) or not name or not isinstance(parameters, dict | None):
         raise Refused("tools: each function has a name, and parameters as a JSON schema")

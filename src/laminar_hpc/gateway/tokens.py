@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from laminar_hpc.gateway.chat import MODEL, Claim, Refused, Turn
+from laminar_hpc.gateway.chat import BENDING, MODEL, Claim, Refused, Turn
 
 
 @dataclass(frozen=True)
@@ -49,17 +49,17 @@ class _Body(msgspec.Struct):
 
 
 _decode = msgspec.json.Decoder(_Body).decode
-_BENDING = ("stop", "min_tokens", "ignore_eos", "logit_bias", "bad_words", "allowed_token_ids")
+_BENDING = ("stop", "logit_bias", *BENDING)
 
 
 def parse_prompt(raw: bytes) -> Prompt:
     """Raises Refused."""
     try:
         body = _decode(raw)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise Refused(f"the request cannot be read: {error}") from None
     sampling = body.sampling_params
-    bending = next((name for name in (*_BENDING, "structured_outputs") if getattr(sampling, name)), "")
+    bending = next((name for name in _BENDING if getattr(sampling, name)), "")
     for wrong, why in (
         (body.model != MODEL, f"there is no model {body.model[:80]!r} here; it is called {MODEL!r}"),
         (bool(body.features or body.content_parts), "features, content_parts: token ids of text only"),

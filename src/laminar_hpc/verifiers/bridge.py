@@ -218,7 +218,9 @@ class Bridge:
         self._tasks: dict[int, asyncio.Future[None]] = {}  # by id
 
     def say(self, **message: object) -> None:
-        self._writer.write(json.dumps(message).encode() + b"\n")
+        """JSON that any reader takes: of half a surrogate pair is left a question mark."""
+        line = json.dumps(message, ensure_ascii=False, allow_nan=False)
+        self._writer.write(line.encode(errors="replace") + b"\n")
 
     async def work(self) -> None:
         first = json.loads(await self._reader.readline() or b"null")
@@ -269,9 +271,11 @@ class Bridge:
                 self.say(id=ident, rows=await asyncio.to_thread(_write, environment, message["file"]))
                 return
             reward, parts = await environment.run(**message)
+            if not math.isfinite(reward := float(reward)):
+                raise Unusable(f"it returned reward={reward}")
             kept = {name: float(value) for name, value in parts.items() if isinstance(value, int | float)}
             kept = {name: value for name, value in kept.items() if math.isfinite(value)}
-            self.say(id=ident, reward=float(reward), parts=kept)
+            self.say(id=ident, reward=reward, parts=kept)
         except Exception as error:
             self.say(id=ident, error=_line(error))
 

@@ -12,6 +12,7 @@ import time
 
 from laminar_hpc.config.schema import EnvironmentConfig
 from laminar_hpc.environments.reward_protocol import Result
+from laminar_hpc.environments.reward_styles import NotAReward, checked
 from laminar_hpc.turns.session import EnvironmentFailed, Session
 from laminar_hpc.verifiers.process import Lost, Process
 
@@ -31,7 +32,11 @@ class Episode(Session):
             raise EnvironmentFailed("verifiers' process ended") from None
         if answer.error:
             raise EnvironmentFailed(f"verifiers: {answer.error}")
-        return Result(0, answer.reward, answer.parts, t0, time.time())
+        try:
+            reward, parts = checked({**answer.parts, "reward": answer.reward}, "laminar")
+        except NotAReward as error:
+            raise EnvironmentFailed(f"verifiers: {error}") from None
+        return Result(0, reward, parts, t0, time.time())
 
     def close(self) -> None:
         """Who no longer waits for `run` has ended it."""
