@@ -23,6 +23,7 @@ from laminar_hpc.rollout.state import ReplicaState
 from laminar_hpc.rollout.work import works
 
 GROUP = PromptGroup(1, [1, 2, 3], "", {}, [Sample(7, 0)])
+TWO = PromptGroup(1, [1, 2, 3], "", {}, [Sample(7, 0), Sample(9, 0)])
 
 
 class OneBatch:
@@ -42,16 +43,22 @@ class OneBatch:
             Trace(folder, "rollout", 0),
         )
         self.engines, self.state = EngineLives(engine_factory(config, 0, folder), lambda: 0), ReplicaState()
-        self.batch = LocalBatch(context, self.engines, self.state, [], lambda *_: None)
+        self.ended: list[int] = []
+        ended = lambda work, lost: self.ended.append(work.trajectory_id)  # noqa: E731
+        self.batch = LocalBatch(context, self.engines, self.state, [], ended)
         self.migration = ReplicaMigration(context, self.batch, self.state, None)
 
-    async def begin(self, folder: Path) -> asyncio.Task[None]:
+    async def granted(self, folder: Path, group: PromptGroup, length: int) -> asyncio.Task[None]:
+        """Nothing of it has begun yet."""
         await self.engines.start(folder, 0)
         self.state.begin_pull(0)
         self.state.verified(0)
         self.state.open(0)
-        self.state.grant(0, 1)
-        running = asyncio.create_task(self.batch.run(works(Grant(1, 0, 0, [GROUP], 1.0, 1000))))
+        self.state.grant(0, len(group.samples))
+        return asyncio.create_task(self.batch.run(works(Grant(1, 0, 0, [group], 1.0, length))))
+
+    async def begin(self, folder: Path) -> asyncio.Task[None]:
+        running = await self.granted(folder, GROUP, 1000)
         while not self.batch.generating:
             await asyncio.sleep(0)
         return running
@@ -75,6 +82,32 @@ async def test_no_move_comes_to_a_batch_that_was_broken_off(tmp_path: Path) -> N
     here.reserve("late")
     assert here.said == [MoveFailed("late", "no local batch is being generated here")]
     assert asyncio.all_tasks() == {asyncio.current_task()}
+    await here.engines.current.stop()
+
+
+async def test_what_is_granted_is_here_at_once(tmp_path: Path) -> None:
+    """Also before its first request: what the controller drops then is not generated."""
+    here = OneBatch(tmp_path)
+    running = await here.granted(tmp_path, TWO, 4)
+    assert sorted(here.batch.works) == [7, 9]
+    here.batch.drop(lambda work: work.trajectory_id == 7)
+    await running
+    assert here.ended == [9] and here.batch.moved_away == 1 and not here.batch.works
+    await here.engines.current.stop()
+
+
+async def test_an_engine_that_dies_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the first of its requests, before the others are made: all are handed over."""
+    here = OneBatch(tmp_path)
+
+    async def dies(*_: object) -> None:
+        raise EngineDied("it died")
+
+    running = await here.granted(tmp_path, TWO, 4)
+    monkeypatch.setattr(here.engines.current, "generate", dies)
+    with pytest.raises(EngineDied):
+        await running
+    assert sorted(work.trajectory_id for work in here.batch.left) == [7, 9] and not here.batch.works
     await here.engines.current.stop()
 
 

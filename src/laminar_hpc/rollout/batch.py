@@ -69,13 +69,16 @@ class LocalBatch:
 
     # ---- tasks ---------------------------------------------------------------------------------------------
 
-    async def run(self, begin: Iterable[Work]) -> None:
-        """Until nothing is left of what it began with and what has come meanwhile. Raises EngineDied and what
-        else a task raises."""
-        self._over = asyncio.get_running_loop().create_future()
-        self.moved_away = 0
+    def run(self, begin: Iterable[Work]) -> Coroutine[Any, Any, None]:
+        """Until nothing is left of what it began with, which is among the works from this call on, and of what
+        has come meanwhile. Raises EngineDied and what else a task raises."""
         works = list(begin)
-        self._size = len(works)
+        self.works |= {work.trajectory_id: work for work in works}
+        return self._run(works)
+
+    async def _run(self, works: list[Work]) -> None:
+        self._over = asyncio.get_running_loop().create_future()
+        self.moved_away, self._size = 0, len(works)
         for work in works:
             self.add(self.one(work))
         try:
@@ -84,6 +87,7 @@ class LocalBatch:
             for task in list(self._tasks):
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
+            self.works.clear()  # a task that is cancelled before its first step takes nothing back
 
     @property
     def under_way(self) -> bool:
