@@ -69,7 +69,7 @@ def test_what_cannot_be_rendered_is_one_line(model):
     ):
         load_chat_template(str(model))([{"role": "tool", "content": "x"}], "rows.jsonl, row 3")
     (model / "chat_template.jinja").write_text("{{ 1 // (messages | length - 1) }}")
-    with pytest.raises(LaminarError, match="row 4: the model's chat template refuses its messages .*zero"):
+    with pytest.raises(LaminarError, match=r"row 4: the model's chat template refuses its messages .*zero"):
         load_chat_template(str(model))([{"role": "tool", "content": "x"}], "rows.jsonl, row 4")
     for text, words in (("{% if %}", "is not valid Jinja"), ("", "has no chat template")):
         (model / "chat_template.jinja").write_text(text)

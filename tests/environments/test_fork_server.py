@@ -27,8 +27,8 @@ class Turn:
 
 def test_a_caller_that_gives_up_sends_no_other_socket() -> None:
     """It is cancelled while another fork is under way: what the server gets then is still the socket that was
-    made for the worker, whose other end is closed, so that the worker ends; and then the server is told to end
-    the worker's keeper too, which would stay for as long as the run."""
+    made for the worker, whose other end is closed, so that the worker ends; and then the server is told to
+    end the worker's keeper too, which would stay for as long as the run."""
     server, turn = ForkServer(SETUP), Turn()
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     server._control, server._speaking = ours, turn  # type: ignore[assignment]

@@ -64,7 +64,8 @@ async def test_calls_come_back_as_they_were_meant() -> None:
 
 
 @pytest.mark.parametrize(
-    "raw", [b"", b"[]", b'{"model": 1}', b'{"messages": []}', b"[" * 100_000, b'"\\ud800"', b'{"model": "\xff"}']
+    "raw",
+    [b"", b"[]", b'{"model": 1}', b'{"messages": []}', b"[" * 100_000, b'"\\ud800"', b'{"model": "\xff"}'],
 )
 def test_any_bytes_are_a_request_or_refused(raw: bytes) -> None:
     """In one line."""

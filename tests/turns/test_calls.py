@@ -100,7 +100,7 @@ def test_arguments_that_nothing_can_take(tmp_path: Path) -> None:
     """Values that no tokenizer or process would take are told to the model; a large number is one like any
     other."""
     parser = CallParser(TOOLS, with_tools(str(save(tmp_path, SEPARATED, ["<|end|>"])), TOOLS))
-    large = parser.calls(call('{"name": "add", "arguments": {"a": %d}}' % 10**40))
+    large = parser.calls(call('{"name": "add", "arguments": {"a": 1' + "0" * 40 + "}}"))
     assert large == [ToolCall("add", {"a": 10**40})]
     deep = "[" * 80 + "]" * 80
     for value, words in ((deep, "nested deeper than 64 levels"), ('"\\ud800"', "half of a surrogate pair")):

@@ -1,5 +1,5 @@
-"""What tools, environments and rewards return and raise, of any kind, is an answer: no call waits for ever, and no
-process dies of it."""
+"""What tools, environments and rewards return and raise, of any kind, is an answer: no call waits for ever,
+and no process dies of it."""
 
 import asyncio
 import json

@@ -215,8 +215,8 @@ class SharedCrew:
         await asyncio.gather(*(self._add() for _ in range(self._number)))
 
     async def run(self, call: Call) -> Result:
-        """Raises WorkerLost when the process died, its loop was stuck, or nothing was said of the call: it may
-        have been another call's fault."""
+        """Raises WorkerLost when the process died, its loop was stuck, or nothing was said of the call: it
+        may have been another call's fault."""
         try:
             return await (await self.worker()).ask(call, self._limit + WORD_SECONDS)
         except TimeoutError:

@@ -239,7 +239,9 @@ def _bounded(values: dict) -> dict:
             f"it returned a dict of {len(values)} parts; at most {MAX_PARTS} are kept per trajectory"
         )
     if (longest := max((len(name) for name in values if isinstance(name, str)), default=0)) > MAX_NAME:
-        raise NotAReward(f"it returned a part with a name of {longest} characters; at most {MAX_NAME} are kept")
+        raise NotAReward(
+            f"it returned a part with a name of {longest} characters; at most {MAX_NAME} are kept"
+        )
     return values
 
 

@@ -70,8 +70,8 @@ class LocalBatch:
     # ---- tasks ---------------------------------------------------------------------------------------------
 
     def run(self, begin: Iterable[Work]) -> Coroutine[Any, Any, None]:
-        """Until nothing is left of what it began with, which is among the works from this call on, and of what
-        has come meanwhile. Raises EngineDied and what else a task raises."""
+        """Until nothing is left of what it began with, which is among the works from this call on, and of
+        what has come meanwhile. Raises EngineDied and what else a task raises."""
         works = list(begin)
         self.works |= {work.trajectory_id: work for work in works}
         return self._run(works)

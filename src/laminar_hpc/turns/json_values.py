@@ -1,4 +1,4 @@
-"""JSON that a model or an agent has written: read, and bounded to what templates, tokenizers and tools take."""
+"""JSON that a model or an agent has written, bounded to what templates, tokenizers and tools take."""
 
 import json
 
