@@ -94,6 +94,8 @@ def test_whatever_a_model_says(tmp_path: Path, name: str) -> None:
     for text in SAID:
         found = parser.calls(begin + text + end)
         assert found == [] or isinstance(found, Malformed), text[:80]
+    many = parser.calls(300 * parser._new().detector.bot_token)
+    assert many == (Malformed("more than 256 tool calls in one turn") if name != "pythonic" else [])
 
 
 def test_arguments_that_nothing_can_take(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from laminar_hpc.turns.json_values import json_value
 
 _PREFERRED = ("hermes",)  # reads what others of its format want with line breaks
 _ARGUMENTS = {"laminar": "1"}
+MOST = 256  # calls of a turn: some of SGLang's parsers look from each of them to the end of the text
 _UNREADABLE = "the tool call could not be read: write it as JSON with a name and arguments"
 
 
@@ -68,6 +69,8 @@ class CallParser:
     def split(self, text: str) -> tuple[str, list[ToolCall] | Malformed]:
         """One turn as what stands beside its calls, and the calls."""
         parser = self._new()
+        if (opening := parser.detector.bot_token) and text.count(opening) > MOST:
+            return text, Malformed(f"more than {MOST} tool calls in one turn")
         try:
             if not parser.has_tool_call(text):
                 return text, []
