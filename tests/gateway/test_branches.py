@@ -100,7 +100,7 @@ async def test_a_template_that_forgets(folder: Path) -> None:
 
     async def refused(rollout: Rollout) -> None:
         save(rollout.model, "<pad>" + FORGETFUL, [END])
-        why = (await rollout.episodes.dialogue([])).no_user
+        why = (await rollout.episodes.dialogues.of([])).no_user
         assert "rewrites earlier turns" in why and "environment.history=keep or branch" in why
 
     await with_agents(folder, "run", test, history="branch")

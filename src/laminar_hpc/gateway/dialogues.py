@@ -1,15 +1,19 @@
 """A model's way to talk with the tools that an agent gives it: its conversation and its parser of calls, made
-once for each list of tools."""
+once for each list of tools, and what it has said as text."""
 
 import asyncio
 import json
 from collections import OrderedDict
+from collections.abc import Sequence
 from pathlib import Path
 
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.data.tokens import load_tokenizer
-from laminar_hpc.turns.calls import CallParser
+from laminar_hpc.data.tokens import TextDecoder, load_tokenizer
+from laminar_hpc.gateway.chat import Refused
+from laminar_hpc.payload.layout import Tokens
+from laminar_hpc.turns.calls import CallParser, Malformed, ToolCall
 from laminar_hpc.turns.dialogue import Dialogue
+from laminar_hpc.turns.history import goes_on
 from laminar_hpc.turns.model import conversation, with_tools
 
 _KEPT = 64  # lists of tools
@@ -17,10 +21,11 @@ _PROBE = {"name": "probe", "description": "Nothing.", "parameters": {"type": "ob
 
 
 class Dialogues:
-    """Of one model. `grows`: a template that rewrites earlier turns is refused."""
+    """Of one model, whose turns end with one of `stop_ids`. `grows`: a template that rewrites earlier turns
+    is refused."""
 
-    def __init__(self, model: Path, grows: bool = True) -> None:
-        self._grows = grows
+    def __init__(self, model: Path, stop_ids: Sequence[int], grows: bool = True) -> None:
+        self._grows, self._stop_ids, self._decoder = grows, frozenset(stop_ids), TextDecoder(model)
         self._model, self._tokenizer = str(model), load_tokenizer(str(model))
         self.vocabulary = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
         self._known: OrderedDict[str, Dialogue] = OrderedDict()
@@ -30,16 +35,19 @@ class Dialogues:
         """Takes the seconds that SGLang's parsers need. Why tools cannot be used, or ""."""
         try:
             await self.of([{"type": "function", "function": _PROBE}])
-        except LaminarError as error:
-            return str(error)
+        except Refused as why:
+            return str(why)
         return ""
 
     async def of(self, tools: list[dict]) -> Dialogue:
-        """Raises LaminarError where the model's template has no tools, or rewrites what was said."""
+        """Raises Refused where the model's template has no tools, or rewrites what was said."""
         name = json.dumps(tools, sort_keys=True)
         async with self._making:
             if name not in self._known:
-                self._known[name] = await asyncio.to_thread(self._make, tools)
+                try:
+                    self._known[name] = await asyncio.to_thread(self._make, tools)
+                except LaminarError as error:
+                    raise Refused(str(error)) from None
                 if len(self._known) > _KEPT:
                     self._known.popitem(last=False)
             self._known.move_to_end(name)
@@ -59,3 +67,24 @@ class Dialogues:
         except LaminarError as error:
             no_user = str(error)
         return Dialogue(talk, parser, no_user)
+
+    # ---- text of token ids ---------------------------------------------------------------------------------
+
+    def said(self, dialogue: Dialogue, calls: bool, drawn: Sequence[int]) -> tuple[str, list[ToolCall]]:
+        """A turn's text and, if they are looked for, its `calls`. One that cannot be read stays text: the
+        agent decides."""
+        kept = list(drawn[:-1] if drawn[-1] in self._stop_ids else drawn)
+        if calls and dialogue.parser is not None:
+            beside, found = dialogue.parser.split(self._decoder.text(kept, specials=True))
+            if found and not isinstance(found, Malformed):
+                return beside.strip(), found
+        return self._decoder.text(kept), []
+
+    def goes_on(self, seen: Tokens, written: str) -> bool:
+        """The template's text begins with what the model has seen and said."""
+        end = len(seen) - (int(seen[-1]) in self._stop_ids)
+        return goes_on(self._decoder.text(seen[:end].tolist(), specials=True), written)
+
+    def texts(self, tokens: Sequence[int]) -> list[str]:
+        """Of each token."""
+        return [self._decoder.text([token], specials=True) for token in tokens]

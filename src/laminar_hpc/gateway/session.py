@@ -1,9 +1,9 @@
 """One trajectory's session: what was said in it, which only grows, and the question that is open. Owns no
-task and no socket; server.py and rollout/agents.py meet here. With environment.history=branch what does not
+task and no socket; server.py and rollout/talk.py meet here. With environment.history=branch what does not
 go on from it begins anew.
 
     agent -> server.py -> ask(chat)                       waits
-                          question() -> rollout/agents.py draws a turn -> answer(body), or refuse(why)
+                          question() -> rollout/talk.py draws a turn -> answer(body), or refuse(why)
 
 A question that was asked before has the answer that it had then, or shares it: nothing is drawn twice.
 """
@@ -25,7 +25,7 @@ _GROWS = (
 @dataclass(frozen=True)
 class Question:
     """`more`: the messages that are new, where the conversation begins `anew` those behind the last answer;
-    of token ids rollout/agents.py knows both."""
+    of token ids rollout/talk.py knows both."""
 
     chat: Chat | Prompt
     more: Messages

@@ -1,0 +1,249 @@
+"""One trajectory's questions and answers: what its agent asks becomes tokens that are given, a turn is drawn,
+and what was said goes back.
+
+    question -> the tokens of its new messages, or a branch -> drawn -> the answer
+                refused, or a limit of the run
+
+Made by agents.py, one for each life of a trajectory.
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Sequence
+
+from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.environments.reward_protocol import Result
+from laminar_hpc.gateway.chat import Chat, Refused, Turn, completion
+from laminar_hpc.gateway.dialogues import Dialogues
+from laminar_hpc.gateway.session import Question
+from laminar_hpc.gateway.session import Session as Door
+from laminar_hpc.gateway.tokens import Prompt, confirm, continued, generated, known, token_fields
+from laminar_hpc.rollout.batch import Turn as Draw
+from laminar_hpc.rollout.work import Outcome, Work, logprobs_of, tokens_of
+from laminar_hpc.turns.calls import ToolCall
+from laminar_hpc.turns.dialogue import Dialogue
+from laminar_hpc.turns.episode import Episode
+from laminar_hpc.turns.session import EnvironmentFailed
+from laminar_hpc.turns.tools import is_error
+
+_LIMITS = {"turns": "max_turns", "calls": "max_tool_calls", "time": "max_seconds"}
+
+
+class Talk:
+    """Owns `work` while the agent has it. `branches`: what is rewritten begins one; `waited(work, since)`:
+    the agent has asked again."""
+
+    def __init__(
+        self,
+        dialogues: Dialogues,
+        branches: bool,
+        work: Work,
+        door: Door,
+        draw: Draw,
+        waited: Callable[[Work, float], None],
+    ) -> None:
+        self._dialogues, self._branches, self._waited = dialogues, branches, waited
+        self.work, self.door, self.draw = work, door, draw
+        assert work.episode is not None
+        self.episode: Episode = work.episode
+        self.calls: list[ToolCall] = []  # of the last turn
+        self.limited = False  # it has met a limit of the run
+        self.numbered = 0  # calls
+        # by place among the messages: where each was drawn, and from where on its branch is
+        self.answers = dict[int, tuple[int, int, int]]()
+        self.seen = 0  # tokens that this engine has had
+        self.anew = False  # the question's tokens begin a branch
+
+    async def held(self, agent: asyncio.Task[Result]) -> Outcome:
+        """Until the agent has returned, or failed behind a limit. Raises EnvironmentFailed."""
+        since, outcome = time.time(), Outcome()
+        while (question := await self._next(agent, since)) is not None:
+            try:
+                tokens = await self._given(question, since)
+            except Refused as why:
+                self.door.refuse(why)
+                continue
+            outcome = await self._drawn(question, tokens)
+            if outcome.moved_away or outcome.lost is not None:
+                return outcome
+            since = time.time()
+        if not self.episode.turns:
+            agent.result()
+            raise EnvironmentFailed("the agent has ended, and asked the model for nothing")
+        return outcome
+
+    async def _next(self, agent: asyncio.Task[Result], since: float) -> Question | None:
+        """None: the agent has ended, or takes its time behind a limit. Questions that are refused buy it no
+        time."""
+        limit = self.episode.limits.timeout_seconds
+        asking = asyncio.create_task(self.door.question())
+        try:
+            left = max(0.0, since + limit - time.time())
+            await asyncio.wait({asking, agent}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            if agent.done():
+                return None
+            if asking.done():
+                return asking.result()
+        finally:
+            asking.cancel()
+        if self.limited:
+            return None
+        raise EnvironmentFailed(f"the agent neither asked nor returned for {limit:g} s")
+
+    async def _given(self, question: Question, since: float) -> list[int]:
+        """The tokens of its new messages. Raises Refused, and EnvironmentFailed where there is nothing to
+        grade without them."""
+        work, chat = self.work, question.chat
+        self.anew = question.anew
+        names = [call.name for call in self.calls]
+        if self.episode.turns and (limit := self.episode.limit(names, time.time())):
+            work.finish_reason, self.limited = limit, True
+            raise Refused(f"the trajectory has met environment.{_LIMITS[limit]}", code="laminar_limit")
+        if isinstance(chat, Prompt):
+            tokens = self._continued(chat)
+        else:
+            self._confirm(chat)
+            tokens = self._tokens(await self._dialogues.of(chat.tools), question)
+        if len(tokens) >= work.room:
+            left = f"sampling.max_response_tokens leaves {work.room}"
+            text = f"this exceeds the context length: it needs {len(tokens)} tokens more, {left}"
+            if not self.episode.turns:
+                raise EnvironmentFailed(text)
+            work.finish_reason, self.limited = "length", True
+            raise Refused(text, code="context_length_exceeded")
+        if self.episode.turns:
+            results = [message["content"] for message in question.more if message["role"] == "tool"]
+            self.episode.called(names, sum(map(is_error, results)), time.time() - since)
+            self._waited(work, since)
+        return tokens
+
+    def _continued(self, prompt: Prompt) -> list[int]:
+        """Raises Refused."""
+        vocabulary, begun = self._dialogues.vocabulary, self.episode.turns > 0
+        try:
+            return continued(prompt, self.work.sequence.tolist(), begun, vocabulary)
+        except Refused:
+            if not (self._branches and begun):
+                raise
+            self.anew = True
+            return known(prompt.token_ids, vocabulary)
+
+    def _before(self, branch: int, start: int) -> list[int]:
+        """What the model saw before it drew its tokens from `start` on, in the branch that begins at
+        `branch`; 0: the first."""
+        given = tokens_of(self.work.partial)[branch:start].tolist()
+        return given if branch else [*self.work.group.prompt_tokens, *given]
+
+    def _confirm(self, chat: Chat) -> None:
+        """Raises Refused for token ids that are not those of the answer. Of a history that was rewritten only
+        the present branch is known."""
+        for claim in [] if self.anew else chat.claims:
+            if (place := self.answers.get(claim.at)) is None:
+                if self.work.starts:
+                    continue
+                raise Refused(f"messages[{claim.at}]: it has token ids, and is no answer of this session")
+            branch, start, end = place
+            drawn = tokens_of(self.work.partial)[start:end].tolist()
+            logprobs = logprobs_of(self.work.partial)[start:end].tolist()
+            confirm(claim, self._before(branch, start), drawn, logprobs)
+
+    def _tokens(self, dialogue: Dialogue, question: Question) -> list[int]:
+        """Raises Refused."""
+        work, more, chat = self.work, question.more, question.chat
+        assert isinstance(chat, Chat)
+        try:
+            if self.episode.turns:
+                if self.anew or (self._branches and not self._goes_on(dialogue, chat)):
+                    self.anew = True
+                    return dialogue.conversation.first(chat.messages)
+                if dialogue.no_user and any(message["role"] == "user" for message in more):
+                    raise Refused(dialogue.no_user)
+                return dialogue.conversation.after(int(tokens_of(work.partial)[-1]), more)
+            tokens, prompt = dialogue.conversation.first(more), work.group.prompt_tokens
+        except LaminarError as error:
+            raise Refused(str(error)) from None
+        if tokens[: len(prompt)] != prompt:
+            raise Refused("messages: the model's chat template begins them unlike other conversations")
+        return tokens[len(prompt) :]
+
+    def _goes_on(self, dialogue: Dialogue, chat: Chat) -> bool:
+        """The template's text of all messages begins with what the model has seen and said."""
+        return self._dialogues.goes_on(self.work.sequence, dialogue.conversation.written(chat.messages))
+
+    async def _drawn(self, question: Question, tokens: list[int]) -> Outcome:
+        """One turn, with its answer."""
+        work, chat = self.work, question.chat
+        if self.anew:
+            work.branch()
+            self.answers, self.seen = {}, 0
+        work.give(tokens)
+        before, start, whole = work.partial.tokens, work.partial.count, work.max_response_tokens
+        work.cached_tokens, t0 = 0, time.time()
+        if chat.max_tokens is not None:
+            work.max_response_tokens = min(whole, start + chat.max_tokens)
+        try:
+            outcome = await self.draw(work)
+        finally:
+            work.max_response_tokens = whole
+        if outcome.moved_away or outcome.lost is not None:
+            return outcome
+        if not work.partial.tokens.startswith(before):
+            return Outcome(lost="its earlier turns are not what they were")
+        if work.partial.count == start:
+            return Outcome(lost="the engine returned no token")
+        self.limited = work.room == 0
+        self.episode.waited(work.waited)
+        self.episode.turn(self.seen, work.cached_tokens, time.time() - t0 - work.waited)
+        self.seen = len(work.sequence)
+        await self._answer(chat, start)
+        return outcome
+
+    async def _answer(self, chat: Chat | Prompt, start: int) -> None:
+        if isinstance(chat, Prompt):
+            self.calls = []
+            self.door.answer(generated(self._turn(start, {})), {})
+            return
+        drawn = tokens_of(self.work.partial)[start:].tolist()
+        content, self.calls = self._dialogues.said(await self._dialogues.of(chat.tools), chat.calls, drawn)
+        message: dict = {"role": "assistant", "content": content}
+        theirs = dict(message)
+        if self.calls:
+            calls = [self._call(call) for call in self.calls]
+            message["tool_calls"] = calls
+            theirs["tool_calls"] = [{**c, "function": _written(c["function"])} for c in calls]
+        turn = self._turn(start, theirs, self._dialogues.texts(drawn) if chat.logprobs else ())
+        theirs |= token_fields(turn) if chat.token_fields else {}
+        self.answers[len(chat.messages)] = self._branch, start, self.work.partial.count
+        self.door.answer(completion(turn, chat), message)
+
+    @property
+    def _branch(self) -> int:
+        return self.work.starts[-1] if self.work.starts else 0
+
+    def _turn(self, start: int, message: dict, texts: Sequence[str] = ()) -> Turn:
+        """The last one, which was drawn from `start` on."""
+        work, finish = self.work, "tool_calls" if self.calls else "stop"
+        tokens = tokens_of(work.partial)
+        return Turn(
+            self.episode.turns,
+            int(time.time()),
+            self._before(self._branch, start),
+            tokens[start:].tolist(),
+            logprobs_of(work.partial)[start:].tolist(),
+            texts,
+            message,
+            "length" if work.finish_reason == "length" else finish,
+            work.cached_tokens,
+        )
+
+    def _call(self, call: ToolCall) -> dict:
+        """Its id has nine letters, as some templates want."""
+        self.numbered += 1
+        function = {"name": call.name, "arguments": call.arguments}
+        return {"id": f"call{self.numbered:05d}", "type": "function", "function": function}
+
+
+def _written(function: dict) -> dict:
+    """A call's function as OpenAI's API has it."""
+    return {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}
