@@ -15,39 +15,46 @@ from laminar_hpc.emulation import fleet
 from laminar_hpc.rollout import worker
 from laminar_hpc.rollout.batch import Turn
 from laminar_hpc.rollout.episodes import Episodes
+from laminar_hpc.rollout.turn_calls import Found, TurnCalls
 from laminar_hpc.rollout.work import Outcome, Work
-from laminar_hpc.turns.calls import Malformed, ToolCall
 from laminar_hpc.turns.conversation import ToolResult
 from laminar_hpc.turns.session import Session
 
 
-class BatchEpisodes(Episodes):
-    """See Episodes; results are given to all together."""
+class BatchCalls(TurnCalls):
+    """See TurnCalls; results are given to all together."""
 
-    _running = _there = 0
+    running = _there = 0
     _all: asyncio.Event | None = None
 
-    async def run(self, work: Work, turn: Turn) -> Outcome:
-        """See Episodes."""
-        self._running += 1
-        try:
-            return await super().run(work, turn)
-        finally:
-            self._running -= 1
-            self._look()
-
-    async def _results(self, session: Session, found: list[ToolCall] | Malformed) -> list[ToolResult]:
+    async def _results(self, session: Session | None, found: Found) -> list[ToolResult]:
         results = await super()._results(session, found)
         self._there += 1
         waits = self._all = self._all or asyncio.Event()
-        self._look()
+        self.look()
         await waits.wait()
         return results
 
-    def _look(self) -> None:
-        if self._all is not None and self._there == self._running:
+    def look(self) -> None:
+        if self._all is not None and self._there == self.running:
             self._all.set()
             self._all, self._there = None, 0
+
+
+class BatchEpisodes(Episodes):
+    """See Episodes."""
+
+    Calls = BatchCalls
+    calls: BatchCalls
+
+    async def run(self, work: Work, turn: Turn) -> Outcome:
+        """See Episodes."""
+        self.calls.running += 1
+        try:
+            return await super().run(work, turn)
+        finally:
+            self.calls.running -= 1
+            self.calls.look()
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ from test_agents import END, Rollout, saying, with_agents
 from laminar_hpc.gateway.dialogues import Dialogues
 from laminar_hpc.messages.data import Partial, VersionSpan
 from laminar_hpc.payload.layout import unpack
-from laminar_hpc.rollout import episodes
+from laminar_hpc.rollout import episodes, turn_calls
 from laminar_hpc.rollout.work import Outcome, Work, packed, tokens_of
 from laminar_hpc.turns.calls import ToolCall
 from laminar_hpc.turns.conversation import ToolResult
@@ -146,12 +146,12 @@ async def test_tools_behind_thoughts(folder: Path, monkeypatch: pytest.MonkeyPat
     async def look(session: FunctionSession, name: str, arguments: dict) -> str:
         return "found"
 
-    monkeypatch.setattr(episodes, "with_answers", dialogue)
+    monkeypatch.setattr(turn_calls, "with_answers", dialogue)
     monkeypatch.setattr(FunctionSession, "call", look)
     rollout.config.environment.agent, rollout.config.environment.tools = "", ["json.loads"]
     made = episodes.Episodes(rollout.episodes.context, [rollout.tokenizer.token_to_id(END)])
-    made._talks[""] = dialogue(str(rollout.model), [tool], False)
-    prompt = made._talks[""].conversation.written([{"role": "user", "content": "go"}])
+    made.calls.dialogues[""] = dialogue(str(rollout.model), [tool], False)
+    prompt = made.calls.dialogues[""].conversation.written([{"role": "user", "content": "go"}])
     words = ["<think>1</think>CALL", "CALL again", "<think>3</think>CALL", "<think>4</think>done"]
     left = iter(words)
 

@@ -61,7 +61,7 @@ def response_of(replica: Replica, trajectory: Trajectory) -> Response:
 def always_calls(replica: Replica) -> None:
     """Each turn of its model has a call with a key of its own."""
     assert replica.worker.episodes is not None
-    (talk,) = replica.worker.episodes._talks.values()
+    (talk,) = replica.worker.episodes.calls.dialogues.values()
     numbers = itertools.count()
     talk.parser.calls = lambda text: [ToolCall("wait", {"key": str(next(numbers))})]  # type: ignore
 

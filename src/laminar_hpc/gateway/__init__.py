@@ -1,2 +1,3 @@
-"""Agents by URL: a rollout rank's door for programs that speak OpenAI's chat completions. rollout/agents.py and
-rollout/talk.py are its callers; environments/reward_worker.py runs the agents themselves (served.py)."""
+"""Agents by URL: a rollout rank's door for programs that speak OpenAI's chat completions. Called by
+rollout/agents.py and rollout/talk.py; environments/reward_worker.py runs the agents themselves
+(served.py)."""

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from laminar_hpc.cluster.context import RoleContext
 from laminar_hpc.environments.reward_pool import Score
@@ -39,7 +40,7 @@ class AgentEpisodes(Episodes):
         if self.limits.verifiers:
             self._agents = VerifiersPool(self.limits)
         self.gateway = Gateway(context.config.sampling.max_response_tokens, self.branches)
-        self.dialogues = Dialogues(self._model, stop_ids, self.limits.history == "refuse")
+        self.dialogues = Dialogues(Path(context.config.model.path), stop_ids, self.limits.history == "refuse")
 
     async def start(self) -> None:
         """Raises LaminarError for an agent that cannot be used."""
@@ -94,7 +95,7 @@ class AgentEpisodes(Episodes):
 
     def _waited(self, work: Work, t0: float) -> None:
         """For the agent's next request."""
-        self._record(work, t0, "agent")
+        self.calls.record(work, t0, "agent")
 
     async def grade(self, work: Work) -> Score:
         """See Episodes."""

@@ -7,46 +7,35 @@
 
 A trajectory that waits for a tool holds its replica's weights (it counts as in flight) and no place among
 the requests; its KV cache stays in the engine's prefix cache, under its weight id. It moves, also while it
-waits: its calls are made to their end here, and what came of them follows it (answers.py). It is rescued from
-its tokens; if a replica died while it made its calls, it begins again, so that no call is made twice. An
+waits: its calls are made to their end here, and what came of them follows it (turn_calls.py). It is rescued
+from its tokens; if a replica died while it made its calls, it begins again, so that no call is made twice. An
 environment of a factory stays here when its trajectory moves, and is asked from there (homes.py). Where an
 agent asks for the turns nothing moves, nor with environment.history=branch: each has its turns as messages
 (turns/history.py).
 """
 
 import asyncio
-import contextlib
-import json
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 
 from laminar_hpc.cluster.context import RoleContext
 from laminar_hpc.config.rewards import reward_functions
-from laminar_hpc.data.tokens import TextDecoder
 from laminar_hpc.engine.interface import EngineDied, EngineHangs
 from laminar_hpc.environments.reward_pool import Score
-from laminar_hpc.messages.data import Partial, VersionSpan
-from laminar_hpc.messages.homes import Ask, replica_of
-from laminar_hpc.messages.moves import Answer
-from laminar_hpc.messages.rollouts import Increment
-from laminar_hpc.payload.layout import Tokens, tokens_array
-from laminar_hpc.rollout.answers import Answers, Ended, name_of
+from laminar_hpc.messages.homes import replica_of
+from laminar_hpc.rollout.answers import Ended
 from laminar_hpc.rollout.batch import Turn
-from laminar_hpc.rollout.homes import Home, Homes
-from laminar_hpc.rollout.work import Outcome, Work, tokens_of
-from laminar_hpc.turns.calls import Malformed, ToolCall
-from laminar_hpc.turns.conversation import ToolResult
-from laminar_hpc.turns.dialogue import Dialogue, with_answers
+from laminar_hpc.rollout.homes import Home
+from laminar_hpc.rollout.turn_calls import TurnCalls
+from laminar_hpc.rollout.work import Outcome, Work
 from laminar_hpc.turns.episode import BUSY_SHARE, Episode, begins_again, patient
 from laminar_hpc.turns.history import History
-from laminar_hpc.turns.pool import EnvironmentPool, environment_of
-from laminar_hpc.turns.session import EnvironmentFailed, EnvironmentHangs, Session
-from laminar_hpc.turns.tools import error_text, is_error
+from laminar_hpc.turns.pool import EnvironmentPool
+from laminar_hpc.turns.session import EnvironmentFailed, Session
 
 logger = logging.getLogger(__name__)
 
@@ -64,34 +53,28 @@ def new_episodes(context: RoleContext, stop_ids: Sequence[int]) -> "Episodes | N
 class Episodes:
     """A replica's. `run` is what its local batch does with each trajectory, `grade` what its scoring does."""
 
+    Calls = TurnCalls
+
     def __init__(self, context: RoleContext, stop_ids: Sequence[int]) -> None:
         self.context, self.limits = context, context.config.environment
         self.bound, self.branches = self.limits.stays, self.limits.history == "branch"
         self.stateful = bool(self.limits.factory) and not self.bound
         own = bool(self.limits.factory or self.limits.by_url)
         self.grades = own and not reward_functions(context.config.reward)
-        self.pool, self.answers = EnvironmentPool(self.limits), Answers(context.channel)
-        kept = self.limits.max_seconds + self.limits.timeout_seconds
-        self.homes = Homes(context.index, context.channel, self._made_for_others, kept)
-        self._stop_ids, self._model = frozenset(stop_ids), Path(context.config.model.path)
-        self._decoder = TextDecoder(self._model)
+        self.pool = EnvironmentPool(self.limits)
+        self.calls = self.Calls(context, stop_ids, self.stateful)
+        self.answers, self.homes = self.calls.answers, self.calls.homes
         self.young: Callable[[], bool] = lambda: True  # of the local batch most is still under way
-        self._talks: dict[str, Dialogue] = {}  # by name of the environment
 
     async def start(self) -> None:
         """Raises LaminarError for environments, templates and call formats that cannot be used."""
         await self.pool.start()
         for name, tools in self.pool.tools.items():
-            grows = self.limits.history == "refuse"
-            made = await asyncio.to_thread(with_answers, str(self._model), tools, grows)
-            self._talks[name] = made
-            assert made.parser is not None
-            logger.info("tool calls are read by SGLang's parser '%s'", made.parser.name)
+            await self.calls.learn(name, tools)
 
     async def close(self) -> None:
         """Ends all environments."""
-        await self.answers.close()
-        await self.homes.close()
+        await self.calls.close()
         await self.pool.close()
 
     @property
@@ -149,7 +132,7 @@ class Episodes:
             return Outcome(lost=why)
         if not work.partial.home:
             await self._begin(work, work.episode)
-        if self._ends_a_turn(work.partial):
+        if self.calls.ends_a_turn(work.partial):
             work.finish_reason = "stop"
             work.episode.turns += 1
             if not await self._answered(work, work.episode):
@@ -178,20 +161,21 @@ class Episodes:
     async def _begin(self, work: Work, episode: Episode) -> None:
         """Its environment is reset; what reset says stands behind the prompt."""
         t0 = time.time()
-        with self._recorded(work, "reset" if self.limits.factory else ""):
+        with self.calls.recorded(work, "reset" if self.limits.factory else ""):
             work.session = await self.pool.open(work.group.row, work.patient)
         episode.reset(t0, time.time() - t0)
+        talk = self.calls.dialogue(work.group.row).conversation
         if self.limits.factory:
             if self.stateful:
                 self.homes.begin(work)
-            opening = self._dialogue(work.group.row).conversation.opening(work.session.observation or "")
+            opening = talk.opening(work.session.observation or "")
             if len(opening) >= work.room:
                 raise EnvironmentFailed(f"reset: its text leaves no room of {work.room} tokens to answer")
             work.give(opening)
             work.told = 0
-            self._tell(work)
+            self.calls.tell(work)
         if self.branches:
-            work.history = History(self._dialogue(work.group.row).conversation, self._text(work.sequence))
+            work.history = History(talk, self.calls.text(work.sequence))
 
     def _resumed(self, work: Work, episode: Episode) -> str | None:
         """Counts what is known of one that comes from elsewhere. Why it cannot go on."""
@@ -199,30 +183,25 @@ class Episodes:
         for at, span in enumerate(part.spans):
             following = part.spans[at + 1].start if at + 1 < len(part.spans) else part.count
             if following > span.end:
-                found = self._calls(work, span)
+                found = self.calls.found(work, span)
                 episode.turns += 1
                 episode.calls += len(found) if isinstance(found, list) else 0
         lost = part.called and not part.awaits
         return "its replica ended while it waited for a tool" if lost else None
-
-    def _ends_a_turn(self, part: Partial) -> bool:
-        """It has moved with its turn's last token, before anybody looked for calls."""
-        drawn_last = bool(part.spans) and part.spans[-1].end == part.count
-        return drawn_last and int(tokens_of(part)[-1]) in self._stop_ids
 
     async def _answered(self, work: Work, episode: Episode) -> bool:
         """The calls of its last turn are made and their results given. False when there are none, or no more
         may be made: it has ended."""
         if work.finish_reason != "stop":
             return False
-        found = self._calls(work, work.partial.spans[-1])
+        found = self.calls.found(work, work.partial.spans[-1])
         if not found:
             return False
         names = [call.name for call in found] if isinstance(found, list) else []
         if not work.partial.awaits and (limit := episode.limit(names, time.time())):
             work.finish_reason = limit
             return False
-        answer = await self._answer(work, found, names)
+        answer = await self.calls.answer(work, found)
         episode.called(names, answer.failed, answer.seconds)
         given = np.frombuffer(answer.tokens, "<i4").tolist()
         if len(given) >= work.room:
@@ -231,136 +210,8 @@ class Episodes:
         if work.history is not None and work.history.anew:
             work.branch()
         work.give(given)
-        self._tell(work)
+        self.calls.tell(work)
         return True
-
-    async def _answer(self, work: Work, found: list[ToolCall] | Malformed, names: list[str]) -> Answer:
-        """What the calls of its last turn come to, wherever they are made; the controller knows of them
-        before. Raises Ended and EnvironmentFailed."""
-        part, last = work.partial, int(tokens_of(work.partial)[-1])
-        away = self.stateful and work.session is None and isinstance(found, list)
-        maker = replica_of(part.home) if away else self.context.index
-        name = part.awaits or name_of(maker, work.trajectory_id, work.attempt, part.count)
-        elsewhere = bool(part.awaits) or away
-        part.called, part.awaits = True, name if elsewhere else ""
-        self._tell(work)
-        if not elsewhere:
-            making = self._made(work, work.session, name, found, last)
-            return await self.answers.made_here(work, name, making)
-        if self.stateful and isinstance(found, list):  # the same name is called once
-            calls = [(call.name, json.dumps(call.arguments)) for call in found]
-            self.context.channel.send(Ask(work.trajectory_id, part.home, name, calls, last))
-        waiting = self.answers.made_elsewhere(work, max(1, len(names)) * self.limits.timeout_seconds)
-        if not away:  # who makes them records them
-            return await waiting
-        with self._recorded(work, _what(found)):
-            return await waiting
-
-    async def _made(
-        self,
-        work: Work,
-        session: Session | None,
-        name: str,
-        found: list[ToolCall] | Malformed,
-        last: int,
-    ) -> Answer:
-        """The calls of its last turn."""
-        t0 = time.time()
-        self.homes.calls(work, name)
-        try:
-            with self._recorded(work, _what(found)):
-                results = await self._results(session, found)
-        except EnvironmentFailed:
-            self.homes.failed(work)
-            raise
-        given = self._behind(work, results)
-        answer = self._told(work.trajectory_id, name, work.group.row, results, last, t0, given)
-        self.homes.calls(work, name, answer)
-        return answer
-
-    def _behind(self, work: Work, results: list[ToolResult]) -> list[int] | None:
-        """What begins a branch, where the template has rewritten earlier turns."""
-        if work.history is None:
-            return None
-        span, stopped = work.partial.spans[-1], int(work.sequence[-1]) in self._stop_ids
-        seen, end = work.sequence, work.partial.count - stopped
-        said = tokens_of(work.partial)[span.start : end]
-        return work.history.answered(self._text(seen[: len(seen) - stopped]), self._text(said), results)
-
-    def _text(self, tokens: Tokens) -> str:
-        return self._decoder.text(tokens.tolist(), specials=True)
-
-    async def _made_for_others(self, home: Home, ask: Ask) -> Answer:
-        """Calls in an environment here whose trajectory is elsewhere."""
-        t0 = time.time()
-        found = [ToolCall(name, json.loads(arguments)) for name, arguments in ask.calls]
-        results = await self._results(home.session, found)
-        answer = self._told(ask.trajectory_id, ask.name, home.row, results, ask.last, t0)
-        home.episode.worked_seconds += answer.seconds
-        return answer
-
-    def _told(
-        self,
-        trajectory_id: int,
-        name: str,
-        row: dict,
-        results: list[ToolResult],
-        last: int,
-        t0: float,
-        given: list[int] | None = None,
-    ) -> Answer:
-        """`last`: the token that they stand behind; `t0`: when the calls began; `given`: in place of them."""
-        failed = sum(is_error(result.content) for result in results)
-        if given is None:
-            given = self._dialogue(row).conversation.between(last, results)
-        return Answer(trajectory_id, name, tokens_array(given).tobytes(), failed, time.time() - t0)
-
-    async def _results(self, session: Session | None, found: list[ToolCall] | Malformed) -> list[ToolResult]:
-        """One after the other, as they may depend on each other."""
-        if isinstance(found, Malformed):
-            return [ToolResult("error", error_text(found.reason))]
-        assert session is not None
-        return [ToolResult(call.name, await session.call(call.name, call.arguments)) for call in found]
-
-    def _dialogue(self, row: dict) -> Dialogue:
-        return self._talks[environment_of(self.limits, row)]
-
-    def _calls(self, work: Work, span: VersionSpan) -> list[ToolCall] | Malformed:
-        """Of one turn, whose stop token is no part of a call."""
-        tokens = tokens_of(work.partial)[span.start : span.end].tolist()
-        said = tokens[:-1] if tokens[-1] in self._stop_ids else tokens
-        parser = self._dialogue(work.group.row).parser
-        assert parser is not None
-        return parser.calls(self._decoder.text(said, specials=True))
-
-    def _tell(self, work: Work) -> None:
-        """The pool knows all of it: what stands between a whole turn and its result tells of a call that may
-        have been made."""
-        part, start = work.partial, work.told
-        if not self.context.config.rollout.increment_tokens or work.evaluation or work.bound:
-            return
-        spans = [VersionSpan(s.weight_id, max(s.start, start), s.end) for s in part.spans if s.end > start]
-        columns = part.tokens[4 * start :], part.logprobs[4 * start :]
-        told = (work.trajectory_id, work.attempt, start, *columns, spans, part.time_started)
-        self.context.channel.send(Increment(*told, part.called, part.awaits, part.home))
-        work.told = part.count
-
-    @contextlib.contextmanager
-    def _recorded(self, work: Work, what: str) -> Iterator[None]:
-        """In the trace with how it ended; "" is nothing."""
-        t0 = time.time()
-        try:
-            yield
-        except EnvironmentFailed as error:
-            self._record(work, t0, what, "hung" if isinstance(error, EnvironmentHangs) else "failed")
-            raise
-        if what:
-            self._record(work, t0, what)
-
-    def _record(self, work: Work, t0: float, what: str, failed: str = "") -> None:
-        of = {"trajectory_id": work.trajectory_id, "attempt": work.attempt, "evaluation": work.evaluation}
-        more = {"failed": failed} if failed else {}
-        self.context.trace.record("tool", t0, time.time(), **of, what=what, waited=work.waited, **more)
 
     # ---- rewards -------------------------------------------------------------------------------------------
 
@@ -387,11 +238,6 @@ class Episodes:
         if work.session is not None:
             work.session.close()
             work.session = None
-
-
-def _what(found: list[ToolCall] | Malformed) -> str:
-    """The calls of a turn, in the trace."""
-    return "malformed" if isinstance(found, Malformed) else ",".join(call.name for call in found)
 
 
 async def _reward(session: Session) -> Score:

@@ -1,0 +1,208 @@
+"""The calls of a turn: found in what the model has said, made, and what they come to as the tokens that stand
+behind it.
+
+    a turn's text -> its calls -> made here, each once -----------------------> Answer: tokens
+                               -> Ask -> made where the environment is ------->
+                               -> made by the replica that had the trajectory ->
+
+Owned by episodes.py. While the calls are made the trajectory may move (answers.py); an environment of a
+factory stays where it was made, and answers for trajectories that are elsewhere (homes.py). The controller
+knows of calls before they are made.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from laminar_hpc.cluster.context import RoleContext
+from laminar_hpc.data.tokens import TextDecoder
+from laminar_hpc.messages.data import Partial, VersionSpan
+from laminar_hpc.messages.homes import Ask, replica_of
+from laminar_hpc.messages.moves import Answer
+from laminar_hpc.messages.rollouts import Increment
+from laminar_hpc.payload.layout import Tokens, tokens_array
+from laminar_hpc.rollout.answers import Answers, name_of
+from laminar_hpc.rollout.homes import Home, Homes
+from laminar_hpc.rollout.work import Work, tokens_of
+from laminar_hpc.turns.calls import Malformed, ToolCall
+from laminar_hpc.turns.conversation import ToolResult
+from laminar_hpc.turns.dialogue import Dialogue, with_answers
+from laminar_hpc.turns.pool import environment_of
+from laminar_hpc.turns.session import EnvironmentFailed, EnvironmentHangs, Session
+from laminar_hpc.turns.tools import error_text, is_error
+
+logger = logging.getLogger(__name__)
+Found = list[ToolCall] | Malformed  # in a turn
+
+
+class TurnCalls:
+    """A replica's. `stateful`: environments stay at their homes. `dialogues`: how the model talks, by name of
+    the environment."""
+
+    def __init__(self, context: RoleContext, stop_ids: Sequence[int], stateful: bool) -> None:
+        self._context, self._limits, self._stateful = context, context.config.environment, stateful
+        self._stop_ids, self._model = frozenset(stop_ids), Path(context.config.model.path)
+        self._decoder = TextDecoder(self._model)
+        self.answers = Answers(context.channel)
+        kept = self._limits.max_seconds + self._limits.timeout_seconds
+        self.homes = Homes(context.index, context.channel, self._made_for_others, kept)
+        self.dialogues: dict[str, Dialogue] = {}
+
+    async def learn(self, name: str, tools: Sequence[dict]) -> None:
+        """The tools of one environment. Raises LaminarError for templates and call formats that cannot be
+        used."""
+        grows = self._limits.history == "refuse"
+        made = await asyncio.to_thread(with_answers, str(self._model), tools, grows)
+        self.dialogues[name] = made
+        assert made.parser is not None
+        logger.info("tool calls are read by SGLang's parser '%s'", made.parser.name)
+
+    async def close(self) -> None:
+        """Calls that are still made are given up."""
+        await self.answers.close()
+        await self.homes.close()
+
+    # ---- what a turn says ----------------------------------------------------------------------------------
+
+    def found(self, work: Work, span: VersionSpan) -> Found:
+        """In the turn that was drawn so, whose stop token is no part of a call."""
+        tokens = tokens_of(work.partial)[span.start : span.end].tolist()
+        said = tokens[:-1] if tokens[-1] in self._stop_ids else tokens
+        parser = self.dialogue(work.group.row).parser
+        assert parser is not None
+        return parser.calls(self._decoder.text(said, specials=True))
+
+    def ends_a_turn(self, part: Partial) -> bool:
+        """It has moved with its turn's last token, before anybody looked for calls."""
+        drawn_last = bool(part.spans) and part.spans[-1].end == part.count
+        return drawn_last and int(tokens_of(part)[-1]) in self._stop_ids
+
+    def dialogue(self, row: dict) -> Dialogue:
+        """Of the environment that a row names."""
+        return self.dialogues[environment_of(self._limits, row)]
+
+    def text(self, tokens: Tokens) -> str:
+        """With the marks of roles."""
+        return self._decoder.text(tokens.tolist(), specials=True)
+
+    # ---- what its calls come to ----------------------------------------------------------------------------
+
+    async def answer(self, work: Work, found: Found) -> Answer:
+        """What the calls of its last turn come to, wherever they are made. Raises Ended and
+        EnvironmentFailed."""
+        part, last = work.partial, int(tokens_of(work.partial)[-1])
+        away = self._stateful and work.session is None and isinstance(found, list)
+        maker = replica_of(part.home) if away else self._context.index
+        name = part.awaits or name_of(maker, work.trajectory_id, work.attempt, part.count)
+        elsewhere = bool(part.awaits) or away
+        part.called, part.awaits = True, name if elsewhere else ""
+        self.tell(work)
+        if not elsewhere:
+            making = self._made(work, work.session, name, found, last)
+            return await self.answers.made_here(work, name, making)
+        if self._stateful and isinstance(found, list):  # the same name is called once
+            calls = [(call.name, json.dumps(call.arguments)) for call in found]
+            self._context.channel.send(Ask(work.trajectory_id, part.home, name, calls, last))
+        count = len(found) if isinstance(found, list) else 1
+        waiting = self.answers.made_elsewhere(work, count * self._limits.timeout_seconds)
+        if not away:  # who makes them records them
+            return await waiting
+        with self.recorded(work, _what(found)):
+            return await waiting
+
+    async def _made(self, work: Work, session: Session | None, name: str, found: Found, last: int) -> Answer:
+        """The calls of its last turn."""
+        t0 = time.time()
+        self.homes.calls(work, name)
+        try:
+            with self.recorded(work, _what(found)):
+                results = await self._results(session, found)
+        except EnvironmentFailed:
+            self.homes.failed(work)
+            raise
+        given = self._behind(work, results)
+        answer = self._told(work.trajectory_id, name, work.group.row, results, last, t0, given)
+        self.homes.calls(work, name, answer)
+        return answer
+
+    def _behind(self, work: Work, results: list[ToolResult]) -> list[int] | None:
+        """What begins a branch, where the template has rewritten earlier turns."""
+        if work.history is None:
+            return None
+        span, stopped = work.partial.spans[-1], int(work.sequence[-1]) in self._stop_ids
+        seen, end = work.sequence, work.partial.count - stopped
+        said = tokens_of(work.partial)[span.start : end]
+        return work.history.answered(self.text(seen[: len(seen) - stopped]), self.text(said), results)
+
+    async def _made_for_others(self, home: Home, ask: Ask) -> Answer:
+        """Calls in an environment here whose trajectory is elsewhere."""
+        t0 = time.time()
+        found = [ToolCall(name, json.loads(arguments)) for name, arguments in ask.calls]
+        results = await self._results(home.session, found)
+        answer = self._told(ask.trajectory_id, ask.name, home.row, results, ask.last, t0)
+        home.episode.worked_seconds += answer.seconds
+        return answer
+
+    def _told(
+        self,
+        trajectory_id: int,
+        name: str,
+        row: dict,
+        results: list[ToolResult],
+        last: int,
+        t0: float,
+        given: list[int] | None = None,
+    ) -> Answer:
+        """`last`: the token that they stand behind; `t0`: when the calls began; `given`: in place of them."""
+        failed = sum(is_error(result.content) for result in results)
+        if given is None:
+            given = self.dialogue(row).conversation.between(last, results)
+        return Answer(trajectory_id, name, tokens_array(given).tobytes(), failed, time.time() - t0)
+
+    async def _results(self, session: Session | None, found: Found) -> list[ToolResult]:
+        """One after the other, as they may depend on each other."""
+        if isinstance(found, Malformed):
+            return [ToolResult("error", error_text(found.reason))]
+        assert session is not None
+        return [ToolResult(call.name, await session.call(call.name, call.arguments)) for call in found]
+
+    # ---- who hears of it -----------------------------------------------------------------------------------
+
+    def tell(self, work: Work) -> None:
+        """The pool knows all of it: what stands between a whole turn and its result tells of a call that may
+        have been made."""
+        part, start = work.partial, work.told
+        if not self._context.config.rollout.increment_tokens or work.evaluation or work.bound:
+            return
+        spans = [VersionSpan(s.weight_id, max(s.start, start), s.end) for s in part.spans if s.end > start]
+        columns = part.tokens[4 * start :], part.logprobs[4 * start :]
+        told = (work.trajectory_id, work.attempt, start, *columns, spans, part.time_started)
+        self._context.channel.send(Increment(*told, part.called, part.awaits, part.home))
+        work.told = part.count
+
+    @contextlib.contextmanager
+    def recorded(self, work: Work, what: str) -> Iterator[None]:
+        """In the trace with how it ended; "" is nothing."""
+        t0 = time.time()
+        try:
+            yield
+        except EnvironmentFailed as error:
+            self.record(work, t0, what, "hung" if isinstance(error, EnvironmentHangs) else "failed")
+            raise
+        if what:
+            self.record(work, t0, what)
+
+    def record(self, work: Work, t0: float, what: str, failed: str = "") -> None:
+        """What it waited for since `t0`, in the trace."""
+        of = {"trajectory_id": work.trajectory_id, "attempt": work.attempt, "evaluation": work.evaluation}
+        more = {"failed": failed} if failed else {}
+        self._context.trace.record("tool", t0, time.time(), **of, what=what, waited=work.waited, **more)
+
+
+def _what(found: Found) -> str:
+    """The calls of a turn, in the trace."""
+    return "malformed" if isinstance(found, Malformed) else ",".join(call.name for call in found)
