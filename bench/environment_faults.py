@@ -110,8 +110,8 @@ async def kill(run_dir: Path, replicas: list[Replica]) -> None:
             if (worker := replica.worker) is None:
                 continue
             seen = batches[replica.index]
-            if worker.newest_batch not in seen:
-                seen.append(worker.newest_batch)
+            if worker.grants.newest_batch not in seen:
+                seen.append(worker.grants.newest_batch)
             works, engine = list(worker.batch.works.values()), worker.engines.current
             waiting = [work.trajectory_id for work in works if work.waits]
             asking = [work.trajectory_id for work in works if work.request_id]

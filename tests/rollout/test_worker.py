@@ -360,17 +360,17 @@ def test_older_weights_are_kept_from_the_grant_on(replica, monkeypatch):
     And if the slot is taken away all the same, by a relay that starts anew: nothing is generated, it is said,
     and the newest weights are pulled."""
     controller, worker = replica.controller, replica.worker
-    wait = worker._pull
+    wait = worker.weights.pull
 
     async def late(*words, **settings):
         if settings.get("back_to") == 5:
             for weight_id in (8, 9, 10):
                 replica.publish(0, weight_id)
         elif settings.get("back_to") == 9:
-            (worker.reader.find(9).directory / "manifest.json").unlink()
+            (worker.weights._reader.find(9).directory / "manifest.json").unlink()
         await wait(*words, **settings)
 
-    monkeypatch.setattr(worker, "_pull", late)
+    monkeypatch.setattr(worker.weights, "pull", late)
     controller.tell(orphans_of(replica, 5, reference(replica.models[1]), length=8))
     assert controller.get(WeightsOpened, NotLoaded).weight_id == 5
     assert {message.trajectory.weight_id for message in controller.collect(4, Generated, NotLoaded)} == {5}

@@ -9,24 +9,24 @@
              Grant with parts      -> the same, of trajectories whose replica has died; on their weights,
                                       which are pulled from an older slot
 
-What is allowed when stands in state.py, how weights are replaced in weight_loader.py, how a local batch is
-generated in batch.py, what becomes of its trajectories in results.py, how they go to other replicas in
-migration.py, when a replica must end in health.py. Waits for: the relay's first slot (bounded), a Grant
-(bounded by the controller's heartbeat). Waited for by: the controller, for Generated and Scored.
+What is allowed when stands in state.py, which weights are served in served_weights.py and how they are
+replaced in weight_loader.py, what was granted and has not begun in grants.py, how a local batch is generated
+in batch.py and interrupted in interruption.py, what becomes of its trajectories in results.py, how they go to
+other replicas in migration.py, when a replica must end in health.py. Waits for: the relay's first slot
+(bounded), a Grant (bounded by the controller's heartbeat). Waited for by: the controller, for Generated and
+Scored.
 """
 
 import asyncio
 import logging
 import random
 import time
-from collections import deque
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
 from laminar_hpc.cluster.channel import StopReceived, Terminated
 from laminar_hpc.cluster.context import RoleContext
-from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.data.tokens import model_config, stop_token_ids
 from laminar_hpc.engine.interface import EngineDied, EngineFactory, EngineHangs
 from laminar_hpc.environments.reward_pool import RewardPool
@@ -42,22 +42,24 @@ from laminar_hpc.messages.rollouts import (
     RequestWork,
     ScoreOrder,
     WeightsAvailable,
-    WeightsOpened,
 )
 from laminar_hpc.payload.writer import PayloadWriter
 from laminar_hpc.rollout.batch import LocalBatch
 from laminar_hpc.rollout.departure import SETTLE_SECONDS, Departure
 from laminar_hpc.rollout.engine_lives import EngineLives
 from laminar_hpc.rollout.episodes import new_episodes
+from laminar_hpc.rollout.grants import Grants
 from laminar_hpc.rollout.health import BatchHealth
+from laminar_hpc.rollout.interruption import Interruptible
 from laminar_hpc.rollout.migration import ReplicaMigration
 from laminar_hpc.rollout.reporting import UtilizationReporter
 from laminar_hpc.rollout.resets import ResetsAhead
 from laminar_hpc.rollout.results import Results
 from laminar_hpc.rollout.scoring import Scoring
+from laminar_hpc.rollout.served_weights import ServedWeights
 from laminar_hpc.rollout.state import ReplicaState, WrongState
 from laminar_hpc.rollout.weight_loader import WeightLoader
-from laminar_hpc.rollout.work import Work, works
+from laminar_hpc.rollout.work import Work
 from laminar_hpc.weights.probe import probe_sequences
 from laminar_hpc.weights.slots import SlotGone, SlotReader
 
@@ -78,9 +80,9 @@ class RolloutWorker:
         self.engine_starts = 0
         self.engines = EngineLives(new_engine, self._engine_seed)
         model = Path(self.config.model.path)
-        self.reader = SlotReader(self.config.relay.shm_dir, context.welcome.slots_name)
+        reader = SlotReader(self.config.relay.shm_dir, context.welcome.slots_name)
         probe = probe_sequences(model_config(model)["vocab_size"])
-        self.weight_loader = WeightLoader(self.reader, probe, context.trace, self.engines)
+        self.weight_loader = WeightLoader(reader, probe, context.trace, self.engines)
         stop_ids = stop_token_ids(model)
         self.episodes = new_episodes(context, stop_ids)
         self.scoring = Scoring(context, self.pool, self._leave, self.episodes)
@@ -95,17 +97,18 @@ class RolloutWorker:
         self.reporter = UtilizationReporter(
             context, self.state, self.engines, self.batch, lambda: self.scoring.pending
         )
+        self.weights = ServedWeights(
+            context, reader, self.state, self.weight_loader, self.reporter, self.batch.keep_kv
+        )
         self.results = Results(context, self.payloads, self.scoring, self.health, self.reporter.finished)
         answers = self.episodes.answers if self.episodes else None
         self.migration = ReplicaMigration(context, self.batch, self.state, answers)
         self.departure = Departure(context, self.batch, self._leave, answers)
         self.resets = ResetsAhead(self.episodes.pool if self.episodes else None, self.state)
-        self.interrupts = self.config.pipeline.refresh == "interrupt"
-        self.pulling = asyncio.Lock()
-        self.grants: deque[Grant] = deque()
-        self.newest_batch: int | None = None  # of those that were granted
-        self.begun: list[Work] = []  # of a grant whose weights are being loaded
+        self.grants = Grants(self.state, self.weight_loader)
         self.wake = asyncio.Event()  # a grant or newer weights
+        self.interrupts = self.config.pipeline.refresh == "interrupt"
+        self.interruptible = Interruptible(self.batch, context.trace, self.wake, self.weights)
         self.ask_again = False
         self.leaving: asyncio.Future[None] | None = None  # its exception says why
 
@@ -184,30 +187,26 @@ class RolloutWorker:
     def _joined_anew(self) -> None:
         """The controller had taken this replica for dead, or is another one: it learns what is here, and is
         asked for work again. Of evaluations it has begun the shares anew."""
-        self.grants = deque(grant for grant in self.grants if not grant.evaluation)
+        self.grants.drop_evaluations()
         self._drop_works(lambda work: bool(work.evaluation))
-        works = self._works()
+        works = [*self.batch.works.values(), *self.grants.works]
         generating = [Sample(work.trajectory_id, work.attempt) for work in works if not work.dropped]
-        served, moves = self.state.weight_id, sorted(self.migration.imported)
-        self.context.channel.send(Holds(served, self.newest_batch, generating, self.scoring.samples, moves))
+        served, newest, moves = (
+            self.state.weight_id,
+            self.grants.newest_batch,
+            sorted(self.migration.imported),
+        )
+        self.context.channel.send(Holds(served, newest, generating, self.scoring.samples, moves))
         self.batch.tell_all()
         self.ask_again = True
         self.wake.set()
 
-    def _works(self) -> list[Work]:
-        """What this replica generates, or is about to."""
-        waiting = [work for grant in self.grants for work in works(grant)]
-        return [*self.batch.works.values(), *self.begun, *waiting]
-
     def _drop(self, attempts: set[tuple[int, int]]) -> None:
-        for grant in self.grants:
-            for group in grant.groups:
-                group.samples = [s for s in group.samples if (s.trajectory_id, s.attempt) not in attempts]
+        self.grants.drop(attempts)
         self._drop_works(lambda work: (work.trajectory_id, work.attempt) in attempts)
 
     def _drop_works(self, gone: Callable[[Work], bool]) -> None:
-        for work in filter(gone, self.begun):
-            work.dropped = True
+        self.grants.drop_beginning(gone)
         self.batch.drop(gone)
 
     def _leave(self, error: BaseException) -> None:
@@ -239,15 +238,8 @@ class RolloutWorker:
             pool += [self.episodes.start()] if self.episodes else []
             await asyncio.gather(*pool, self.engines.start(Path(self.config.model.path), None))
         logger.info("engine %d answered after %.1f s", self.context.index, time.monotonic() - t0)
-        limit = self.config.cluster.join_timeout_seconds
         with self.context.trace.span("wait", what="first weights"):
-            while self.reader.newest() is None:
-                if time.monotonic() - t0 > limit:
-                    raise LaminarError(
-                        f"rollout {self.context.index} waited {limit:g} s for the first weights of its relay "
-                        f"under {self.reader.root} and gave up: see the logs of the relay and of trainer 0"
-                    )
-                await asyncio.sleep(0.05)
+            await self.weights.until_first(t0)
 
     # ---- one turn: weights, then work ----------------------------------------------------------------------
 
@@ -255,58 +247,22 @@ class RolloutWorker:
         if self.departure.begun:  # nothing more is begun; what was granted and not begun others get
             await asyncio.Event().wait()
         if not self.grants:  # else there is work already, on older weights perhaps
-            if self._newer_weights():
-                await self._pull()
+            if self.weights.newer():
+                await self.weights.pull()
             self.ask_again = False
             assert self.state.weight_id is not None  # the first weights were awaited
-            self.context.channel.send(RequestWork(self.state.weight_id, self.newest_batch))
+            self.context.channel.send(RequestWork(self.state.weight_id, self.grants.newest_batch))
         grant = await self._next_grant()
         if grant is not None:
             await self._local_batch(grant)
 
-    def _newer_weights(self) -> bool:
-        newest = self.reader.newest()
-        return newest is not None and newest.weight_id >= self.state.next_weight_id
-
-    async def _pull(self, interrupted: bool = False, back_to: int | None = None) -> None:
-        """The newest weights, or those of `back_to`. Raises SlotGone only with the latter."""
-        newest = self.reader.newest()
-        ahead = newest.weight_id if newest else self.state.next_weight_id
-        self.state.begin_pull(ahead if back_to is None else back_to, interrupted, back=back_to is not None)
-        try:
-            pulled = await self.weight_loader.pull(interrupted and self.batch.keep_kv, back_to)
-        except SlotGone:
-            self.state.failed()
-            raise
-        await self.reporter.measure_saturation()
-        self.state.verified(pulled.weight_id)
-        self.state.open(pulled.weight_step)
-        self.context.channel.send(
-            WeightsOpened(
-                pulled.weight_id,
-                pulled.weight_step,
-                pulled.seconds,
-                pulled.phases,
-                pulled.probe_logprobs,
-                time.time(),
-            )
-        )
-
     # ---- work ----------------------------------------------------------------------------------------------
 
     def _granted(self, grant: Grant) -> None:
-        """Older weights are held from here on: the engine may have to start first, while newer weights come
-        and take slots."""
-        self.newest_batch = grant.batch_id
         try:
-            if self._goes_back(grant):
-                self.weight_loader.hold(grant.weight_id)
-            self.grants.append(grant)
+            self.grants.add(grant)
         except SlotGone as gone:
             self._not_loaded(grant, gone)
-
-    def _goes_back(self, grant: Grant) -> bool:
-        return bool(grant.parts) and grant.weight_id != self.state.weight_id
 
     def _not_loaded(self, grant: Grant, gone: SlotGone) -> None:
         self.context.channel.send(NotLoaded(grant.batch_id, str(gone)))
@@ -318,7 +274,7 @@ class RolloutWorker:
         death, woken = asyncio.create_task(self.engines.current.died()), None
         try:
             with self.context.trace.span("wait", what="work"):
-                while not (self.grants or self._newer_weights() or self.ask_again or self.departure.begun):
+                while not (self.grants or self.weights.newer() or self.ask_again or self.departure.begun):
                     self.wake.clear()
                     woken = asyncio.create_task(self.wake.wait())
                     await asyncio.wait((woken, death), return_when=asyncio.FIRST_COMPLETED)
@@ -328,17 +284,17 @@ class RolloutWorker:
             death.cancel()
             if woken is not None:
                 woken.cancel()
-        return self.grants.popleft() if self.grants and not self.departure.begun else None
+        return self.grants.take() if self.grants and not self.departure.begun else None
 
     async def _local_batch(self, grant: Grant) -> None:
         """Generates all of `grant`, and what moves here meanwhile; returns when the last token is there.
         Scores may still be pending."""
-        begun = self.begun = works(grant)
+        begun = self.grants.begin(grant)
         try:
             if not begun:
                 return None
-            if self._goes_back(grant):
-                await self._pull(back_to=grant.weight_id)
+            if self.grants.goes_back(grant):
+                await self.weights.pull(back_to=grant.weight_id)
             self.state.grant(grant.weight_id, len(begun))
         except SlotGone as gone:
             return self._not_loaded(grant, gone)
@@ -347,9 +303,7 @@ class RolloutWorker:
                 self.results.lost(work, str(refusal))
             return None
         finally:
-            self.begun = []
-            if grant.parts:
-                self.weight_loader.let_go()
+            self.grants.begun(grant)
         self.health.begin()
         self.resets.told(grant.ahead, len(begun))
         with self.context.trace.span(
@@ -358,7 +312,7 @@ class RolloutWorker:
             fields |= {"trajectories": len(begun), "evaluation": grant.evaluation}
             interruptible = self.interrupts and not grant.evaluation
             try:
-                await (self._interruptible(begun) if interruptible else self.batch.run(begun))
+                await (self.interruptible.run(begun) if interruptible else self.batch.run(begun))
             except (EngineHangs, EngineDied) as error:
                 return await self._engine_fails(error)
             fields["tokens"] = self.health.tokens
@@ -384,31 +338,3 @@ class RolloutWorker:
         self.state.abandoned()
         await self.weight_loader.replace()
         self.health.hung(error)
-
-    async def _interruptible(self, begun: list[Work]) -> None:
-        """A local batch into which newer weights come as soon as they are there."""
-        batch, watch = asyncio.create_task(self.batch.run(begun)), asyncio.create_task(self._interrupt())
-        try:
-            await asyncio.wait((batch, watch), return_when=asyncio.FIRST_COMPLETED)
-            if watch.done():
-                watch.result()  # a pull that failed
-            await batch
-            async with self.pulling:  # a pull that has begun is completed
-                watch.cancel()
-        finally:
-            for task in (batch, watch):
-                task.cancel()
-            await asyncio.gather(batch, watch, return_exceptions=True)
-
-    async def _interrupt(self) -> None:
-        """Whenever there are newer weights: everything stands still, they are pulled, everything goes on."""
-        while True:
-            self.wake.clear()
-            if self._newer_weights():
-                async with self.pulling:
-                    with self.context.trace.span("wait", what="interruption"):
-                        await self.batch.pause()
-                    await self._pull(interrupted=True)
-                    self.batch.resume()
-            else:
-                await self.wake.wait()

@@ -1,0 +1,76 @@
+"""What the controller has granted to a replica, until its local batch begins: grants that wait, in order, and
+the works of the one whose weights are being loaded. Owned by worker.py; then they are LocalBatch.works.
+
+Older weights are held from the arrival of a grant that needs them: the engine may have to start first, while
+newer weights come and take slots.
+"""
+
+from collections import deque
+from collections.abc import Callable
+
+from laminar_hpc.messages.rollouts import Grant
+from laminar_hpc.rollout.state import ReplicaState
+from laminar_hpc.rollout.weight_loader import WeightLoader
+from laminar_hpc.rollout.work import Work, works
+
+
+class Grants:
+    """`newest_batch`: of all that came."""
+
+    def __init__(self, state: ReplicaState, weight_loader: WeightLoader) -> None:
+        self._state, self._weight_loader = state, weight_loader
+        self.newest_batch: int | None = None
+        self._waiting: deque[Grant] = deque()
+        self._beginning: list[Work] = []
+
+    def __bool__(self) -> bool:
+        """Whether any waits."""
+        return bool(self._waiting)
+
+    def add(self, grant: Grant) -> None:
+        """Raises SlotGone where the older weights that it needs are not there."""
+        self.newest_batch = grant.batch_id
+        if self.goes_back(grant):
+            self._weight_loader.hold(grant.weight_id)
+        self._waiting.append(grant)
+
+    def goes_back(self, grant: Grant) -> bool:
+        """It needs other weights than are open, for trajectories that began with them elsewhere."""
+        return bool(grant.parts) and grant.weight_id != self._state.weight_id
+
+    def take(self) -> Grant:
+        """The next one."""
+        return self._waiting.popleft()
+
+    def begin(self, grant: Grant) -> list[Work]:
+        """Its works, which are here until `begun`."""
+        self._beginning = works(grant)
+        return self._beginning
+
+    def begun(self, grant: Grant) -> None:
+        """The local batch has its works, or nobody has: its weights are loaded, or will not be."""
+        self._beginning = []
+        if grant.parts:
+            self._weight_loader.let_go()
+
+    # ---- another session with the controller ---------------------------------------------------------------
+
+    @property
+    def works(self) -> list[Work]:
+        """All that will be generated."""
+        return [*self._beginning, *(work for grant in self._waiting for work in works(grant))]
+
+    def drop_evaluations(self) -> None:
+        """Those that wait; their shares are granted anew."""
+        self._waiting = deque(grant for grant in self._waiting if not grant.evaluation)
+
+    def drop(self, attempts: set[tuple[int, int]]) -> None:
+        """Those of (trajectory, attempt) that wait."""
+        for grant in self._waiting:
+            for group in grant.groups:
+                group.samples = [s for s in group.samples if (s.trajectory_id, s.attempt) not in attempts]
+
+    def drop_beginning(self, gone: Callable[[Work], bool]) -> None:
+        """Those whose weights are being loaded."""
+        for work in filter(gone, self._beginning):
+            work.dropped = True

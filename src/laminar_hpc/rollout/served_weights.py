@@ -1,0 +1,68 @@
+"""Which weights a replica serves, and how it comes to others: what state.py allows, the copy by
+weight_loader.py, then the word to the controller.
+
+    newer, or those that trajectories began with elsewhere -> pulled and verified -> open -> WeightsOpened
+
+Owned by worker.py.
+"""
+
+import asyncio
+import time
+
+from laminar_hpc.cluster.context import RoleContext
+from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.messages.rollouts import WeightsOpened
+from laminar_hpc.rollout.reporting import UtilizationReporter
+from laminar_hpc.rollout.state import ReplicaState
+from laminar_hpc.rollout.weight_loader import WeightLoader
+from laminar_hpc.weights.slots import SlotGone, SlotReader
+
+
+class ServedWeights:
+    """`keep_kv`: requests that stand still for other weights keep their KV cache."""
+
+    def __init__(
+        self,
+        context: RoleContext,
+        reader: SlotReader,
+        state: ReplicaState,
+        loader: WeightLoader,
+        reporter: UtilizationReporter,
+        keep_kv: bool,
+    ) -> None:
+        self._context, self._reader, self._state, self._loader = context, reader, state, loader
+        self._reporter, self._keep_kv = reporter, keep_kv
+
+    def newer(self) -> bool:
+        """There are newer ones than are open."""
+        newest = self._reader.newest()
+        return newest is not None and newest.weight_id >= self._state.next_weight_id
+
+    async def until_first(self, since: float) -> None:
+        """Returns when there is a slot. Raises LaminarError cluster.join_timeout_seconds after `since`
+        (monotonic)."""
+        limit, replica = self._context.config.cluster.join_timeout_seconds, self._context.index
+        while self._reader.newest() is None:
+            if time.monotonic() - since > limit:
+                raise LaminarError(
+                    f"rollout {replica} waited {limit:g} s for the first weights of its relay "
+                    f"under {self._reader.root} and gave up: see the logs of the relay and of trainer 0"
+                )
+            await asyncio.sleep(0.05)
+
+    async def pull(self, interrupted: bool = False, back_to: int | None = None) -> None:
+        """The newest weights, or those of `back_to`. Raises SlotGone only with the latter."""
+        newest = self._reader.newest()
+        ahead = newest.weight_id if newest else self._state.next_weight_id
+        self._state.begin_pull(ahead if back_to is None else back_to, interrupted, back=back_to is not None)
+        try:
+            pulled = await self._loader.pull(interrupted and self._keep_kv, back_to)
+        except SlotGone:
+            self._state.failed()
+            raise
+        await self._reporter.measure_saturation()
+        self._state.verified(pulled.weight_id)
+        self._state.open(pulled.weight_step)
+        seconds, phases, probe = pulled.seconds, pulled.phases, pulled.probe_logprobs
+        opened = WeightsOpened(pulled.weight_id, pulled.weight_step, seconds, phases, probe, time.time())
+        self._context.channel.send(opened)
