@@ -45,7 +45,7 @@ def grants() -> Grants:
 
 
 def test_all_is_known_until_it_has_begun(grants: Grants) -> None:
-    """In order, also the works of the one whose weights are being loaded; what is dropped is not generated."""
+    """In order, with the works of the one whose weights are being loaded; what is dropped is not generated."""
     for each in (grant(1, 5, 10, 11), grant(2, 5, 20, evaluation="held"), grant(3, 5, 30, 31)):
         grants.add(each)
     assert known(grants) == [10, 11, 20, 30, 31] and grants.newest_batch == 3
@@ -62,8 +62,8 @@ def test_all_is_known_until_it_has_begun(grants: Grants) -> None:
 
 
 def test_older_weights_are_held(grants: Grants) -> None:
-    """From a grant that goes back to them until its works have begun; one whose weights are gone is not taken,
-    and is the newest all the same."""
+    """From a grant that goes back to them until its works have begun; one whose weights are gone does not
+    wait, and is the newest all the same."""
     loader = grants._weight_loader
     back = grant(1, 3, 10, parts=True)
     grants.add(grant(2, 5, 20, parts=True))
