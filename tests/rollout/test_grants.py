@@ -45,7 +45,7 @@ def grants() -> Grants:
 
 
 def test_all_is_known_until_it_has_begun(grants: Grants) -> None:
-    """In order, with the works of the one whose weights are being loaded; what is dropped is not generated."""
+    """In order, with the works of the one whose weights are being loaded; what is dropped is not begun."""
     for each in (grant(1, 5, 10, 11), grant(2, 5, 20, evaluation="held"), grant(3, 5, 30, 31)):
         grants.add(each)
     assert known(grants) == [10, 11, 20, 30, 31] and grants.newest_batch == 3

@@ -105,7 +105,9 @@ def test_arguments_that_nothing_can_take(tmp_path: Path) -> None:
     large = parser.calls(call('{"name": "add", "arguments": {"a": 1' + "0" * 40 + "}}"))
     assert large == [ToolCall("add", {"a": 10**40})]
     deep = "[" * 80 + "]" * 80
-    for value, words in ((deep, "nested deeper than 64 levels"), ('"\\ud800"', "half of a surrogate pair")):
+    unfit = {deep: "nested deeper than 64 levels", '"\\ud800"': "half of a surrogate pair"}
+    unfit |= dict.fromkeys(("NaN", "-Infinity", "1e999"), "are no JSON")
+    for value, words in unfit.items():
         found = parser.calls(call('{"name": "add", "arguments": {"a": ' + value + "}}"))
         assert isinstance(found, Malformed) and words in found.reason and "add" in found.reason
 

@@ -7,6 +7,7 @@ Each session has a key of its own, as a bearer token or as x-api-key; without it
 whether the session is there.
 """
 
+import contextlib
 import hmac
 import logging
 import secrets
@@ -93,9 +94,10 @@ class Gateway:
         if not chat.stream:
             return _json(body)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
-        for event in events(body, chat.stream_usage):
-            await response.write(event)
+        with contextlib.suppress(ConnectionResetError):  # whoever asked has gone
+            await response.prepare(request)
+            for event in events(body, chat.stream_usage):
+                await response.write(event)
         return response
 
 

@@ -10,7 +10,7 @@ def json_value(text: str) -> object:
     """Raises ValueError, which says what the text is where that is no JSON or cannot be taken."""
     try:
         value = json.loads(text)
-        json.dumps(value, ensure_ascii=False).encode()
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except UnicodeEncodeError:
         raise ValueError("JSON with half of a surrogate pair") from None
     except RecursionError:
