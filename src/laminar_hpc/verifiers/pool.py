@@ -33,10 +33,10 @@ class Episode(Session):
         if answer.error:
             raise EnvironmentFailed(f"verifiers: {answer.error}")
         try:
-            reward, parts = checked({**answer.parts, "reward": answer.reward}, "laminar")
+            reward, _ = checked(answer.reward, "laminar")
         except NotAReward as error:
             raise EnvironmentFailed(f"verifiers: {error}") from None
-        return Result(0, reward, parts, t0, time.time())
+        return Result(0, reward, answer.parts, t0, time.time())
 
     def close(self) -> None:
         """Who no longer waits for `run` has ended it."""
