@@ -57,8 +57,8 @@ class Talk:
 
     async def held(self, agent: asyncio.Task[Result]) -> Outcome:
         """Until the agent has returned, or failed behind a limit. Raises EnvironmentFailed."""
-        since, outcome = time.time(), Outcome()
-        while (question := await self._next(agent, since)) is not None:
+        since, clock, outcome = time.time(), time.monotonic(), Outcome()
+        while (question := await self._next(agent, clock)) is not None:
             try:
                 tokens = await self._given(question, since)
             except Refused as why:
@@ -67,7 +67,7 @@ class Talk:
             outcome = await self._drawn(question, tokens)
             if outcome.moved_away or outcome.lost is not None:
                 return outcome
-            since = time.time()
+            since, clock = time.time(), time.monotonic()
         if not self.episode.turns:
             agent.result()
             raise EnvironmentFailed("the agent has ended, and asked the model for nothing")
@@ -75,11 +75,11 @@ class Talk:
 
     async def _next(self, agent: asyncio.Task[Result], since: float) -> Question | None:
         """None: the agent has ended, or takes its time behind a limit. Questions that are refused buy it no
-        time."""
+        time. `since`: when it had its last answer (monotonic)."""
         limit = self.episode.limits.timeout_seconds
         asking = asyncio.create_task(self.door.question())
         try:
-            left = max(0.0, since + limit - time.time())
+            left = max(0.0, since + limit - time.monotonic())
             await asyncio.wait({asking, agent}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
             if agent.done():
                 return None
