@@ -8,9 +8,9 @@ from aiohttp import web
 
 from laminar_hpc.config.schema import RewardConfig
 from laminar_hpc.environments.code import CodeReward, last_program
-from laminar_hpc.environments.code_cases import cases_of, same_output
+from laminar_hpc.environments.code_cases import Case, cases_of, same_output
 from laminar_hpc.environments.reward_pool import RewardPool
-from laminar_hpc.environments.sandbox import Sandbox, SandboxFailed
+from laminar_hpc.environments.sandbox import Result, Sandbox, SandboxFailed
 from laminar_hpc.environments.sandbox.fusion import SandboxFusion
 
 SUM = "So:\n```python\nprint(sum(map(int, input().split())))\n```\nDone."
@@ -90,6 +90,15 @@ def test_rows_without_tests_are_errors():
 def test_outputs_are_compared_by_words(said, wanted, same):
     """Blanks and the last digits of fractions do not count."""
     assert same_output(said, wanted) is same
+
+
+@pytest.mark.parametrize("said", ["9" * 400, "[" * 50_000, "-", "", "NaN", "[1.5, 1.5]"])
+def test_whatever_a_program_says_of_a_fraction(said):
+    """Another value, however large or deep, is wrong; it is no failure of the reward."""
+    case, mark = Case(function="f", value=1.5), "mark"
+    result = Result(f"\n{mark}{said}", "", 0, False, False, 0.1)
+    assert case.passed(result, mark) is False
+    assert case.passed(Result(f"\n{mark}1.5000001", "", 0, False, False, 0.1), mark)
 
 
 def test_the_last_python_block_is_the_program():
