@@ -44,8 +44,9 @@ class OneBatch:
         )
         self.engines, self.state = EngineLives(engine_factory(config, 0, folder), lambda: 0), ReplicaState()
         self.ended: list[int] = []
-        ended = lambda work, lost: self.ended.append(work.trajectory_id)  # noqa: E731
-        self.batch = LocalBatch(context, self.engines, self.state, [], ended)
+        self.batch = LocalBatch(
+            context, self.engines, self.state, [], lambda work, _: self.ended.append(work.trajectory_id)
+        )
         self.migration = ReplicaMigration(context, self.batch, self.state, None)
 
     async def granted(self, folder: Path, group: PromptGroup, length: int) -> asyncio.Task[None]:

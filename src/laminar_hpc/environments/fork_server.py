@@ -205,7 +205,8 @@ class ForkServer:
             with theirs:  # closed here only: a caller that gives up must not free a number that is being sent
                 return self._request(Fork(together), (theirs.fileno(),))
 
-        forking, writer = asyncio.create_task(asyncio.to_thread(forks)), None
+        forking = asyncio.create_task(asyncio.to_thread(forks))
+        writer: asyncio.StreamWriter | None = None
         try:
             forked = await asyncio.shield(forking)
             assert isinstance(forked, Forked)

@@ -13,6 +13,11 @@ async def first_of(
     """What `begin()` returns; after `late` seconds it is begun a second time, and the first that returns
     counts. The other is cancelled, or undone where it has returned too. Raises what the first raises before
     it is late, and after that what the second raises. None is never late."""
+
+    def put_back(lost: asyncio.Task[T]) -> None:
+        if _returned(lost):
+            undo(lost.result())
+
     tasks = [asyncio.create_task(begin())]
     won: asyncio.Task[T] | None = None
     try:
@@ -28,7 +33,7 @@ async def first_of(
         for task in tasks:  # not awaited: who is cancelled meanwhile would lose what has won
             if task is not won:
                 task.cancel()
-                task.add_done_callback(lambda lost: undo(lost.result()) if _returned(lost) else None)
+                task.add_done_callback(put_back)
 
 
 def _returned(task: asyncio.Task) -> bool:
