@@ -109,4 +109,4 @@ def test_moves_and_deaths(config: RunConfig, answers: list[Answer], hurt: Hurt |
     busy = [whole.record.reward_parts["environment.busy_share"] for whole in found]
     assert 0 < max(busy) <= 1
     if hurt is None:
-        assert not any(answer.error for answer in answers)
+        assert not any(answer.error for answer in answers), [a.error for a in answers if a.error]
