@@ -106,7 +106,11 @@ class TurnCalls:
             return await self.answers.made_here(work, name, making)
         if self._stateful and isinstance(found, list):  # the same name is called once
             calls = [(call.name, json.dumps(call.arguments)) for call in found]
-            self._context.channel.send(Ask(work.trajectory_id, part.home, name, calls, last))
+            ask = Ask(work.trajectory_id, part.home, name, calls, last)
+            if work.session is None:
+                self._context.channel.send(ask)
+            else:  # it has come back: by way of the controller this could be late, when all has ended
+                self.homes.arrived(ask)
         count = len(found) if isinstance(found, list) else 1
         waiting = self.answers.made_elsewhere(work, count * self._limits.timeout_seconds)
         if not away:  # who makes them records them
