@@ -81,8 +81,8 @@ def generate(run_dir: Path, trajectories: int, tokens: int) -> dict[str, float]:
     draw, store, wire = np.random.default_rng(0), Store(run_dir), 0
     writer, seconds = PayloadWriter(run_dir, "rollout0"), 0.0
     for group in range(trajectories // SAMPLES):
-        store.add_group(group, group, 0, 0, group + 1, 1.0)
-        store.add_prompt(group, draw.integers(0, 150_000, PROMPT).tolist())
+        store.rows.add_group(group, group, 0, 0, group + 1, 1.0)
+        store.rows.add_prompt(group, draw.integers(0, 150_000, PROMPT).tolist())
         for sample in (Sample(group * SAMPLES + i, 0) for i in range(SAMPLES)):
             drawn = draw.integers(0, 150_000, tokens), draw.standard_normal(tokens)
             made = common.whole(sample.trajectory_id, group, [], *drawn)
@@ -93,12 +93,12 @@ def generate(run_dir: Path, trajectories: int, tokens: int) -> dict[str, float]:
             made.record.digest = packed_digest(packed)
             wire += len(encode(Generated(made.record)))
             ids = range(sample.trajectory_id, sample.trajectory_id + 1)
-            store.add_trajectories(ids, group, sample.trajectory_id % SAMPLES, 0, 0, 0)
-            store.store_response(made.record)
-            store.finish_trajectory(
+            store.rows.add_trajectories(ids, group, sample.trajectory_id % SAMPLES, 0, 0, 0)
+            store.rows.store_response(made.record)
+            store.rows.finish_trajectory(
                 sample.trajectory_id, ScorePart(3.0, float(sample.trajectory_id % 2)), 1.0
             )
-        store.finish_group(group, 0, group, 2.0)
+        store.rows.finish_group(group, 0, group, 2.0)
         store.commit()
     writer.close()
     store.close()
@@ -120,8 +120,8 @@ def choose(run_dir: Path, groups: int) -> tuple[bytes, float, float]:
     store = Store(run_dir)
     with Watch() as watch:
         begun = time.perf_counter()
-        store.consume(range(groups), 0)
-        plan = encode(Batch(0, store.batch(range(groups)), SAMPLES, ""))
+        store.rows.consume(range(groups), 0)
+        plan = encode(Batch(0, store.rows.batch(range(groups)), SAMPLES, ""))
         store.commit()
         seconds = time.perf_counter() - begun
     store.close()

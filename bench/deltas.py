@@ -126,7 +126,7 @@ def measure(options: argparse.Namespace, rate: str) -> dict:
     while True:
         publisher.publish(step)
         script.wait_for(RelayHas, publish_roles.RELAYS * (step + 1))
-        batch = wholes(store.run_dir, store.batch(store.consumed_groups(step)))
+        batch = wholes(store.run_dir, store.rows.batch(store.rows.consumed_groups(step)))
         if not batch or step == options.steps:
             break
         learner.train(in_memory(batch), step, publisher.fence)

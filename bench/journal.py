@@ -54,16 +54,16 @@ def turn(store: Store, number: int, trajectory: Trajectory) -> None:
     """One transaction of GROUPS groups, from grant to consumption."""
     groups = range(number * GROUPS, (number + 1) * GROUPS)
     for group in groups:
-        store.add_group(group, group, 0, 0, group + 1, 1.0)
-        store.add_prompt(group, range(100))
+        store.rows.add_group(group, group, 0, 0, group + 1, 1.0)
+        store.rows.add_prompt(group, range(100))
         ids = range(group * SAMPLES, (group + 1) * SAMPLES)
-        store.add_trajectories(ids, group, 0, 0, 0, 0)
+        store.rows.add_trajectories(ids, group, 0, 0, 0, 0)
         for trajectory_id in ids:
             trajectory.trajectory_id, trajectory.group_id = trajectory_id, group
-            store.store_response(trajectory)
-            store.finish_trajectory(trajectory.trajectory_id, ScorePart(3.0, 1.0), 1.0)
-        store.finish_group(group, 0, group, 2.0)
-    store.consume(groups, number)
+            store.rows.store_response(trajectory)
+            store.rows.finish_trajectory(trajectory.trajectory_id, ScorePart(3.0, 1.0), 1.0)
+        store.rows.finish_group(group, 0, group, 2.0)
+    store.rows.consume(groups, number)
     store.commit()
 
 

@@ -27,12 +27,12 @@ from roles import Roles, audited, customize_roles, steps_done
 COLUMNS = ("window", "role", "function", "at", "deaths")
 # name -> role, module, function, and whether the rank dies when it is called or when it has returned
 WINDOWS = {
-    "group-drawn": ("controller", "controller.store", "Store.add_group", "return"),
+    "group-drawn": ("controller", "controller.rows", "Rows.add_group", "return"),
     "turn-done": ("controller", "controller.store", "Store.commit", "call"),
     "turn-committed": ("controller", "controller.loop", "Controller.send_all", "call"),
-    "response-stored": ("controller", "controller.store", "Store.store_response", "return"),
-    "score-stored": ("controller", "controller.store", "Store.finish_trajectory", "return"),
-    "batch-consumed": ("controller", "controller.store", "Store.consume", "return"),
+    "response-stored": ("controller", "controller.rows", "Rows.store_response", "return"),
+    "score-stored": ("controller", "controller.rows", "Rows.finish_trajectory", "return"),
+    "batch-consumed": ("controller", "controller.rows", "Rows.consume", "return"),
     "weight-id-asked": ("controller", "controller.weights", "Weights.on_new_weight_id", "call"),
     "weight-id-given": ("controller", "controller.weights", "Weights.on_new_weight_id", "return"),
     "step-recorded": ("controller", "controller.training", "Training.on_step_done", "return"),

@@ -63,7 +63,9 @@ def replayed(run_dir: Path, steps: int) -> list[list]:
             f"{run_dir} has no store to replay: the live run before this stage must have finished"
         )
     store = Store(run_dir)
-    batches = [wholes(store.run_dir, store.batch(store.consumed_groups(step))) for step in range(steps)]
+    batches = [
+        wholes(store.run_dir, store.rows.batch(store.rows.consumed_groups(step))) for step in range(steps)
+    ]
     return [batch for batch in batches if batch]
 
 

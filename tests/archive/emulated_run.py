@@ -59,7 +59,7 @@ class EmulatedRun:
         """So many steps more, and what the archive has to do afterwards."""
         for step in range(self.state.trainer_step, self.state.trainer_step + count):
             self._generate(step)
-            self.store.consume(range(step * GROUPS, (step + 1) * GROUPS), step)
+            self.store.rows.consume(range(step * GROUPS, (step + 1) * GROUPS), step)
             self.state.trainer_step = step + 1
             if (step + 1) % self.every == 0:
                 self.checkpoint(step + 1)
@@ -70,13 +70,13 @@ class EmulatedRun:
         places = [self.writer.append(pack(made.response)) for made in batch]
         for made, place in zip(batch, places, strict=True):
             if made.trajectory_id % SAMPLES == 0:
-                self.store.add_group(made.group_id, 0, 0, step, made.group_id + 1, 1.0)
-                self.store.add_prompt(made.group_id, made.prompt_tokens)
+                self.store.rows.add_group(made.group_id, 0, 0, step, made.group_id + 1, 1.0)
+                self.store.rows.add_prompt(made.group_id, made.prompt_tokens)
             ids = range(made.trajectory_id, made.trajectory_id + 1)
-            self.store.add_trajectories(ids, made.group_id, made.trajectory_id % SAMPLES, 0, 0, step)
-            self.store.store_response(made.record(place.result(10.0)))
-            self.store.finish_trajectory(made.trajectory_id, ScorePart(3.0, 1.0), 1.0)
-            self.store.finish_group(made.group_id, step, made.group_id + 1, 2.0)
+            self.store.rows.add_trajectories(ids, made.group_id, made.trajectory_id % SAMPLES, 0, 0, step)
+            self.store.rows.store_response(made.record(place.result(10.0)))
+            self.store.rows.finish_trajectory(made.trajectory_id, ScorePart(3.0, 1.0), 1.0)
+            self.store.rows.finish_group(made.group_id, step, made.group_id + 1, 2.0)
 
     def checkpoint(self, step: int) -> None:
         """Of the KEEP newest, and what is older goes."""
@@ -106,7 +106,7 @@ class EmulatedRun:
     def restore(self, step: int) -> None:
         """As trainers do that start on the weights of this step."""
         self.archiving.put_back(step)
-        self.store.restore(step)
+        self.store.rows.restore(step)
         self.state.trainer_step = step
         self.store.commit()
 

@@ -36,9 +36,9 @@ def test_a_step_is_archived_when_all_checkpoints_are_later(tmp_path):
         back = list(table.read(files.path_of(tmp_path, step + 1)))
         assert [b.record.digest for b in back] == [run.made(step, n).record().digest for n in range(BATCH)]
         assert [b.prompt.tolist() for b in back] == [run.made(step, n).prompt_tokens for n in range(BATCH)]
-        assert run.store.batch(run.store.consumed_groups(step)) == []
+        assert run.store.rows.batch(run.store.rows.consumed_groups(step)) == []
     for step in (6, 7, 8):
-        kept = wholes(tmp_path, run.store.batch(run.store.consumed_groups(step)))
+        kept = wholes(tmp_path, run.store.rows.batch(run.store.rows.consumed_groups(step)))
         assert [k.record.trajectory_id for k in kept] == [step * BATCH + n for n in range(BATCH)]
     lengths = run.store._db.execute("SELECT SUM(response_length), SUM(reward) FROM trajectories").fetchone()
     assert lengths == (9 * BATCH * run.tokens, 9 * BATCH)
@@ -103,14 +103,14 @@ def test_a_restore_behind_the_archive_brings_responses_back(tmp_path):
     run.archiving.at_work = lambda: signs.append(True)
     run.restore(3)
     assert run.store.archived_steps == 3 and len(signs) == 3 * BATCH, "a long turn shows that it goes on"
-    groups = [row[0] for row in run.store.live_groups()]
+    groups = [row[0] for row in run.store.rows.live_groups()]
     assert groups == list(range(3 * GROUPS, 9 * GROUPS))
-    back = wholes(tmp_path, run.store.batch(groups))
+    back = wholes(tmp_path, run.store.rows.batch(groups))
     assert [b.record.digest for b in back] == [
         run.made(step, n).record().digest for step in range(3, 9) for n in range(BATCH)
     ]
     assert [b.prompt.tolist() for b in back[:2]] == [run.made(3, n).prompt_tokens for n in range(2)]
-    run.store.consume(groups[:GROUPS], 3)
+    run.store.rows.consume(groups[:GROUPS], 3)
     run.state.trainer_step = 4
     run.checkpoint(4), run.checkpoint(5)
     run.settle()
@@ -123,9 +123,9 @@ def test_a_restore_behind_old_steps_brings_their_rows_back(tmp_path, monkeypatch
     prompts are those that they were."""
     run = EmulatedRun(tmp_path)
     run.train(3)
-    groups = run.store.consumed_groups(1) + run.store.consumed_groups(2)
-    before = [run.store.samples_of(group) for group in groups]
-    batch = run.store.batch(groups)
+    groups = run.store.rows.consumed_groups(1) + run.store.rows.consumed_groups(2)
+    before = [run.store.rows.samples_of(group) for group in groups]
+    batch = run.store.rows.batch(groups)
     monkeypatch.setattr(old_steps, "ROWS_MAX", 0)
     run.train(6)
     while run.store.old_steps.trim(run.store.archived_steps):
@@ -136,10 +136,10 @@ def test_a_restore_behind_old_steps_brings_their_rows_back(tmp_path, monkeypatch
     shutil.rmtree(tmp_path / "checkpoints")
     run = run.again()
     run.restore(1)
-    assert [run.store.samples_of(group) for group in groups] == [
+    assert [run.store.rows.samples_of(group) for group in groups] == [
         [(*row[:2], "finished", *row[3:]) for row in rows] for rows in before
     ]
-    back = run.store.batch(groups)
+    back = run.store.rows.batch(groups)
     for group in (*back, *batch):
         for record in group.trajectories:
             record.place = None
@@ -176,8 +176,8 @@ def test_a_restore_to_a_step_that_is_being_archived_keeps_its_responses(tmp_path
     run.archiving.tick()
     run.store.commit()
     groups = list(range(3 * GROUPS))
-    assert run.store.archived_steps == 0 and [g.group_id for g in run.store.batch(groups)] == groups
-    assert len(wholes(tmp_path, run.store.batch(groups))) == 3 * BATCH
+    assert run.store.archived_steps == 0 and [g.group_id for g in run.store.rows.batch(groups)] == groups
+    assert len(wholes(tmp_path, run.store.rows.batch(groups))) == 3 * BATCH
     run.store.close()
 
 
@@ -219,7 +219,10 @@ def test_a_controller_dies_before_the_store_knows(tmp_path):
     run.archiving._job.result(30)
     before = files.path_of(tmp_path, 1).read_bytes()
     run = run.again()
-    assert run.store.archived_steps == 0 and len(run.store.batch(run.store.consumed_groups(0))) == GROUPS
+    assert (
+        run.store.archived_steps == 0
+        and len(run.store.rows.batch(run.store.rows.consumed_groups(0))) == GROUPS
+    )
     run.settle()
     assert run.store.archived_steps == 2 and files.path_of(tmp_path, 1).read_bytes() == before
     run.store.close()
@@ -238,7 +241,7 @@ def test_a_step_that_cannot_be_read_stays(tmp_path, monkeypatch):
     run.settle()
     assert len(run.said) == 1 and "step 1 could not be archived" in run.said[0] and "\n" not in run.said[0]
     assert run.store.archived_steps == 0 and files.steps(tmp_path) == []
-    assert len(run.store.batch(run.store.consumed_groups(0))) == GROUPS
+    assert len(run.store.rows.batch(run.store.rows.consumed_groups(0))) == GROUPS
     damaged.write_bytes(content)
     run.settle()
     assert run.store.archived_steps == 2 and len(run.said) == 1
@@ -316,7 +319,7 @@ def test_a_replay_trains_archived_steps(tmp_path):
     assert run.store.archived_steps == 2
     payloads = writer.PayloadWriter(own, put_back.WRITER)
     groups = put_back.batch_of(payloads, files.path_of(tmp_path / "run", 2))
-    assert [group.group_id for group in groups] == run.store.consumed_groups(1)
+    assert [group.group_id for group in groups] == run.store.rows.consumed_groups(1)
     back = wholes(own, groups)
     assert [b.record.digest for b in back] == [run.made(1, n).record().digest for n in range(BATCH)]
     assert [b.prompt.tolist() for b in back] == [run.made(1, n).prompt_tokens for n in range(BATCH)]

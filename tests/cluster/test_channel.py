@@ -8,6 +8,7 @@ import pytest
 import zmq
 from proxy import Proxy
 
+from laminar_hpc.cluster import hub as hub_module
 from laminar_hpc.cluster.address import read_address
 from laminar_hpc.cluster.channel import Channel, ControllerLost, MessageRefused, StopReceived
 from laminar_hpc.cluster.delivery import Header, encode_header
@@ -115,6 +116,34 @@ def test_a_turn_takes_some_megabytes_and_knows_what_it_left(tmp_path):
     channels[0].close(goodbye=False)
     hub.close()
     proxy.close()
+
+
+def test_who_has_left_is_forgotten(tmp_path, served, monkeypatch):
+    """Processes that come and go leave nothing in the controller's memory but the number of their last
+    message. A file system that fails is no reason to end either."""
+    for life in range(3):
+        channel = Channel(tmp_path, Hello("rollout", life, "i", os.getpid(), "elsewhere"), 10, 10)
+        channel.send(Scored(life, 0, 1.0, {}, "", 0.0))
+        channel.close()
+    deadline = time.monotonic() + 20.0
+    while served.hub._received != {f"rollout:{life}:i": 2 for life in range(3)}:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    done = threading.Event()
+
+    def leave(hub: Hub) -> None:
+        for life in range(3):
+            hub.end(f"rollout:{life}:i")
+        done.set()
+
+    served.asked.append(leave)
+    assert done.wait(20) and not served.hub._receivers and not served.hub._sessions
+
+    def fails(_: object) -> None:
+        raise OSError("Stale file handle")
+
+    monkeypatch.setattr(hub_module, "read_address", fails)
+    served.hub.show_address()
 
 
 def test_a_wait_ends_and_says_for_what(tmp_path, served):

@@ -1,17 +1,19 @@
 """Real channels and a real hub over a network that is cut and mended, a controller that is killed and comes
 again, and one that takes nothing: nothing is lost, nothing doubled, nobody is blocked."""
 
+import errno
 import os
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import zmq
 from keeper import Keeper
 
-from laminar_hpc.cluster import unsaid
+from laminar_hpc.cluster import controller_watch, unsaid
 from laminar_hpc.cluster.address import read_address, write_address
 from laminar_hpc.cluster.channel import Channel, ControllerLost
 from laminar_hpc.cluster.dealer import connect
@@ -157,6 +159,31 @@ def test_a_controller_of_another_store_is_not_joined(tmp_path) -> None:
     assert not other.members
     channel.close()
     other.close()
+
+
+def test_a_file_system_that_fails_in_an_outage(tmp_path, monkeypatch) -> None:
+    """controller.json cannot be read while the next controller is looked for: it is asked again, and found
+    when the file system is back. Of what else fails in the line's thread the role hears, as a line."""
+    keeper = Keeper(tmp_path)
+    channel = join(tmp_path, patience=40)
+    readable, failed = read_address, threading.Event()
+
+    def fails(_: Path) -> None:
+        failed.set()
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(controller_watch, "_LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(controller_watch, "read_address", fails)
+    keeper.kill()
+    assert failed.wait(40)
+    keeper = Keeper(tmp_path, 1)
+    monkeypatch.setattr(controller_watch, "read_address", readable)
+    assert isinstance(channel.receive(40, "the new Welcome"), Welcome)
+    monkeypatch.setattr(channel._line.watch, "look", lambda _: 1 / 0)
+    with pytest.raises(LaminarError, match="its line to the controller has failed: ZeroDivisionError"):
+        channel.receive(40, "anything")
+    channel.close()
+    keeper.close()
 
 
 def test_an_outage_is_bounded(tmp_path) -> None:

@@ -60,11 +60,11 @@ class Place:
 
 def transaction(store: Store, number: int, size: int = 2000) -> None:
     """One that tells from its content which it is; `size`: bytes of its prompt."""
-    store.add_group(number, number, 0, 0, number + 1, float(number))
-    store.add_trajectories(range(number, number + 1), number, 0, None, 0, 0)
+    store.rows.add_group(number, number, 0, 0, number + 1, float(number))
+    store.rows.add_trajectories(range(number, number + 1), number, 0, None, 0, 0)
     payload = bytes([number % 256]) * size
     store._db.execute("INSERT INTO prompts VALUES(?, ?)", (number, payload))
-    store.consume([number], number)
+    store.rows.consume([number], number)
     store.put("last", number)
     store.commit()
 

@@ -43,7 +43,7 @@ def test_a_group_of_equal_rewards_is_given_up_and_its_number_given_back(tmp_path
     assert (
         tracker.counted == 0
         and tracker.groups == {}
-        and len(tracker.live) == 0
+        and len(tracker.groups.live) == 0
         and tracker.filtered_in_a_row == 1
     )
     (other,) = draw(tracker)
@@ -51,8 +51,8 @@ def test_a_group_of_equal_rewards_is_given_up_and_its_number_given_back(tmp_path
     kept = score(tracker, other, [0.0, 1.0])
     assert kept is not None and kept.finished and tracker.counted == 1 and tracker.filtered_in_a_row == 0
     assert (
-        tracker.take_counts() == Counts(groups_filtered=1, tokens_generated=12)
-        and tracker.take_counts() == Counts()
+        tracker.counts.take() == Counts(groups_filtered=1, tokens_generated=12)
+        and tracker.counts.take() == Counts()
     )
     store.commit()
     database = sqlite3.connect(store.path)
@@ -112,7 +112,7 @@ def test_a_group_that_is_all_wrong_gets_more_samples(tmp_path):
     assert tracker.counts == Counts(tokens_generated=12)
     (right,) = draw(tracker)
     assert score(tracker, right, [0.0, 1.0]) is not None
-    assert tracker.take_counts() == Counts(tokens_generated=18, samples_saved=2, tokens_saved=6.0)
+    assert tracker.counts.take() == Counts(tokens_generated=18, samples_saved=2, tokens_saved=6.0)
     store.close()
 
 
@@ -149,14 +149,18 @@ def test_what_is_ready_for_a_replica(tmp_path):
     work are pending is known."""
     store, tracker = new_tracker(tmp_path, GroupSize(2, 1, 4))
     (group,) = draw(tracker)
-    assert tracker.open_in_groups == 0.0 and not tracker.holders.scores(0)
+    assert tracker.open_in_groups == 0.0 and not tracker.groups.holders.scores(0)
     first, second = group.samples
     tracker.generated(trajectory(group, first), 0)
     tracker.scored(first.trajectory_id, 0, 0.0, {}, "", 0.0)
     tracker.generated(trajectory(group, second), 0)
-    assert tracker.open_in_groups == 0.0 and tracker.holders.scores(0) and not tracker.holders.scores(1)
+    assert (
+        tracker.open_in_groups == 0.0
+        and tracker.groups.holders.scores(0)
+        and not tracker.groups.holders.scores(1)
+    )
     tracker.scored(second.trajectory_id, 0, 0.0, {}, "", 0.0)
-    assert tracker.open_in_groups == 0.5 and not tracker.holders.scores(0)
+    assert tracker.open_in_groups == 0.5 and not tracker.groups.holders.scores(0)
     store.close()
 
 

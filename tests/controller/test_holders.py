@@ -49,7 +49,7 @@ class History:
             older = max(0, self.step - number % 2)
             tracker.draw(2, number % 3, replica, 0, older, 0.0, lambda group: group.weight_step % 3 < 2)
         elif event == "consume" and tracker.ready_groups:
-            tracker.consume(sorted(tracker.live.first(1)), self.step)
+            tracker.consume(sorted(tracker.groups.live.first(1)), self.step)
             self.step += 1
         elif event == "restore":
             self.step = number % (self.step + 1)
@@ -59,19 +59,19 @@ class History:
             if number % 2:
                 self.tracker.keep_owners()
         elif event == "scores":
-            tracker.scores(replica, [])
+            tracker.owners.scores(replica, [])
         elif event in ("score", "scorer lost"):
             for _, i, sample in self.samples(number, "scoring"):
                 if event == "score":
                     tracker.scored(i, sample.attempt, float(number % 2), {}, "", 3.0)
                 elif sample.replica is not None:
-                    tracker.scorer_lost(i)
+                    tracker.owners.scorer_lost(i)
         elif event == "score there":
-            for i in list(tracker.unscored)[:1]:
-                tracker.score_at(i, replica)
+            for i in list(tracker.owners.unscored)[:1]:
+                tracker.owners.score_at(i, replica)
         elif event == "adopt":
             for _, i, sample in self.samples(number, "open"):
-                tracker.adopt(i, sample.attempt, replica)
+                tracker.owners.adopt(i, sample.attempt, replica)
         else:
             self.with_one_under_way(event, number)
 
@@ -83,11 +83,11 @@ class History:
             elif event == "lose":
                 self.tracker.lost(i, sample.attempt)
             elif event == "hold":
-                self.tracker.hold(i)
+                self.tracker.owners.hold(i)
             elif event == "discard":
-                self.tracker.discard(i, sample.attempt, 1)
+                self.tracker.owners.discard(i, sample.attempt, 1)
             elif event == "move":
-                self.tracker.move(i, sample.attempt, number % 3, 0)
+                self.tracker.owners.move(i, sample.attempt, number % 3, 0)
 
 
 def state_of(sample: SampleState) -> str:
@@ -101,7 +101,7 @@ def state_of(sample: SampleState) -> str:
 
 
 def check(tracker: TrajectoryTracker) -> None:
-    holders, groups = tracker.holders, list(tracker.groups.values())
+    holders, groups = tracker.groups.holders, list(tracker.groups.values())
     every = [(g, i, s) for g in groups if not g.finished for i, s in sorted(g.samples.items())]
     every.sort(key=lambda each: each[0].group_id)
     generating = {
@@ -119,10 +119,12 @@ def check(tracker: TrajectoryTracker) -> None:
     assert holders.oldest_open() == (waiting[0][1] if waiting else None)
     assert all(holders.open_of(group_id) == ids for group_id, ids in opened.items())
     views = [group.view() for group in groups]
-    assert len(tracker.live) == len(views) and tracker.ready_groups == sum(view.finished for view in views)
+    assert len(tracker.groups.live) == len(views) and tracker.ready_groups == sum(
+        view.finished for view in views
+    )
     steps = sorted({view.weight_step for view in views})
     at = {step: [view.finished for view in views if view.weight_step == step] for step in steps}
-    assert list(tracker.live.by_step()) == [(step, len(at[step]), sum(at[step])) for step in steps]
+    assert list(tracker.groups.live.by_step()) == [(step, len(at[step]), sum(at[step])) for step in steps]
 
 
 @settings(max_examples=20, deadline=None)

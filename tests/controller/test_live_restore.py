@@ -81,7 +81,7 @@ class Life(RuleBasedStateMachine):
     @rule(ends=st.booleans())
     def train(self, ends: bool) -> None:
         """With `ends` False the batch goes out and the step is never done."""
-        chosen = admission.choose(self.step, self.tracker.live, PER_STEP, None).group_ids
+        chosen = admission.choose(self.step, self.tracker.groups.live, PER_STEP, None).group_ids
         payloads = self.tracker.consume(sorted(chosen), self.step)
         assert len(payloads) == 2 * PER_STEP, "a trajectory has lost its tokens"
         self.history[self.step] = sorted(chosen)
@@ -117,7 +117,7 @@ class Life(RuleBasedStateMachine):
         assert len(set(trained)) == len(trained), "trained twice"
         assert {*trained, *self.tracker.groups} == self.drawn and not {*trained} & {*self.tracker.groups}
         for step, groups in self.history.items():
-            assert self.store.consumed_groups(step) == groups
+            assert self.store.rows.consumed_groups(step) == groups
 
     @invariant()
     def memory_is_what_the_store_holds(self) -> None:

@@ -303,9 +303,9 @@ def make_store(folder: Path, steps: int) -> Path:
     """A store of so many steps of a group each."""
     store = Store(folder)
     for step in range(steps):
-        store.add_group(step, 0, step, step, step + 1, 0.0)
-        store.add_trajectories(range(50 * step, 50 * step + 50), step, 0, 0, step, step)
-        store.consume([step], step)
+        store.rows.add_group(step, 0, step, step, step + 1, 0.0)
+        store.rows.add_trajectories(range(50 * step, 50 * step + 50), step, 0, 0, step, step)
+        store.rows.consume([step], step)
     store.close()
     return folder / "store.sqlite"
 
@@ -394,11 +394,11 @@ def test_a_checkpoint_of_another_store_is_refused(tmp_path):
 def test_a_replay_reads_the_store_of_a_live_run_without_touching_it(tmp_path):
     """Promise: source=replay of a run that is going on neither waits for its store nor locks it."""
     live = Store(tmp_path)
-    live.add_group(0, 0, 0, 0, 1, 0.0)
-    live.consume([0], 0)
+    live.rows.add_group(0, 0, 0, 0, 1, 0.0)
+    live.rows.consume([0], 0)
     live.commit()
     replay = Store(tmp_path, read_only=True)
-    assert replay.consumed_groups(0) == [0] and replay.batch([0]) == []
+    assert replay.rows.consumed_groups(0) == [0] and replay.rows.batch([0]) == []
     live.put("x", 1)
     live.commit()
     with pytest.raises(sqlite3.OperationalError, match="readonly"):

@@ -47,9 +47,9 @@ def test_reports_of_old_attempts_are_refused(tmp_path):
     """docs/architecture.md#nothing-lost: a process that wakes up late can do no harm."""
     store, tracker = new_tracker(tmp_path)
     (group,) = tracker.draw(1, 5, replica=0, weight_id=0, weight_step=0, now=0.0)
-    gone = tracker.holders.generating(0)
+    gone = tracker.groups.holders.generating(0)
     for _, trajectory_id, sample in gone:
-        tracker.discard(trajectory_id, sample.attempt, tokens=3)
+        tracker.owners.discard(trajectory_id, sample.attempt, tokens=3)
     assert len(gone) == 2 and tracker.counts.tokens_discarded == 6
     (again,) = tracker.draw(3, 0, replica=1, weight_id=1, weight_step=1, now=0.0)
     assert [s.attempt for s in again.samples] == [1, 1] and again.group_id == group.group_id
@@ -82,7 +82,7 @@ def test_restore_brings_back_what_later_steps_trained_on(tmp_path, kill):
     tracker = TrajectoryTracker(store, tracker._prompts, GroupSize(2, 1, 2), lambda draw: draw % 5)
     tracker.recover()
     tracker.restore(1)
-    assert store.consumed_groups(0) == [groups[0].group_id] and store.consumed_groups(1) == []
+    assert store.rows.consumed_groups(0) == [groups[0].group_id] and store.rows.consumed_groups(1) == []
     assert [g.group_id for g in tracker.groups.values() if g.finished] == [groups[1].group_id]
     lost, new = tracker.draw(2, 1, replica=0, weight_id=5, weight_step=1, now=0.0)
     assert lost.group_id == groups[2].group_id and [s.attempt for s in lost.samples] == [1, 1]

@@ -109,7 +109,7 @@ class Killer:
     def __call__(self, controller: Controller) -> None:
         if len(self.killed) >= self.most or time.monotonic() < self._next or controller.state.trainer_done:
             return
-        holders = controller.tracker.holders
+        holders = controller.tracker.groups.holders
         owned = {replica: holders.generating(replica) for replica in holders.generating_counts()}
         ids = {replica: controller.replicas.at(replica).weight_id for replica in owned}
         for replica, mine in owned.items():

@@ -88,6 +88,10 @@ class Script:
     def trainer(self, life: str, restored: Restored) -> None:
         self.hear("trainer", 0, Hello("trainer", 0, life, os.getpid(), "apart"), restored, life=life)
 
+    def trainer_again(self, life: str) -> None:
+        """One that has outlived the last controller."""
+        self.hear("trainer", 0, Hello("trainer", 0, life, os.getpid(), "apart", rejoins=True), life=life)
+
     def relay(self, index: int, machine: str, life: str = "") -> None:
         self.hear("relay", index, Hello("relay", index, life, os.getpid(), machine), life=life)
 

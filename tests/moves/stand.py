@@ -84,7 +84,7 @@ class Shuffler:
         if now < self._next:
             return
         self._next = now + self.every
-        holders = controller.tracker.holders
+        holders = controller.tracker.groups.holders
         owned = {replica: holders.generating(replica) for replica in holders.generating_counts()}
         moving = set(migration.moving)
         for _ in range(self.at_once - len(moving)):

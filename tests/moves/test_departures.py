@@ -94,8 +94,8 @@ def test_what_has_not_moved_in_time_is_handed_over(tmp_path, monkeypatch):
     assert figures["tokens_discarded"] == 0
 
 
-def new(tmp_path) -> Script:
-    config = small_config(tmp_path, replicas=2, steps=8)
+def new(tmp_path, **pipeline: object) -> Script:
+    config = small_config(tmp_path, replicas=2, steps=8, **pipeline)
     config.algorithm.prompts_per_step, config.algorithm.samples_per_prompt = 4, 2
     return Script(config)
 
@@ -128,14 +128,16 @@ def test_it_gets_nothing_new_and_its_tokens_count(tmp_path):
         known = script.controller.pool.get(i, attempt)
         assert known is not None and tokens_of(known).tolist() == [i, i + 1]
     script.hear("rollout", 0, Goodbye())
-    assert set(script.controller.tracker.holders.generating_counts()) == {1} and script.discarded == 0
+    assert set(script.controller.tracker.groups.holders.generating_counts()) == {1} and script.discarded == 0
     script.closes()
 
 
+@pytest.mark.parametrize("refresh", ["drained", "interrupt"])
 @pytest.mark.parametrize("known", [True, False])
-def test_a_response_without_tokens_starts_again(tmp_path, known):
-    """Of one that nobody knows a token of nothing is discarded."""
-    script = new(tmp_path)
+def test_a_response_without_tokens_starts_again(tmp_path, known, refresh):
+    """Of one that nobody knows a token of nothing is discarded, whether weights may come into responses or
+    not."""
+    script = new(tmp_path, refresh=refresh)
     script.publish(0, 0)
     script.rollout(0)
     script.asks(0, 0)
@@ -151,8 +153,9 @@ def test_a_response_without_tokens_starts_again(tmp_path, known):
     script.asks(1, 0)
     again = script.granted(1)
     assert again is not None and samples_of(again).keys() >= samples_of(grant).keys()
-    assert {part.count for part in again.parts.values()} == ({5} if known else set())
-    assert script.discarded == 0
+    waits = known and refresh == "drained"  # else nobody who generates would take it
+    assert {part.count for part in again.parts.values()} == ({5} if waits else set())
+    assert script.discarded == (5 * len(samples_of(grant)) if known and not waits else 0)
     script.closes()
 
 

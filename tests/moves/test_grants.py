@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from script import Script
 from stand import small_config
 
-from laminar_hpc.controller import dispatcher
+from laminar_hpc.controller import dispatcher, snapshot
 from laminar_hpc.controller.loop import Controller
 from laminar_hpc.messages.data import Sample
 from laminar_hpc.messages.rollouts import Grant, Lost, RequestWork, WeightsOpened
@@ -233,3 +233,27 @@ def test_large_grants_are_spread_over_turns(tmp_path, monkeypatch):
     assert granted == [[2], [0], [3], [1], []]
     assert [seconds == 0 for seconds in waits] == [False, True, True, True, False]
     script.closes()
+
+
+def test_the_status_looks_at_no_list_that_grows_with_the_run(tmp_path):
+    """docs/architecture.md#turns: it is made once a second, for each rank."""
+
+    class Passed(dict):
+        def __iter__(self):
+            raise AssertionError("a pass over all weight ids")
+
+    script = Script(small_config(tmp_path))
+    assert _shown(script) == [("relay", None, None), ("trainer", None, None)]
+    for step in range(3):
+        script.publish(step, 0)
+    script.controller.weights.steps = Passed(script.controller.weights.steps)
+    assert _shown(script) == [("relay", 2, 2), ("trainer", 2, 2)]
+    script.closes()
+    later = Script(script.controller.config, restored_step=2)
+    assert _shown(later) == [("relay", None, None), ("trainer", 2, 2)]
+    later.closes()
+
+
+def _shown(script: Script) -> list[tuple[str, int | None, int | None]]:
+    ranks = snapshot.status(script.controller).ranks
+    return [(rank.role, rank.weight_id, rank.weight_step) for rank in ranks]

@@ -8,8 +8,9 @@ import pytest
 from script import samples_of
 from three import Three
 
-from laminar_hpc.messages.data import Partial, VersionSpan
+from laminar_hpc.messages.data import Partial, ReplicaLoad, VersionSpan
 from laminar_hpc.messages.homes import Ask, LetGo
+from laminar_hpc.messages.membership import Ping
 from laminar_hpc.messages.moves import Answer, Import, Imported, Reserve, Reserved
 from laminar_hpc.messages.rollouts import (
     Generated,
@@ -57,7 +58,7 @@ class Apart(Three):
         return self.script.controller.pool.get(self.id, 1)
 
     def state(self) -> tuple[int | None, int]:
-        return self.script.controller.tracker.owner(self.id)
+        return self.script.controller.tracker.groups.owner(self.id)
 
 
 @pytest.fixture
@@ -89,9 +90,9 @@ def test_it_grades_what_has_ended_elsewhere(apart: Apart) -> None:
     assert (order.home, order.figures, order.attempt) == (apart.home, generated.figures, 1)
     sent = apart.script.hub.left["rollout:0:"]
     assert [m.home for m in sent if isinstance(m, LetGo)] == [apart.home]
-    assert apart.script.controller.tracker.holders.scoring(0) == [apart.id]
+    assert apart.script.controller.tracker.groups.holders.scoring(0) == [apart.id]
     apart.script.hear("rollout", 0, Scored(apart.id, 1, 1.0, {}, "", 3.0))
-    assert not apart.script.controller.tracker.holders.scores(0)
+    assert not apart.script.controller.tracker.groups.holders.scores(0)
 
 
 def test_the_grader_is_lost(apart: Apart) -> None:
@@ -103,16 +104,16 @@ def test_the_grader_is_lost(apart: Apart) -> None:
     (order,) = [order for order in orders if order.trajectory_id == apart.id]
     assert not order.home, "whoever is asked has no such environment, and says so"
     apart.script.hear("rollout", 2, Lost(apart.id, 1, "its environment has ended with its replica"))
-    assert apart.script.controller.tracker.owner(apart.id)[0] is None
-    assert apart.id in apart.script.controller.tracker.holders.open_of(_group(apart))
+    assert apart.script.controller.tracker.groups.owner(apart.id)[0] is None
+    assert apart.id in apart.script.controller.tracker.groups.holders.open_of(_group(apart))
 
 
 def test_it_ends_when_its_grader_is_gone(apart: Apart) -> None:
     apart.script.dies(0)
     apart.generates()
-    assert not apart.sent(0, ScoreOrder) and apart.id in apart.script.controller.tracker.holders.open_of(
-        _group(apart)
-    )
+    assert not apart.sent(
+        0, ScoreOrder
+    ) and apart.id in apart.script.controller.tracker.groups.holders.open_of(_group(apart))
 
 
 @pytest.mark.parametrize("leaves", [False, True])
@@ -127,6 +128,23 @@ def test_the_environment_is_lost(apart: Apart, leaves: bool) -> None:
     questions = len(apart.sent(0, Ask))
     apart.script.hear("rollout", 1, Ask(apart.id, apart.home, "0:1:1:9", [], 4))
     assert "was lost" in apart.sent(1, Answer)[-1].error and len(apart.sent(0, Ask)) == questions
+
+
+def test_the_environment_is_lost_while_nobody_has_its_trajectory(apart: Apart) -> None:
+    """Its holder has died too, and nobody has room: it begins again with whoever asks next, and is not held
+    for ever."""
+    full = ReplicaLoad("draining", 0, 4, 0, kv_capacity=10_000, kv_tokens=10_000)
+    apart.script.hear("rollout", 2, Ping(full))
+    apart.script.hear("rollout", 0, Ping(full))
+    apart.script.dies(1)
+    assert apart.known() is not None and apart.state() == (None, 1)
+    apart.script.dies(0)
+    assert apart.known() is None
+    apart.script.granted(2)
+    apart.script.asks(2, 0, apart.script.controller.replicas.at(2).newest_batch)
+    again = apart.script.granted(2)
+    assert again is not None and samples_of(again)[apart.id] == 2 and apart.id not in again.parts
+    assert apart.state() == (2, 2)
 
 
 def test_its_holder_begins_again(apart: Apart) -> None:

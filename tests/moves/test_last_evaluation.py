@@ -1,6 +1,7 @@
 """docs/architecture.md#outlives-its-controller: the trainers are done, and the last evaluation is made,
 whoever dies before it or in the middle of it; message by message."""
 
+import time
 from pathlib import Path
 
 import pytest
@@ -8,9 +9,11 @@ from reports import trajectory
 from script import Script
 from stand import small_config
 
+from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.messages.data import PromptGroup, Sample
-from laminar_hpc.messages.rollouts import Generated, Grant, Scored
+from laminar_hpc.messages.membership import Failure
+from laminar_hpc.messages.rollouts import Generated, Grant, Lost, Scored
 from laminar_hpc.messages.training import Restored, TrainerDone
 from laminar_hpc.observability import jsonl
 
@@ -94,4 +97,103 @@ def test_all_die_before_the_last_evaluation_and_in_it(tmp_path: Path, scored: in
     assert len(grant.groups) == PROBLEMS, "on other weights none of it counts"
     answers(script, grant, "b")
     assert script.controller.state.finished and evaluated(config) == [("after", 1, 1.0)]
+    script.closes()
+
+
+def test_the_evaluation_before_training_is_made_once(tmp_path: Path) -> None:
+    """Also where the trainers start anew at a controller that took over from the one that it was due to."""
+    config = configuration(tmp_path)
+    script = Script(config)
+    assert script.controller.evaluations is not None
+    assert [each.key for each in script.controller.evaluations.queue] == ["before-greedy-0"]
+    script.closes()
+
+    script = Script(config, trainer=False)
+    script.trainer("next", Restored(None))
+    assert script.controller.evaluations is not None
+    assert [each.key for each in script.controller.evaluations.queue] == ["before-greedy-0"]
+    script.closes()
+
+
+def test_an_evaluation_that_ends_between_two_gangs_is_not_made_again(tmp_path: Path) -> None:
+    """The trainers have died, the rollouts go on, then the controller dies too."""
+    config = configuration(tmp_path)
+    script = Script(config)
+    script.publish(0, 0)
+    script.hear("trainer", 0, Failure("it has failed"))
+    assert not script.controller.state.gang
+    script.rollout(0, life="a")
+    script.asks(0, 0, life="a")
+    grant = script.granted(0, life="a")
+    assert grant is not None and grant.evaluation == "before-greedy-0"
+    answers(script, grant, "a")
+    assert evaluated(config) == [("before", 0, 1.0)]
+    script.closes()
+
+    script = Script(config, trainer=False)
+    assert script.controller.evaluations is not None and not script.controller.evaluations.queue
+    script.trainer("next", Restored(None))
+    assert not script.controller.evaluations.queue
+    script.closes()
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_nobody_is_left_to_make_it(tmp_path: Path, begun: bool) -> None:
+    """docs/architecture.md#bounded-waits: without a rollout that is at work on it the run ends, with a line;
+    one that has a share is awaited."""
+    config = configuration(tmp_path)
+    script = trained(config)
+    controller, seconds = script.controller, config.cluster.batch_timeout_seconds
+    if begun:
+        asks(script, "a")
+    for later in (0.0, seconds + 1.0, 2 * seconds):
+        if not begun and later > seconds:
+            with pytest.raises(LaminarError, match="none of 0 rollouts was at work on the last evaluation"):
+                controller.last_evaluation.tick(time.monotonic() + later)
+        else:
+            controller.last_evaluation.tick(time.monotonic() + later)
+    if begun:
+        script.dies(0, life="a")
+        controller.last_evaluation.tick(time.monotonic() + seconds / 2)
+        answers(script, asks(script, "b"), "b")
+        assert evaluated(config) == [("after", 1, 1.0)]
+    assert controller.state.finished == begun
+    script.closes()
+
+
+def test_nothing_was_left_to_do(tmp_path: Path) -> None:
+    """The controller dies when the trainers have gone and all is done, and of the others none outlives it:
+    those that come in their place are told to leave, and not kept for ever."""
+    config = configuration(tmp_path)
+    config.evaluation.files = []
+    script = trained(config)
+    assert script.controller.state.finished
+    script.closes()
+
+    script = Script(config, trainer=False)
+    script.rollout(0, life="new")
+    controller, now = script.controller, time.monotonic()
+    controller.last_evaluation.tick(now)
+    assert controller.state.trainer_done and not controller.state.finished
+    controller.last_evaluation.tick(now + config.cluster.batch_timeout_seconds + 1.0)
+    assert controller.state.finished
+    script.closes()
+
+
+def test_evaluations_that_are_none_of_this_controller(tmp_path: Path) -> None:
+    """It was started without: what its rollouts still say of theirs changes no trajectory of the same number
+    and attempt."""
+    script = Script(small_config(tmp_path, replicas=1, steps=4))
+    script.publish(0, 0)
+    script.rollout(0)
+    script.asks(0, 0)
+    grant = script.granted(0)
+    assert grant is not None
+    (group, sample), tracker = (grant.groups[0], grant.groups[0].samples[0]), script.controller.tracker
+    response, of = trajectory(group, sample), "after-greedy-4"
+    number, attempt = sample.trajectory_id, sample.attempt
+    script.hear("rollout", 0, Lost(number, attempt, "its engine failed", of), Generated(response, of))
+    assert tracker.groups.owner(number) == (0, attempt)
+    script.hear("rollout", 0, Generated(response), Scored(number, attempt, 0.5, {}, "", 1.0, of))
+    assert tracker.groups.holders.scoring(0) == [number]
     script.closes()

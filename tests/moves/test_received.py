@@ -9,8 +9,8 @@ from stand import small_config
 from laminar_hpc.cluster.run_lock import LockLost
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.controller.store import Store
-from laminar_hpc.messages.membership import Failure
-from laminar_hpc.messages.publication import NewWeightId
+from laminar_hpc.messages.membership import Failure, Stop
+from laminar_hpc.messages.publication import NewWeightId, WeightId
 from laminar_hpc.messages.training import Checkpointed
 from laminar_hpc.observability import jsonl
 
@@ -28,6 +28,11 @@ def test_a_turn_that_fails_has_received_nothing(tmp_path):
     hub.arrived += [(trainer, NewWeightId(1)), (trainer, Failure("enough", permanent=True))]
     with pytest.raises(LaminarError, match="a worker has failed"):
         script.controller.turn()
+    script.controller.tell_all_to_leave("it has failed")
+    script.controller.send_all()
+    said = [type(message) for message in hub.left[trainer]]
+    assert said.count(WeightId) == 1, "nor is anything of it sent"
+    assert isinstance(hub.left["relay:0:"][-1], Stop)
     store.close()
     again = Store(store.path.parent)
     assert again.received() == {"trainer:0:": 1} and again.next_ids()[0] == 1

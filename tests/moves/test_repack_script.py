@@ -28,7 +28,7 @@ def script(tmp_path) -> Script:
 def looks(script: Script, *kv: int, repeats: int = 0, queued: int = 0) -> list[Reserve]:
     """Each replica reports so much KV, as its pings then repeat; returns what a look reserves."""
     for index, tokens in enumerate(kv):
-        in_flight = script.controller.tracker.holders.generating_counts()[index]
+        in_flight = script.controller.tracker.groups.holders.generating_counts()[index]
         load = ReplicaLoad(
             "draining", 0, in_flight, 0, in_flight, queued, tokens, kv_capacity=10_000, batch_max=1000
         )

@@ -1,16 +1,18 @@
 """What the controller does with trajectories of a dead replica whose weights nobody else generates with,
 message by message."""
 
+import os
+
 import pytest
 from script import Script, samples_of
 from stand import small_config
 
 from laminar_hpc.controller import rescuer
 from laminar_hpc.messages.chain import RelayHas
-from laminar_hpc.messages.data import ReplicaLoad
-from laminar_hpc.messages.membership import Ping
+from laminar_hpc.messages.data import ReplicaLoad, Sample
+from laminar_hpc.messages.membership import Hello, Ping
 from laminar_hpc.messages.moves import Reserve
-from laminar_hpc.messages.rollouts import Grant, NotLoaded, RequestWork, WeightsOpened
+from laminar_hpc.messages.rollouts import Grant, Holds, NotLoaded, RequestWork, WeightsOpened
 from laminar_hpc.rollout.work import tokens_of
 
 TOKENS = 100
@@ -138,6 +140,38 @@ def test_a_slot_that_is_gone_meanwhile(tmp_path):
     )
     script.ends(1, again, 5)
     assert script.controller.tracker.ready_groups == len(first.groups)
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_a_slot_that_is_gone_of_weights_that_were_served(tmp_path, later):
+    """Newer weights came to the replica before the grant, and the older ones were rewritten; or the grant was
+    an earlier controller's. What nobody has begun is with nobody, new groups and rescued ones."""
+    script = new(tmp_path, replicas=3)
+    script.publish(0, 0)
+    script.rollout(0)
+    script.rollout(1, phase="draining")
+    script.asks(0, 0)
+    script.works(0, script.granted(0), TOKENS)
+    script.dies(0)
+    script.asks(1, 0)
+    both = script.granted(1)
+    assert both is not None and 0 < len(both.parts) < len(samples_of(both))
+    if later:
+        script.closes()
+        script = Script(script.controller.config, trainer=False)
+        held = [Sample(i, attempt) for i, attempt in samples_of(both).items()]
+        hello = Hello("rollout", 1, "", os.getpid(), "one", rejoins=True)
+        script.hear("rollout", 1, hello, Holds(0, both.batch_id, held, [], []))
+    tracker = script.controller.tracker
+    assert len(tracker.groups.holders.generating(1)) == len(samples_of(both))
+    script.hear("rollout", 1, NotLoaded(both.batch_id - 1, "of an earlier one"))
+    assert len(tracker.groups.holders.generating(1)) == len(samples_of(both))
+    script.hear("rollout", 1, NotLoaded(both.batch_id, "weight id 0 is in no slot"))
+    assert not tracker.groups.holders.generating(1)
+    script.hear("rollout", 1, WeightsOpened(0, 0, 0.1, {}, [], 0.0), RequestWork(0, both.batch_id))
+    again = script.granted(1)
+    assert again is not None and samples_of(again).keys() >= samples_of(both).keys()
+    script.closes()
 
 
 def test_the_replica_dies_while_it_loads_and_one_that_is_starting_takes_over(tmp_path):

@@ -50,7 +50,7 @@ def stored(script: Script) -> dict[int, list[int]]:
     """The response tokens of all groups that are finished."""
     groups = [group.group_id for group in script.controller.tracker.groups.values() if group.finished]
     store = script.controller.store
-    found = wholes(store.run_dir, store.batch(groups))
+    found = wholes(store.run_dir, store.rows.batch(groups))
     return {whole.record.trajectory_id: whole.response.tokens.tolist() for whole in found}
 
 
@@ -100,7 +100,7 @@ def test_the_scorer_dies_too_and_then_nobody_is_left(tmp_path):
     script.dies(1)
     assert {o.trajectory_id for o in script.ordered(2)} == samples_of(first).keys()
     script.dies(2)
-    assert script.controller.tracker.unscored.keys() == samples_of(first).keys()
+    assert script.controller.tracker.owners.unscored.keys() == samples_of(first).keys()
     script.rollout(1, life="next")
     assert script.ordered(1, life="next") == [], "its reward workers are there when it serves weights"
     script.asks(1, 0, life="next")
@@ -108,7 +108,9 @@ def test_the_scorer_dies_too_and_then_nobody_is_left(tmp_path):
     assert {o.trajectory_id for o in orders} == samples_of(first).keys()
     for order in orders:
         script.scores(1, order.trajectory_id, order.attempt, life="next")
-    assert stored(script).keys() == samples_of(first).keys() and script.controller.tracker.unscored == {}
+    assert (
+        stored(script).keys() == samples_of(first).keys() and script.controller.tracker.owners.unscored == {}
+    )
     ends_clean(script)
 
 
@@ -128,12 +130,12 @@ def test_the_controller_dies_before_the_score(tmp_path):
     assert Path(config.run_dir) == tmp_path / "second" / "run"
     script = Script(config)
     owned = samples_of(first)
-    assert not script.controller.tracker.unscored, "their replicas may be alive"
+    assert not script.controller.tracker.owners.unscored, "their replicas may be alive"
     script.publish(0, 0)
     weight_id = max(script.controller.weights.steps)
     for replica in (2, 1, 0):
         script.rollout(replica)
-    assert script.controller.tracker.unscored.keys() == owned.keys()
+    assert script.controller.tracker.owners.unscored.keys() == owned.keys()
     script.asks(0, weight_id)
     orders = script.ordered(0)
     grant = script.granted(0)

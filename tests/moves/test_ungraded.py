@@ -80,6 +80,6 @@ def test_a_grade_that_fails_is_one_of_many(tmp_path: Path) -> None:
         assert (sample.attempt, sample.ungraded) == (attempt, attempt)
         script.hear("rollout", 0, Lost(lost, attempt, "no grade", ungraded=1))
         if attempt + 1 < filtering.UNGRADED_LIMIT:
-            assert sample.is_open and tracker.move(lost, attempt, 0, 0)
+            assert sample.is_open and tracker.owners.move(lost, attempt, 0, 0)
     assert group_id not in tracker.groups
     script.closes()

@@ -78,7 +78,7 @@ def test_the_next_controller_takes_what_was_left(tmp_path: Path) -> None:
     assert not path.exists()
     script.publish(0, 0)
     script.rollout(0, life="next")
-    assert ended.unscored.trajectory_id in script.controller.tracker.unscored, "its scorer is gone"
+    assert ended.unscored.trajectory_id in script.controller.tracker.owners.unscored, "its scorer is gone"
     part = script.controller.pool.get(ended.part.trajectory_id, ended.part.attempt)
     assert part is not None and tokens_of(part).tolist() == TOKENS[:7] and script.discarded == 0
     script.closes()

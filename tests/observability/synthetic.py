@@ -103,7 +103,7 @@ def write(
     }
     (run_dir / "config.yaml").write_text(yaml.safe_dump(config))
     store = Store(run_dir)
-    store.restore(start_step)
+    store.rows.restore(start_step)
     derived = {"trajectories_per_step": groups * samples, "publish_bytes": 3_100_000, "max_staleness": bound}
     log("start", start, restored_step=start_step or None, pipeline="laminar", derived=derived)
 
@@ -293,8 +293,8 @@ def make_rows(rng, batch, step, steps, samples, first_group, first_id, available
 def finish(store: Store, row: Made, accuracy: float) -> None:
     """Generated, then scored."""
     score = ScorePart(row.time_scored, row.reward, row.reward_parts, row.reward_error)
-    store.store_response(stored(store.path.parent, row))
-    store.finish_trajectory(row.trajectory_id, score, accuracy)
+    store.rows.store_response(stored(store.path.parent, row))
+    store.rows.finish_trajectory(row.trajectory_id, score, accuracy)
 
 
 def store_rows(store: Store, rows: list[Made], consumed_step: int) -> None:
@@ -303,17 +303,17 @@ def store_rows(store: Store, rows: list[Made], consumed_step: int) -> None:
     groups = sorted({r.group_id for r in rows})
     for group in groups:
         members = [r for r in rows if r.group_id == group]
-        store.add_group(
+        store.rows.add_group(
             group, 0, members[0].weight_id, members[0].weight_step, group, members[0].time_started
         )
-        store.add_prompt(group, members[0].prompt_tokens)
+        store.rows.add_prompt(group, members[0].prompt_tokens)
         for index, row in enumerate(members):
             ids = range(row.trajectory_id, row.trajectory_id + 1)
-            store.add_trajectories(ids, group, index, row.replica, row.weight_id, row.weight_step)
+            store.rows.add_trajectories(ids, group, index, row.replica, row.weight_id, row.weight_step)
             finish(store, row, row.reward_parts["accuracy"])
-        store.finish_group(group, members[0].weight_step, group, members[0].time_scored)
-    store.consume(groups, consumed_step)
-    store.note_mismatches(
+        store.rows.finish_group(group, members[0].weight_step, group, members[0].time_scored)
+    store.rows.consume(groups, consumed_step)
+    store.rows.note_mismatches(
         {
             r.trajectory_id: (0.25 * (consumed_step - r.weight_step) + 1e-6, consumed_step - r.weight_step)
             for r in rows

@@ -192,7 +192,7 @@ def test_what_the_others_do_meanwhile(load, tmp_path):
     outages, start = load("outages"), synthetic.EPOCH
     store = Store(tmp_path)
     for group, granted in ((1, start), (2, start + 50)):
-        store.add_group(group, 0, 0, 0, group, granted)
+        store.rows.add_group(group, 0, 0, 0, group, granted)
     store.commit()
     store.close()
     spans = {

@@ -35,23 +35,21 @@ def a_store(tmp_path, *, last: Made | None = None) -> Store:
     """With the groups that step STEP trained on."""
     store = Store(tmp_path)
     for group in range(GROUPS):
-        store.add_group(group, group, 9, 4, group + 1, 0.0)
+        store.rows.add_group(group, group, 9, 4, group + 1, 0.0)
         numbers = range(group * SAMPLES, (group + 1) * SAMPLES)
-        store.add_prompt(group, trajectory(numbers[0]).prompt_tokens)
-        store.add_trajectories(numbers, group, 0, 0, 9, 4)
+        store.rows.add_prompt(group, trajectory(numbers[0]).prompt_tokens)
+        store.rows.add_trajectories(numbers, group, 0, 0, 9, 4)
         for number in numbers:
             is_last = last is not None and number == last.trajectory_id
             finish(store, last if is_last else trajectory(number), 1.0)
-        store.finish_group(group, 4, group, 1.0)
-        store.consume([group], STEP)
+        store.rows.finish_group(group, 4, group, 1.0)
+        store.rows.consume([group], STEP)
     return store
 
 
 def lines(tmp_path, number: int, step: int = STEP, last: Made | None = None) -> list[str]:
-    said: list[str] = []
-    ShownSamples(write_model(tmp_path / "model"), number, said.append).show(
-        step, a_store(tmp_path, last=last)
-    )
+    said, store = list[str](), a_store(tmp_path, last=last)
+    ShownSamples(write_model(tmp_path / "model"), number, said.append).show(step, store.rows, store.run_dir)
     return said
 
 
@@ -59,7 +57,8 @@ def test_the_default_is_one_line_per_step(tmp_path):
     """Promise: nothing is read nor shown, and no tokenizer is loaded, unless it is asked for."""
     said: list[str] = []
     assert RunConfig().observability.show_samples == 0
-    ShownSamples(tmp_path / "no model", 0, said.append).show(STEP, a_store(tmp_path))
+    store = a_store(tmp_path)
+    ShownSamples(tmp_path / "no model", 0, said.append).show(STEP, store.rows, store.run_dir)
     assert said == []
 
 

@@ -176,7 +176,7 @@ def test_a_store_of_another_machine_is_read_from_the_journal(tmp_path, monkeypat
     settle(run_dir / "journal", local / "store.sqlite", print)
     old = (local / "store.sqlite").read_bytes()
     store = Store(local, journal=Journal(run_dir / "journal", local / "store.sqlite", print))
-    store.note_mismatches({0: (0.25, 1)})
+    store.rows.note_mismatches({0: (0.25, 1)})
     store.close()
     monkeypatch.setattr("tempfile.tempdir", str(scratch))
     document.main([str(run_dir)])

@@ -69,7 +69,10 @@ class ControllerWatch:
 
     def has_left(self) -> bool:
         """It has taken its address away, or another one has come."""
-        address = read_address(self._run_dir)
+        try:
+            address = read_address(self._run_dir)
+        except OSError:  # nobody knows
+            return False
         return address is None or self._address is None or address.run_id != self._address.run_id
 
     def gives_up(self, now: float) -> ControllerAddress | None:
@@ -103,7 +106,11 @@ class ControllerWatch:
         return self._another()
 
     def _another(self) -> ControllerAddress | Exception | None:
-        address, known = read_address(self._run_dir), self._address
+        try:
+            address, known = read_address(self._run_dir), self._address
+        except OSError as error:  # the file system has failed as well; it is asked again
+            log.warning("no controller can be looked for in %s: %s", self._run_dir, error)
+            return None
         if address is None or known is None or address.run_id == known.run_id or not address.store_id:
             return None
         if self.store_id not in ("", address.store_id):

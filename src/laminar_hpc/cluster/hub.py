@@ -11,6 +11,7 @@ again once they have joined.
 """
 
 import itertools
+import logging
 import socket
 import time
 from collections.abc import Mapping
@@ -29,6 +30,7 @@ from laminar_hpc.messages.data import Message
 from laminar_hpc.messages.membership import Hello, Ping, Pong, Rejoin, StopRequest, Welcome
 from laminar_hpc.messages.wire import AnyMessage, decode, encode
 
+log = logging.getLogger(__name__)
 _FRAMES_AT_ONCE = 100  # between two looks at who asks for admission
 # that a turn takes, behind which no ping waits longer than it takes to store so much; one frame may be larger
 _BYTES_AT_ONCE = 4 << 20
@@ -110,10 +112,14 @@ class Hub:
         write_address(self._run_dir, self._address)
 
     def show_address(self) -> None:
-        """Again, if a controller that was replaced has written its own late."""
-        shown = read_address(self._run_dir)
-        if shown is None or shown.run_id != self._address.run_id:
-            write_address(self._run_dir, self._address)
+        """Again, if a controller that was replaced has written its own late. A file system that fails now is
+        asked again with the next call."""
+        try:
+            shown = read_address(self._run_dir)
+            if shown is None or shown.run_id != self._address.run_id:
+                write_address(self._run_dir, self._address)
+        except OSError as error:
+            log.warning("the address of this controller in %s cannot be looked at: %s", self._run_dir, error)
 
     # ---- what comes ----------------------------------------------------------------------------------------
 
@@ -190,10 +196,11 @@ class Hub:
 
     def _is_next(self, name: str, seq: int, now: float, member: bool) -> bool:
         """Whether a numbered message is to be taken."""
+        if not member and seq <= self._received.get(name, 0):  # its Goodbye, most likely
+            self._answers_due.setdefault(name, False)
+            return False
         receiver = self._receiver(name)
         if not member:
-            if seq <= self._received.get(name, 0):  # its Goodbye, most likely
-                self._answers_due.setdefault(name, False)
             return False
         if receiver.take(seq):
             self._uncommitted[name] = seq
@@ -243,7 +250,8 @@ class Hub:
         self._transmit(identity, session)
 
     def end(self, identity: str) -> None:
-        """It is no member any more."""
+        """It is no member any more. Called when all that was taken of it is committed."""
+        self._receivers.pop(identity, None)
         session = self._sessions.pop(identity, None)
         if session is not None:
             session.spool.close()

@@ -74,10 +74,9 @@ class WorkerLine:
         self.progress: TrainerProgress | None = None  # the same
         self._spool = Spool()
         self._sender, self._receiver, self._session = Sender(self._spool), Receiver(), ""
-        self._answer_due = self._again_due = False
         self._joining = False  # from a Rejoin or a new controller to its Welcome
         self._said_hello = self._pinged = 0.0
-        self._ended = self._stuck = False
+        self._answer_due = self._again_due = self._ended = self._stuck = False
         self.leaves_unsaid = self._is_left = False  # at its end, for the next controller
         self._close_by: float | None = None
         self._thread = threading.Thread(target=self._run, name="channel", daemon=True)
@@ -178,7 +177,10 @@ class WorkerLine:
 
     def _run(self) -> None:
         while not self._is_over():
-            self._turn()
+            try:
+                self._turn()
+            except Exception as error:  # a role that is not told of it would wait for ever
+                self._end(LaminarError(f"its line to the controller has failed: {error!r}"))
         if self.leaves_unsaid and not self._sender.idle:
             self._leave_unsaid()
         self._dealer.close(0 if self._sender.idle or self._ended or self.watch.detached else None)
@@ -200,9 +202,8 @@ class WorkerLine:
         now, ends_at = time.monotonic(), self.watch.ends_at
         if self._ended or (self.queue.empty() and self._sender.idle):
             return True
-        if ends_at is not None and now < ends_at:  # a controller may still come
-            return False
-        return now > self._close_by or self.watch.detached or self.watch.has_left()
+        may_come = ends_at is not None and now < ends_at
+        return not may_come and (now > self._close_by or self.watch.detached or self.watch.has_left())
 
     def _turn(self) -> None:
         wait = PING_SECONDS if self._close_by is None else 0.1
@@ -312,8 +313,7 @@ class WorkerLine:
             self._dealer.send(frame, zmq.NOBLOCK)
         except zmq.Again:
             return False
-        self._answer_due = False
-        self._again_due &= not again
+        self._answer_due, self._again_due = False, self._again_due and not again
         return True
 
     def _watch_controller(self, now: float) -> None:

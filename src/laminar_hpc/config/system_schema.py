@@ -208,7 +208,7 @@ class ClusterConfig:
     heartbeat_timeout_seconds: float = seconds(20.0)
     """a process that is silent for so long counts as dead; the network may be cut for nearly so long"""
     batch_timeout_seconds: float = seconds(900.0)
-    """a trainer's longest wait for a batch"""
+    """a trainer's longest wait for a batch, and the last evaluation's for a rollout"""
     stop_timeout_seconds: float = seconds(60.0)
     """least limit of an orderly stop; where earlier steps and checkpoints took long, twice what they took"""
 

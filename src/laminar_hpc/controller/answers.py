@@ -27,7 +27,7 @@ class Answers:
 
     def on_answer(self, _: Member, answer: Answer) -> None:
         self._pool.answered(answer)
-        owner, _attempt = self._tracker.owner(answer.trajectory_id)
+        owner, _attempt = self._tracker.groups.owner(answer.trajectory_id)
         for replica in {owner, self._migration.destination(answer.trajectory_id)}:
             if replica is not None:
                 self._shared.outbox.send(self._shared.members.at("rollout", replica), answer)

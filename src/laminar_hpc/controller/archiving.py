@@ -78,9 +78,9 @@ class Archiving:
             text = f"step {self._done + 1} could not be archived, and its responses stay: {error}"
             self._shared.say(line("warning", text))
             return
-        if done.step != self._done or done.groups != self._store.consumed_groups(done.step):
+        if done.step != self._done or done.groups != self._store.rows.consumed_groups(done.step):
             return  # the run went back meanwhile
-        self._store.forget_responses(done.trajectories, done.groups + done.given_up)
+        self._store.rows.forget_responses(done.trajectories, done.groups + done.given_up)
         self._done, self._trims = self._done + 1, True
         self._store.archived_steps = self._done
         self._shared.metrics.write(
@@ -118,9 +118,9 @@ class Archiving:
         for whole, place in put_back.put_back(writer, files.path_of(self._run_dir, step)):
             record = whole.record
             self._store.old_steps.bring_back(record, samples[record.group_id], step - 1)
-            self._store.put_back(record.trajectory_id, place)
+            self._store.rows.put_back(record.trajectory_id, place)
             if not samples[record.group_id]:
-                self._store.add_prompt(record.group_id, whole.prompt.tolist())
+                self._store.rows.add_prompt(record.group_id, whole.prompt.tolist())
             samples[record.group_id] += 1
             self.at_work()
 

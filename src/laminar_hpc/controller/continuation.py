@@ -52,7 +52,7 @@ class Continuation:
             return
         known, state = msgspec.json.decode(self._written, type=_UnderWay), self._state
         state.gang, state.trainer_step, state.steps_done = known.gang, known.trainer_step, known.steps_done
-        state.groups_taken = len(self._store.consumed_groups(known.trainer_step))
+        state.groups_taken = len(self._store.rows.consumed_groups(known.trainer_step))
         state.trainer_done, state.stopping, state.failure = known.trainer_done, known.stopping, known.failure
         self._batch, self._ends = known.batch, known.trainer_done or bool(known.stopping)
         if self._evaluations is not None:
@@ -70,12 +70,14 @@ class Continuation:
             state.finished = state.finished or bool(state.stopping) or not due
 
     def note(self) -> None:
-        """What has changed goes into the open transaction."""
+        """What has changed goes into the open transaction; also while other trainers are awaited, under the
+        name of those that have gone."""
         state, due = self._state, self._evaluations.queue if self._evaluations else []
-        if not state.gang:
+        gang = state.gang or (self._noted.gang if self._noted else "")
+        if not gang:
             return
         now = _UnderWay(
-            state.gang,
+            gang,
             state.trainer_step,
             state.steps_done,
             state.trainer_done,

@@ -44,13 +44,13 @@ class Departures:
         if replica in self._replicas.leaving():
             return
         self._replicas.leaves(replica)
-        running = len(self._tracker.holders.generating(replica))
+        running = len(self._tracker.groups.holders.generating(replica))
         self._shared.say(f"{member.name} was told to end and leaves; {running} responses move to others")
         self._shared.metrics.write("leaving", replica=replica, trajectories=running)
 
     def on_unfinished(self, member: Member, message: Unfinished) -> None:
         trajectory_id, attempt = message.trajectory_id, message.attempt
-        if self._tracker.counts_as(trajectory_id, attempt):
+        if self._tracker.owners.counts_as(trajectory_id, attempt):
             self._rescuer.given_back(member.hello.index, trajectory_id, attempt, message.partial)
 
     def move_away(self) -> None:
@@ -65,7 +65,7 @@ class Departures:
             row = self._replicas.at(source)
             if row.report is None or row.weight_id is None:
                 continue
-            generating = self._tracker.holders.generating(source)
+            generating = self._tracker.groups.holders.generating(source)
             views = {
                 i: failover.Orphan(i, row.weight_id, self._tokens(i, row.report), 0)
                 for _, i, _ in generating
@@ -80,6 +80,6 @@ class Departures:
 
     def _tokens(self, trajectory_id: int, report: ReplicaLoad) -> int:
         """Room for it: prompt, response so far, and some more."""
-        prompt = len(self._tracker.bare_group(trajectory_id).prompt_tokens)
+        prompt = len(self._tracker.groups.bare(trajectory_id).prompt_tokens)
         response_max = self._shared.config.sampling.max_response_tokens
         return room(prompt, response_max, report.held_tokens, report.in_flight)

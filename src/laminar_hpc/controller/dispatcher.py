@@ -116,7 +116,7 @@ class Dispatcher:
 
     def _update_line(self) -> None:
         """Takes out who knows of newer weights: it pulls and asks again."""
-        line, holders, members = self._replicas.waiting, self._tracker.holders, self._shared.members
+        line, holders, members = self._replicas.waiting, self._tracker.groups.holders, self._shared.members
         for replica in holders.take_turned() | self._asked:
             line.scores(replica, holders.scores(replica))
         told = {m.hello.index for place in self._weights.take_news() for m in members.on(place, "rollout")}
@@ -172,7 +172,7 @@ class Dispatcher:
 
     def _may_go_on(self, group: GroupView, step: int) -> bool:
         """Whether samples of a group may be generated with weights of trainer step `step`."""
-        config, state, live = self._config, self._state, self._tracker.live
+        config, state, live = self._config, self._state, self._tracker.groups.live
         size, bound = config.algorithm.prompts_per_step, config.pipeline.max_staleness
         return admission.may_go_on(group, step, state.trainer_step, live, size, bound, state.groups_taken)
 
@@ -192,7 +192,7 @@ class Dispatcher:
     def _training_grant(self, replica: int, weight_id: int, step: int) -> Grant | None:
         """What admission and the pipeline's rounds allow a replica on weights of trainer step `step`."""
         tracker = self._tracker
-        if not self._may_train(step, tracker.holders.scores(replica)):
+        if not self._may_train(step, tracker.groups.holders.scores(replica)):
             return None
         if self._rounds is not None and not self._rounds.may_begin(replica):
             return None

@@ -1,6 +1,6 @@
 """Groups of trajectories as the tracker keeps them, and what it counts."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 
 from laminar_hpc.policies.live_groups import GroupView
 
@@ -66,3 +66,10 @@ class Counts:
     # of trajectories that were lost, as far as they were known (pool of partial responses)
     tokens_discarded: int = 0
     reports_refused: int = 0  # from attempts that no longer count
+
+    def take(self) -> "Counts":
+        """All of it; from here on it counts from 0."""
+        taken = replace(self)
+        for each in fields(self):
+            setattr(self, each.name, each.default)
+        return taken

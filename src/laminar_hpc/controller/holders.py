@@ -1,7 +1,7 @@
 """Who has which unfinished trajectory: kept with each change, so that nobody looks at all of them.
 
-The tracker says `note` after it has changed a sample, `forget` when a group has gone. Invariant: all answers
-are those of a pass over the tracker's groups.
+The table of groups (group_table.py) says `note` when a sample has changed, `forget` when a group has gone.
+Invariant: all answers are those of a pass over its groups.
 """
 
 from bisect import bisect_left, insort

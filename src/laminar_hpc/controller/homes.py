@@ -41,7 +41,7 @@ class Homes:
         """Its response is stored."""
         trajectory = generated.trajectory
         assert trajectory.place is not None
-        group = self._tracker.bare_group(trajectory.trajectory_id)
+        group = self._tracker.groups.bare(trajectory.trajectory_id)
         order = ScoreOrder(trajectory.trajectory_id, trajectory.attempt, group, trajectory.place)
         order.home, order.figures = generated.home, generated.figures
         self._send(generated.home, order)
@@ -49,7 +49,7 @@ class Homes:
     def replica_lost(self, replica: int) -> None:
         """Or it is about to end. Nothing comes of what its environments were asked."""
         for trajectory_id, name in self._pool.forget_home(replica):
-            owner, _ = self._tracker.owner(trajectory_id)
+            owner, _ = self._tracker.groups.owner(trajectory_id)
             if name and owner is not None and owner != replica:
                 answer = Answer(trajectory_id, name, error=_lost(replica))
                 self._shared.outbox.send(self._shared.members.at("rollout", owner), answer)

@@ -13,13 +13,12 @@
 
 One thread. Handlers only change state and fill the outbox; `turn` commits, then acknowledges and sends.
 Nothing is sent before its transaction commits, which also holds how far each worker's stream was taken.
-`Controller.handlers` says who takes which message.
+controller/handlers.py says who takes which message.
 """
 
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from laminar_hpc.cluster.hub import Hub, UnreadableMessage
 from laminar_hpc.cluster.processes import process_is_alive
@@ -35,7 +34,9 @@ from laminar_hpc.controller.dispatcher import Dispatcher
 from laminar_hpc.controller.evaluations import Evaluations
 from laminar_hpc.controller.gang import Gang
 from laminar_hpc.controller.gone_writers import GoneWriters
+from laminar_hpc.controller.handlers import handlers
 from laminar_hpc.controller.homes import Homes
+from laminar_hpc.controller.last_evaluation import LastEvaluation
 from laminar_hpc.controller.members import Member, Members
 from laminar_hpc.controller.membership import Membership
 from laminar_hpc.controller.migration import Migration
@@ -53,33 +54,9 @@ from laminar_hpc.controller.tracker import TrajectoryTracker
 from laminar_hpc.controller.training import Training
 from laminar_hpc.controller.unsaid_words import take_up
 from laminar_hpc.controller.weights import Weights
-from laminar_hpc.messages.chain import LinkDown, RelayHas, StoreOpened
-from laminar_hpc.messages.data import Message
-from laminar_hpc.messages.homes import Ask
-from laminar_hpc.messages.membership import Failure, Goodbye, Hello, Ping, Pong, Stop, StopRequest
-from laminar_hpc.messages.moves import Answer, Imported, MoveFailed, MoveReady, Reserved
-from laminar_hpc.messages.publication import LaneSenders, NewWeightId, Published
-from laminar_hpc.messages.rollouts import (
-    EngineHung,
-    Generated,
-    Holds,
-    Increment,
-    Leaving,
-    Lost,
-    NotLoaded,
-    RequestWork,
-    Scored,
-    Unfinished,
-    WeightsOpened,
-)
-from laminar_hpc.messages.training import (
-    Checkpointed,
-    Restored,
-    StepDone,
-    TakeBatch,
-    TrainerDone,
-    TrainersMeet,
-)
+from laminar_hpc.messages.chain import RelayHas
+from laminar_hpc.messages.membership import Goodbye, Hello, Ping, Pong, Stop, StopRequest
+from laminar_hpc.messages.rollouts import Leaving
 from laminar_hpc.messages.wire import AnyMessage
 from laminar_hpc.observability import status
 from laminar_hpc.observability.metrics import MetricsWriter
@@ -87,9 +64,6 @@ from laminar_hpc.observability.trace import Trace
 
 _TICK_SECONDS = 0.1
 _SPAN_SECONDS = 0.003  # shorter turns are not traced: there are thousands, and they hold nobody up
-
-Handler = Callable[[Member, Any], None]  # the message's type is that of its line in the table
-Handlers = dict[type[Message], Handler]
 
 
 class Controller:
@@ -139,6 +113,7 @@ class Controller:
         self.homes = Homes(shared, tracker, self.replicas, self.pool)
         self.departures = Departures(shared, tracker, self.replicas, self.pool, self.migration, self.rescuer)
         self.continuation = Continuation(store, self.state, evaluations)
+        self.last_evaluation = LastEvaluation(shared, evaluations)
         awaited, last_word = set[int](), 0.0
         if shared.roles_apart:
             self.continuation.recall(derived.rollout_ranks)
@@ -168,53 +143,8 @@ class Controller:
         self.reattachment = Reattachment(
             shared, store, tracker, self.replicas, self.rescuer, awaited, self.replica_lost, last_word
         )
-        self.handlers = self._handlers()
+        self.handlers = handlers(self)
         hub.announce(store.store_id, store.received())
-
-    def _handlers(self) -> dict[str, Handlers]:
-        """By the sender's role, who takes which message of a member."""
-        everyone: Handlers = {
-            Ping: self.on_ping,
-            Goodbye: self.on_goodbye,
-            Failure: self.membership.on_failure,
-        }
-        trainer: Handlers = {
-            TrainersMeet: self.gang.on_trainers_meet,
-            Restored: self.training.on_restored,
-            TakeBatch: self.training.on_take_batch,
-            StepDone: self.training.on_step_done,
-            Checkpointed: self.training.on_checkpointed,
-            TrainerDone: self.training.on_trainer_done,
-            LaneSenders: self.weights.on_lane_senders,
-            NewWeightId: self.weights.on_new_weight_id,
-            Published: self.weights.on_published,
-        }
-        links: Handlers = {StoreOpened: self.weights.on_store_opened, LinkDown: self.weights.on_link_down}
-        relay: Handlers = {RelayHas: self.on_relay_has}
-        rollout: Handlers = {
-            WeightsOpened: self.dispatcher.on_weights_opened,
-            RequestWork: self.dispatcher.on_request_work,
-            Holds: self.reattachment.on_holds,
-            NotLoaded: self.rescuer.on_not_loaded,
-            Generated: self.reports.on_generated,
-            Increment: self.reports.on_increment,
-            Scored: self.reports.on_scored,
-            Lost: self.reports.on_lost,
-            Leaving: self.on_leaving,
-            Unfinished: self.departures.on_unfinished,
-            EngineHung: self.rescuer.on_engine_hung,
-            Reserved: self.migration.on_reserved,
-            MoveReady: self.migration.on_move_ready,
-            Imported: self.migration.on_imported,
-            MoveFailed: self.migration.on_move_failed,
-            Answer: self.answers.on_answer,
-            Ask: self.homes.on_ask,
-        }
-        return {
-            "trainer": everyone | trainer | links,
-            "relay": everyone | relay | links,
-            "rollout": everyone | rollout,
-        }
 
     # ---- one turn ------------------------------------------------------------------------------------------
 
@@ -227,13 +157,14 @@ class Controller:
             for identity, message in arrived:
                 self.handle(identity, message)
             self.tick()
+            decided = time.time()
+            self.continuation.note()
+            self.store.note_received(self.hub.received())
+            self.store.commit()
         except BaseException:
             self.store.roll_back()  # nothing of this turn was acknowledged
+            self.outbox.turn_failed()
             raise
-        decided = time.time()
-        self.continuation.note()
-        self.store.note_received(self.hub.received())
-        self.store.commit()
         committed = time.time()
         for identity in self.members.take_left():
             self.hub.end(identity)
@@ -278,6 +209,7 @@ class Controller:
         self.gang.tick(now)
         self.weights.update_chains()
         self.training.answer_trainer()
+        self.last_evaluation.tick(now)
         self.scorers.assign()
         self.homes.let_go()
         self.dispatcher.dispatch()

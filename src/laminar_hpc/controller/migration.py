@@ -1,7 +1,7 @@
 """Moves of trajectories between replicas, carried out side by side as policies/moves.py says.
 
     `begin`: Reserve -> Reserved -> MoveOrder -> MoveReady -> Import -> Imported
-        -> tracker.move (one transaction) -> MoveCommit to both
+        -> owners.move (one transaction) -> MoveCommit to both
 
 Begun by controller/repacker.py and, without a source, by controller/rescuer.py. Owns the moves. A side that
 repeats its last message is answered again. A trajectory whose move is called off when its owner is dead goes
@@ -101,7 +101,7 @@ class Migration:
         self._moves[move_id] = _Progress(move, now, partial)
         self.moving[trajectory_id] = move_id
         heappush(self._late_at, (deadline, move_id))
-        group, step = self._tracker.bare_group(trajectory_id), self._steps[weight_id]
+        group, step = self._tracker.groups.bare(trajectory_id), self._steps[weight_id]
         config = self._shared.config
         kv = config.pipeline.repack == "kv" and source is not None
         sampling = (config.sampling.temperature, config.sampling.max_response_tokens)
@@ -159,7 +159,7 @@ class Migration:
         if named is None:
             return MoveAbort(move_id, "it is not known here")
         trajectory_id, attempt = named
-        owner, present = self._tracker.owner(trajectory_id)
+        owner, present = self._tracker.groups.owner(trajectory_id)
         has_come = said is Imported and owner == replica and present == attempt + 1
         has_gone = said is MoveReady and present > attempt
         if has_come or has_gone:
@@ -224,7 +224,7 @@ class Migration:
         """In the transaction of this turn; the messages leave after its commit."""
         move, partial = progress.move, progress.partial
         assert partial is not None and move.destination is not None
-        if not self._tracker.move(move.trajectory_id, move.attempt, move.destination, move.weight_id):
+        if not self._tracker.owners.move(move.trajectory_id, move.attempt, move.destination, move.weight_id):
             move.phase, move.reason = Phase.ABORTED, "its trajectory no longer counts"
             self._call_off(move)
             return

@@ -81,15 +81,15 @@ class Reattachment:
         self._replicas.serves(replica, holds.weight_id)
         held = {sample.trajectory_id: sample.attempt for sample in holds.generating}
         for trajectory_id, attempt in held.items():
-            self._tracker.adopt(trajectory_id, attempt, replica)
-        owned = {i: sample.attempt for _, i, sample in self._tracker.holders.generating(replica)}
+            self._tracker.owners.adopt(trajectory_id, attempt, replica)
+        owned = {i: sample.attempt for _, i, sample in self._tracker.groups.holders.generating(replica)}
         drop = [Sample(i, attempt) for i, attempt in held.items() if owned.get(i) != attempt]
         coming = {i: attempt + 1 for i, attempt in filter(None, map(attempt_of, holds.moves))}
         gone = [(i, a) for i, a in owned.items() if held.get(i) != a and coming.get(i) != a]
         if drop:
             self._shared.outbox.send(member, Drop(drop))
         self._rescuer.not_held(gone)
-        self._tracker.scores(replica, holds.scoring)
+        self._tracker.owners.scores(replica, holds.scoring)
         fields = {"held": len(held) - len(drop), "dropped": len(drop), "regranted": len(gone)}
         self._shared.metrics.write("reattached", replica=replica, scoring=len(holds.scoring), **fields)
         log.info("replica %d has joined anew: %s", replica, fields)

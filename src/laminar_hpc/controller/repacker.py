@@ -60,7 +60,7 @@ class Repacker:
 
     def consolidate(self, now: float) -> None:
         """Plans and begins moves, unless an emptied replica would find no work."""
-        count = self._tracker.holders.generating_counts()
+        count = self._tracker.groups.holders.generating_counts()
         self._seen = {
             # with more on it than it reports it has been granted a local batch since
             replica: self._compared(
@@ -108,7 +108,7 @@ class Repacker:
 
         Some of a report's requests may have ended since: the tracker's count is the newer one, and never the
         larger."""
-        busy, count = self._migration.busy_replicas(), self._tracker.holders.generating_counts()
+        busy, count = self._migration.busy_replicas(), self._tracker.groups.holders.generating_counts()
         return {
             replica: seen
             for replica, seen in self._seen.items()
@@ -133,9 +133,9 @@ class Repacker:
         """Moves whatever the source has in progress; returns how many trajectories that is."""
         assert report.weight_id is not None  # as of all candidates
         begun = 0
-        for group, trajectory_id, sample in self._tracker.holders.generating(merge.source):
+        for group, trajectory_id, sample in self._tracker.groups.holders.generating(merge.source):
             if trajectory_id not in self._migration.moving:
-                prompt = len(self._tracker.prompt_of(group).tokens)
+                prompt = len(self._tracker.groups.prompt_of(group).tokens)
                 response_max = self._config.sampling.max_response_tokens
                 tokens = room(prompt, response_max, report.held_tokens, report.in_flight)
                 ends = (merge.source, merge.destination)

@@ -45,8 +45,9 @@ class TrajectoryReports:
 
     def on_generated(self, member: Member, generated: Generated) -> None:
         trajectory = generated.trajectory
-        if generated.evaluation and self._evaluations:
-            self._evaluations.generated(generated)
+        if generated.evaluation:
+            if self._evaluations:
+                self._evaluations.generated(generated)
         elif not is_sound(trajectory.place) or not trajectory.digest or trajectory.length < 1:
             reason = f"{member.name} names no place where its response is"
             self.on_lost(member, Lost(trajectory.trajectory_id, trajectory.attempt, reason))
@@ -61,13 +62,14 @@ class TrajectoryReports:
                 self._rescuer.trajectory_ended(trajectory.trajectory_id)
 
     def on_increment(self, _: Member, increment: Increment) -> None:
-        if self._tracker.counts_as(increment.trajectory_id, increment.attempt):
+        if self._tracker.owners.counts_as(increment.trajectory_id, increment.attempt):
             self._pool.add(increment)
 
     def on_lost(self, _: Member, lost: Lost) -> None:
         log.warning("trajectory %d, attempt %d, was lost: %s", lost.trajectory_id, lost.attempt, lost.reason)
-        if lost.evaluation and self._evaluations:
-            self._evaluations.lost(lost)
+        if lost.evaluation:
+            if self._evaluations:
+                self._evaluations.lost(lost)
             return
         self._scorers.scored(lost.trajectory_id)
         if self._tracker.lost(lost.trajectory_id, lost.attempt):
@@ -102,8 +104,9 @@ class TrajectoryReports:
 
     def on_scored(self, _: Member, scored: Scored) -> None:
         self._watch_reward(scored)
-        if scored.evaluation and self._evaluations:
-            self._evaluation_scored(self._evaluations, scored)
+        if scored.evaluation:
+            if self._evaluations:
+                self._evaluation_scored(self._evaluations, scored)
             return
         self._scorers.scored(scored.trajectory_id)
         group = self._tracker.scored(

@@ -26,6 +26,7 @@ from laminar_hpc.controller.weights import Weights
 from laminar_hpc.messages.data import Partial, PromptGroup
 from laminar_hpc.messages.rollouts import EngineHung, NotLoaded
 from laminar_hpc.policies import failover
+from laminar_hpc.policies.waiting_orphans import WaitingOrphans
 
 log = logging.getLogger(__name__)
 TRIES = 3  # rescues of one trajectory before it starts again: a replica that drains meanwhile refuses
@@ -64,7 +65,7 @@ class Rescuer:
     ) -> None:
         self._shared, self._tracker, self._replicas = shared, tracker, replicas
         self._weights, self._pool, self._migration = weights, pool, migration
-        self._waiting: dict[int, tuple[int, float]] = {}  # trajectory -> attempt, since when (monotonic)
+        self._waiting = WaitingOrphans()
         self._loading: dict[int, Rescue] = {}  # by replica
         self._tries: dict[int, int] = {}  # by trajectory
 
@@ -75,7 +76,7 @@ class Rescuer:
         many tokens of it were known here."""
         tokens = self._pool.drop(trajectory_id)
         self._tries.pop(trajectory_id, None)
-        self._waiting.pop(trajectory_id, None)
+        self._waiting.discard(trajectory_id)
         self._migration.trajectory_ended(trajectory_id)
         return tokens
 
@@ -85,11 +86,11 @@ class Rescuer:
         self._loading.pop(replica, None)
         self._migration.replica_lost(replica)
         self.place_orphans()
-        left = self._tracker.holders.generating(replica)
+        left = self._tracker.groups.holders.generating(replica)
         moving = self._migration.moving
         for _, trajectory_id, _ in left:
             if trajectory_id in moving:  # its move goes on without its source
-                self._tracker.hold(trajectory_id)
+                self._tracker.owners.hold(trajectory_id)
         self._place([(i, sample.attempt) for _, i, sample in left if i not in moving])
         return len(left)
 
@@ -105,7 +106,7 @@ class Rescuer:
             self._pool.put(trajectory_id, attempt, partial)
         self._migration.source_gives_up(trajectory_id, replica)
         if trajectory_id in self._migration.moving:
-            self._tracker.hold(trajectory_id)
+            self._tracker.owners.hold(trajectory_id)
         else:
             self._place([(trajectory_id, attempt)])
 
@@ -124,16 +125,17 @@ class Rescuer:
             self._record(self._loading.pop(replica), loaded=True)
 
     def on_not_loaded(self, member: Member, message: NotLoaded) -> None:
+        """All that it generates is of that batch, also where an earlier controller has granted it."""
         replica, reason = member.hello.index, message.reason
-        rescue = self._loading.get(replica)
-        if rescue is None or rescue.batch_id != message.batch_id:
+        if message.batch_id != self._replicas.at(replica).newest_batch:
             return
-        del self._loading[replica]
-        log.warning("%s could not go on with %d trajectories: %s", member.name, len(rescue.parts), reason)
-        self._weights.forget_slot(rescue.machine, rescue.weight_id)
-        orphans = [attempt for attempt in rescue.attempts() if self._tracker.counts_as(*attempt)]
+        if rescue := self._loading.pop(replica, None):
+            self._weights.forget_slot(rescue.machine, rescue.weight_id)
+        orphans = [(i, sample.attempt) for _, i, sample in self._tracker.groups.holders.generating(replica)]
+        log.warning("%s could not go on with %d trajectories: %s", member.name, len(orphans), reason)
         for trajectory_id, _ in orphans:
-            self._tracker.hold(trajectory_id)
+            self._migration.source_gives_up(trajectory_id, replica)
+            self._tracker.owners.hold(trajectory_id)
             fields = {"trajectory_id": trajectory_id, "source": None, "reason": reason}
             self._shared.metrics.write("move_off", **fields)
         self._place(orphans)
@@ -151,26 +153,30 @@ class Rescuer:
         them, else back to the prompt. With refresh=interrupt a response may go on with newer weights."""
         refresh, rooms = self._shared.config.pipeline.refresh, self.rooms()
         newest = max((room.weight_id for room in rooms), default=None) if refresh == "interrupt" else None
-        known = {
-            i: part
-            for i, attempt in orphans
-            if (part := self._pool.get(i, attempt)) and (len(part.weight_ids) == 1 or refresh == "interrupt")
-        }
+        known = {i: part for i, attempt in orphans if (part := self._known(i, attempt))}
         wanted = {
             i: self._view(i, part, newest) for i, part in known.items() if self._tries.get(i, 0) < TRIES
         }
         placed = failover.redirect(list(wanted.values()), rooms)
         for trajectory_id, attempt in orphans:
+            self._waiting.discard(trajectory_id)
             destination = placed.get(trajectory_id)
             if trajectory_id not in wanted or (destination is None and refresh != "drained"):
                 self._start_again(trajectory_id, attempt)
                 continue
             self._tries[trajectory_id] = self._tries.get(trajectory_id, 0) + 1
-            self._tracker.hold(trajectory_id)
+            self._tracker.owners.hold(trajectory_id)
             if destination is None:
-                self._waiting[trajectory_id] = (attempt, time.monotonic())
+                self._waiting.put(wanted[trajectory_id], attempt, time.monotonic())
             else:
                 self._begin(wanted[trajectory_id], attempt, destination, known[trajectory_id])
+
+    def _known(self, trajectory_id: int, attempt: int) -> Partial | None:
+        """From what it can go on elsewhere: tokens of one policy, with refresh=interrupt of any."""
+        part = self._pool.get(trajectory_id, attempt)
+        policies = len(part.weight_ids) if part else 0
+        several = policies > 1 and self._shared.config.pipeline.refresh == "interrupt"
+        return part if policies == 1 or several else None
 
     def _begin(self, orphan: failover.Orphan, attempt: int, destination: int, part: Partial) -> None:
         """A move without a source."""
@@ -182,11 +188,12 @@ class Rescuer:
         is placed by it is not in it."""
         if not self._waiting or (room := self._room(replica, self._replicas.at(replica))) is None:
             return
-        known = {i: part for i, (attempt, _) in self._waiting.items() if (part := self._pool.get(i, attempt))}
-        views = {i: self._view(i, part) for i, part in known.items()}
-        for trajectory_id in failover.redirect(list(views.values()), [room]):
+        for trajectory_id in self._waiting.fitting(room):
             attempt, _ = self._waiting.pop(trajectory_id)
-            self._begin(views[trajectory_id], attempt, replica, known[trajectory_id])
+            if part := self._known(trajectory_id, attempt):
+                self._begin(self._view(trajectory_id, part), attempt, replica, part)
+            else:
+                self._start_again(trajectory_id, attempt)
 
     def rooms(self) -> list[failover.Room]:
         """Replicas that generate: they can take more of their weights. Their last report may be older than
@@ -204,7 +211,7 @@ class Rescuer:
 
     def _view(self, trajectory_id: int, part: Partial, newest: int | None = None) -> failover.Orphan:
         """To go on with its own weights, or with those of the id `newest` if they are newer."""
-        prompt, response = len(self._tracker.bare_group(trajectory_id).prompt_tokens), part.count
+        prompt, response = len(self._tracker.groups.bare(trajectory_id).prompt_tokens), part.count
         own = part.spans[-1].weight_id
         weight_id = own if newest is None else max(newest, own)
         return failover.Orphan(trajectory_id, weight_id, prompt + response, response)
@@ -212,24 +219,23 @@ class Rescuer:
     def _start_again(self, trajectory_id: int, attempt: int) -> None:
         """From its prompt; what is known of it is thrown away, and counted."""
         self._tries.pop(trajectory_id, None)
-        self._tracker.discard(trajectory_id, attempt, self._pool.drop(trajectory_id))
+        self._tracker.owners.discard(trajectory_id, attempt, self._pool.drop(trajectory_id))
 
     # ---- to replicas without work --------------------------------------------------------------------------
 
     def next_rescue(self, batch_id: int) -> Rescue | None:
         """What a replica without work goes on with, as batch `batch_id`; None when there is nothing, or
-        nobody. Called until it returns None: each rescue leaves less that can be loaded."""
-        if not self._waiting or not (idle := self._idle()):
-            return None
-        orphans = [
-            self._view(i, part)
-            for i, (attempt, _) in self._waiting.items()
-            if (part := self._pool.get(i, attempt))
-        ]
+        nobody. Called until it returns None: each rescue leaves less that can be loaded. What was forgotten
+        while it waited, as its environment is lost, starts again."""
+        idle, weight_ids = self._idle() if self._waiting else [], self._waiting.weight_ids
+        if not any(each.weight_id is not None or weight_ids & each.loadable for each in idle):
+            return None  # nobody could load any of it, or begin it anew
+        known = {i: self._known(i, attempt) for i, attempt in self._waiting}
+        orphans = [self._view(i, part) for i, part in known.items() if part]
         reloads, again = failover.plan_reloads(orphans, idle)
         if reloads:
             return self._regrant(reloads[0], batch_id)
-        for trajectory_id in again:
+        for trajectory_id in [*again, *(i for i, part in known.items() if part is None)]:
             attempt, _ = self._waiting.pop(trajectory_id)
             self._start_again(trajectory_id, attempt)
         return None
@@ -269,7 +275,7 @@ class Rescuer:
         waited = {i: self._waiting.pop(i) for i in reload.trajectory_ids}
         known = {i: part for i, (attempt, _) in waited.items() if (part := self._pool.get(i, attempt))}
         attempts = {i: attempt for i, (attempt, _) in waited.items()}
-        groups = self._tracker.regrant(attempts, replica, weight_id)
+        groups = self._tracker.owners.regrant(attempts, replica, weight_id)
         rescue = Rescue(batch_id, replica, weight_id, member.hello.machine, groups, {}, {})
         for i, attempt in rescue.attempts():
             rescue.parts[i] = moved(known[i])

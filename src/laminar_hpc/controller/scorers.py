@@ -1,6 +1,6 @@
 """Complete responses whose replica died before their score came: scored by another one.
 
-    replica lost, or a start over a store -> tracker.unscored -> `assign`, each tick -> ScoreOrder -> Scored
+    replica lost, or a start over a store -> owners.unscored -> `assign`, each tick -> ScoreOrder -> Scored
 
 Owns which replica was asked for which. When that one dies too, the next is asked; a score that comes twice
 counts once (controller/tracker.py). Without a replica that serves weights they wait.
@@ -28,10 +28,10 @@ class Scorers:
 
     def replica_lost(self, replica: int) -> int:
         """What it was to score is scored by others. Returns how many responses that is."""
-        left = self._tracker.holders.scoring(replica)
+        left = self._tracker.groups.holders.scoring(replica)
         for trajectory_id in left:
             self._asked.pop(trajectory_id, None)
-            self._tracker.scorer_lost(trajectory_id)
+            self._tracker.owners.scorer_lost(trajectory_id)
         return len(left)
 
     def scored(self, trajectory_id: int) -> None:
@@ -39,21 +39,21 @@ class Scorers:
 
     def assign(self) -> None:
         """Asks the replicas that have least to score; those that serve weights have their reward workers."""
-        if not self._tracker.unscored:
+        if not self._tracker.owners.unscored:
             return
         rows, members, counts = self._replicas.rows(), self._shared.members, Counter(self._asked.values())
         serving = [i for i, row in rows.items() if row.weight_id is not None and not row.leaving]
         ready = [(counts[i], i) for i in serving if members.at("rollout", i)]  # fewest first
         heapify(ready)
         sent = Counter[int]()
-        for trajectory_id in list(islice(self._tracker.unscored, _AT_ONCE * len(ready))):
+        for trajectory_id in list(islice(self._tracker.owners.unscored, _AT_ONCE * len(ready))):
             asked, replica = ready[0]
             if asked >= _AT_ONCE:
                 break
             heapreplace(ready, (asked + 1, replica))
             sent[replica] += 1
             self._asked[trajectory_id] = replica
-            order = self._tracker.score_at(trajectory_id, replica)
+            order = self._tracker.owners.score_at(trajectory_id, replica)
             self._shared.outbox.send(members.at("rollout", replica), order)
         for replica, count in sent.items():
             log.info("replica %d scores %d responses whose own replica is gone", replica, count)

@@ -9,6 +9,7 @@ from laminar_hpc.config.check import Derived
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.controller.members import Member, Members
 from laminar_hpc.messages.data import Message
+from laminar_hpc.messages.membership import Failure
 from laminar_hpc.observability import console
 from laminar_hpc.observability.metrics import MetricsWriter
 
@@ -31,6 +32,10 @@ class Outbox:
     def send_to(self, identity: str, message: Message) -> None:
         """To a sender that need not be a member."""
         self._messages.append((identity, message))
+
+    def turn_failed(self) -> None:
+        """Nothing of the turn is committed, so nothing of it is sent, but why somebody must end."""
+        self._messages = [each for each in self._messages if isinstance(each[1], Failure)]
 
     def take(self) -> list[tuple[str, Message]]:
         """All of it, as (identity, message) in order."""

@@ -27,9 +27,9 @@ def status(controller: Controller) -> Status:
             for member in sorted(c.members.by_place.values(), key=lambda m: (m.hello.role, m.hello.index))
         ],
         queues=Queues(
-            generating=len(c.tracker.live) - c.tracker.ready_groups,
+            generating=len(c.tracker.groups.live) - c.tracker.ready_groups,
             ready=c.tracker.ready_groups,
-            unscored=c.tracker.holders.unscored,
+            unscored=c.tracker.groups.holders.unscored,
             evaluations=len(c.evaluations.queue) if c.evaluations else 0,
             replicas_waiting=len(c.replicas.waiting),
             trainer_waits=c.training.waits_for,
@@ -45,8 +45,8 @@ def _rank(c: Controller, member: Member) -> Rank:
     elif hello.role == "relay":
         newest = c.weights.newest_on(hello.machine)
         weight_id = newest.weight_id if newest else None
-    elif c.weights.steps:
-        weight_id = max(c.weights.steps)
+    else:
+        weight_id = c.weights.newest_issued
     return Rank(
         hello.role,
         hello.index,

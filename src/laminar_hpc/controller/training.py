@@ -71,7 +71,7 @@ class Training:
         self._writer: PayloadWriter | None = None  # of a replay's steps that come from an archive
         config = shared.config
         self._samples = ShownSamples(Path(config.model.path), config.observability.show_samples, shared.say)
-        self._evaluated_before = False
+        self._evaluated_before = bool(self._state.gang)  # it is due, or done, since an earlier controller
         self._request: TakeBatch | None = None
         self._wait_reason = ""
         self._last_not_yet = self._last_step_time = 0.0
@@ -150,7 +150,7 @@ class Training:
         if groups is None:
             return False
         if request.step == self._state.trainer_step:  # else its step is done by now
-            self._send_batch(member, request, self._store.batch(groups))
+            self._send_batch(member, request, self._store.rows.batch(groups))
         return True
 
     def _send_batch(self, trainer: Member, request: TakeBatch, groups: list[BatchGroup]) -> None:
@@ -181,7 +181,7 @@ class Training:
             self._shared.outbox.send(trainer, NotYet(step, reason))
 
     def _replayed(self, replay: Store, step: int) -> tuple[list[BatchGroup], str]:
-        groups = replay.batch(replay.consumed_groups(step))
+        groups = replay.rows.batch(replay.rows.consumed_groups(step))
         if not groups and step < replay.archived_steps:
             if self._writer is None:
                 self._writer = PayloadWriter(self._store.run_dir, put_back.WRITER)
@@ -195,7 +195,7 @@ class Training:
         the reason to wait."""
         whole, bound = self._config.algorithm.prompts_per_step, self._config.pipeline.max_staleness
         step, taken = request.step, self._state.groups_taken
-        choice = admission.choose(step, self._tracker.live, whole, bound, taken, size)
+        choice = admission.choose(step, self._tracker.groups.live, whole, bound, taken, size)
         if not choice.group_ids:
             return [], choice.reason
         groups = sorted(choice.group_ids)
@@ -210,7 +210,8 @@ class Training:
             return self._answer_step(member, done)
         self._state.trainer_step, self._state.groups_taken = done.step + 1, 0
         self._record(done)
-        self._samples.show(done.step, self._replay or self._store)
+        store = self._replay or self._store
+        self._samples.show(done.step, store.rows, store.run_dir)
         step, every = self._state.trainer_step, self._config.evaluation.every
         if self._evaluations and every and step % every == 0 and step < self._config.steps:
             self._evaluations.add("step", step, 1)
@@ -227,8 +228,8 @@ class Training:
         self._last_step_time = now
         fields: dict[str, object] = {**done.metrics, "step": state.trainer_step, "seconds": seconds}
         if self._replay is None:
-            fields |= dataclasses.asdict(self._tracker.take_counts())
-            self._store.note_mismatches(done.mismatches)
+            fields |= dataclasses.asdict(self._tracker.counts.take())
+            self._store.rows.note_mismatches(done.mismatches)
         if state.steps_done:  # the first step holds the start-up of the engines
             self._step_seconds.append(seconds)
         state.steps_done += 1

@@ -64,7 +64,7 @@ def _take(
         reports.on_lost(member, message)
     elif isinstance(message, Increment):
         reports.on_increment(member, message)
-    elif isinstance(message, Unfinished) and tracker.counts_as(message.trajectory_id, message.attempt):
+    elif isinstance(message, Unfinished) and tracker.owners.counts_as(message.trajectory_id, message.attempt):
         known = pool.get(message.trajectory_id, message.attempt)
         if known is None or message.partial.count > known.count:
             pool.put(message.trajectory_id, message.attempt, message.partial)

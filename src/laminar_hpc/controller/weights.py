@@ -39,7 +39,7 @@ class Weights:
         self._store, self._probes = store, probes
         lanes, wanted = shared.config.relay.lanes, max(1, relays // shared.config.relay.lanes)
         self._epoch, self._next_id = store.get("restore_epoch", 0), store.next_ids()[0]
-        first, issued = self._epoch * NUMBERS, self._next_id - 1 if self._next_id else None
+        first, issued = self._epoch * NUMBERS, self.newest_issued
         self.chains = [Chain(wanted, lane, lanes, first_epoch=first, issued=issued) for lane in range(lanes)]
         self._senders = [0] if lanes == 1 else []  # trainer rank of each lane, as far as known
         self._answered: tuple[str, WeightId] | None = None  # the newest request for an id, and its answer
@@ -57,6 +57,11 @@ class Weights:
         for first_id, step in self._store.starts_of_trainers():
             steps.update({i: step for i, later in steps.items() if i < first_id and later > step})
         return steps
+
+    @property
+    def newest_issued(self) -> int | None:
+        """The newest id, whether any relay holds it or not."""
+        return self._next_id - 1 if self._next_id else None
 
     # ---- chains --------------------------------------------------------------------------------------------
 

@@ -21,14 +21,11 @@ PROMPT_CHARACTERS, RESPONSE_CHARACTERS = 120, 320
 
 
 class Trained(Protocol):
-    """What is read of the controller's store."""
+    """What is read of the controller's store: its rows."""
 
     def consumed_groups(self, step: int) -> list[int]: ...
 
     def batch(self, group_ids: list[int]) -> list[BatchGroup]: ...
-
-    @property
-    def run_dir(self) -> Path: ...
 
 
 class ShownSamples:
@@ -36,14 +33,14 @@ class ShownSamples:
         self._number, self._say = number, say
         self._tokenizer = Tokenizer.from_file(str(model / "tokenizer.json")) if number else None
 
-    def show(self, step: int, store: Trained) -> None:
-        """The samples of trainer step `step`, counted from 0."""
+    def show(self, step: int, trained: Trained, run_dir: Path) -> None:
+        """The samples of trainer step `step`, counted from 0. `run_dir`: where their responses are."""
         if self._tokenizer is None:
             return
-        for pick, group_id in enumerate(spread(store.consumed_groups(step), self._number, step)):
-            for group in store.batch([group_id]):
+        for pick, group_id in enumerate(spread(trained.consumed_groups(step), self._number, step)):
+            for group in trained.batch([group_id]):
                 group.trajectories = [group.trajectories[(step + pick) % len(group.trajectories)]]
-                self._show(store.run_dir, group, step, self._tokenizer)
+                self._show(run_dir, group, step, self._tokenizer)
 
     def _show(self, run_dir: Path, group: BatchGroup, step: int, tokenizer: Tokenizer) -> None:
         try:

@@ -1,0 +1,87 @@
+"""Who takes which message of a member, by the sender's role. A message that its role does not send is refused
+(controller/membership.py); Hello and StopRequest come from anybody.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from laminar_hpc.controller.members import Member
+from laminar_hpc.messages.chain import LinkDown, RelayHas, StoreOpened
+from laminar_hpc.messages.data import Message
+from laminar_hpc.messages.homes import Ask
+from laminar_hpc.messages.membership import Failure, Goodbye, Ping
+from laminar_hpc.messages.moves import Answer, Imported, MoveFailed, MoveReady, Reserved
+from laminar_hpc.messages.publication import LaneSenders, NewWeightId, Published
+from laminar_hpc.messages.rollouts import (
+    EngineHung,
+    Generated,
+    Holds,
+    Increment,
+    Leaving,
+    Lost,
+    NotLoaded,
+    RequestWork,
+    Scored,
+    Unfinished,
+    WeightsOpened,
+)
+from laminar_hpc.messages.training import (
+    Checkpointed,
+    Restored,
+    StepDone,
+    TakeBatch,
+    TrainerDone,
+    TrainersMeet,
+)
+
+if TYPE_CHECKING:
+    from laminar_hpc.controller.loop import Controller
+
+Handler = Callable[[Member, Any], None]  # the message's type is that of its line in the table
+Handlers = dict[type[Message], Handler]
+
+
+def handlers(c: "Controller") -> dict[str, Handlers]:
+    """By role; called once, when all parts are made."""
+    everyone: Handlers = {
+        Ping: c.on_ping,
+        Goodbye: c.on_goodbye,
+        Failure: c.membership.on_failure,
+    }
+    trainer: Handlers = {
+        TrainersMeet: c.gang.on_trainers_meet,
+        Restored: c.training.on_restored,
+        TakeBatch: c.training.on_take_batch,
+        StepDone: c.training.on_step_done,
+        Checkpointed: c.training.on_checkpointed,
+        TrainerDone: c.training.on_trainer_done,
+        LaneSenders: c.weights.on_lane_senders,
+        NewWeightId: c.weights.on_new_weight_id,
+        Published: c.weights.on_published,
+    }
+    links: Handlers = {StoreOpened: c.weights.on_store_opened, LinkDown: c.weights.on_link_down}
+    relay: Handlers = {RelayHas: c.on_relay_has}
+    rollout: Handlers = {
+        WeightsOpened: c.dispatcher.on_weights_opened,
+        RequestWork: c.dispatcher.on_request_work,
+        Holds: c.reattachment.on_holds,
+        NotLoaded: c.rescuer.on_not_loaded,
+        Generated: c.reports.on_generated,
+        Increment: c.reports.on_increment,
+        Scored: c.reports.on_scored,
+        Lost: c.reports.on_lost,
+        Leaving: c.on_leaving,
+        Unfinished: c.departures.on_unfinished,
+        EngineHung: c.rescuer.on_engine_hung,
+        Reserved: c.migration.on_reserved,
+        MoveReady: c.migration.on_move_ready,
+        Imported: c.migration.on_imported,
+        MoveFailed: c.migration.on_move_failed,
+        Answer: c.answers.on_answer,
+        Ask: c.homes.on_ask,
+    }
+    return {
+        "trainer": everyone | trainer | links,
+        "relay": everyone | relay | links,
+        "rollout": everyone | rollout,
+    }
