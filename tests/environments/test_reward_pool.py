@@ -5,10 +5,12 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -16,8 +18,9 @@ import pytest
 
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import RewardConfig
-from laminar_hpc.environments.fork_server import MAX_OUTPUT
+from laminar_hpc.environments.fork_server import MAX_OUTPUT, ForkServer
 from laminar_hpc.environments.reward_pool import RewardPool, Score
+from laminar_hpc.environments.reward_protocol import Reap, Setup
 from lives import found, living
 
 FUNCTIONS = """
@@ -353,6 +356,20 @@ async def test_a_pool_that_is_closed_answers():
             "its process died, twice"
         }
         assert psutil.Process().children() == before
+
+
+def test_whoever_waits_for_the_fork_server_is_told_of_its_end():
+    """Promise (docs/architecture.md#bounded-waits): also when a process that it has just forked still has
+    its end of the socket."""
+    server = ForkServer(Setup([], 1.0, ""))
+    server._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    server._control.settimeout(60.0)
+    with ThreadPoolExecutor(1) as thread, theirs:
+        answer = thread.submit(server._request, Reap(1))
+        assert theirs.recv(1000)
+        time.sleep(0.3)  # by now it waits, most likely
+        server._end()
+        assert isinstance(answer.exception(30.0), EOFError | OSError)
 
 
 async def test_calls_of_a_dead_worker_are_done_again_once(tmp_path):

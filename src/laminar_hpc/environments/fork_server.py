@@ -178,10 +178,11 @@ class ForkServer:
 
     def _request(self, message: msgspec.Struct, fds: tuple[int, ...] = ()) -> msgspec.Struct:
         """Blocks. Raises TimeoutError, OSError or EOFError."""
-        assert self._control is not None
         with self._speaking:
-            socket.send_fds(self._control, [encode(message)], fds)
-            if not (packet := self._control.recv(_MAX_PACKET)):
+            control = self._control
+            assert control is not None
+            socket.send_fds(control, [encode(message)], fds)
+            if not (packet := control.recv(_MAX_PACKET)):
                 raise EOFError
         return decode_from_server(packet)
 
@@ -262,6 +263,10 @@ class ForkServer:
 
     def _end(self) -> None:
         if self._control is not None:
+            with contextlib.suppress(OSError):
+                self._control.shutdown(
+                    socket.SHUT_RDWR
+                )  # whoever waits for an answer is told, and waits no more
             self._control.close()
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
