@@ -14,7 +14,7 @@ import pytest
 
 from laminar_hpc.cluster.folders import SANDBOX_FOLDER_PREFIX
 from laminar_hpc.environments.isolation import seccomp, tiers
-from laminar_hpc.environments.sandbox import Limits, Result, Sandbox, SandboxFailed
+from laminar_hpc.environments.sandbox import Limits, Result, Sandbox, SandboxFailed, keeper
 from laminar_hpc.environments.sandbox.output import Output
 from lives import living
 
@@ -385,3 +385,12 @@ def test_result_is_public() -> None:
         "run",
         "run_sync",
     ]
+
+
+def test_a_keeper_whose_preloaded_process_has_gone_ends_without_a_word() -> None:
+    """Promise: also when that had not read all that it was told."""
+    orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    orders.send(keeper.READY)
+    theirs.close()
+    with orders, pytest.raises(keeper._NoMore):
+        keeper._next_call(orders)

@@ -54,7 +54,10 @@ def _end(number: int, frame: object) -> None:
 def _next_call(orders: socket.socket) -> tuple[socket.socket, bytes]:
     """A connection whose client is still there, and what it asks. Raises _NoMore."""
     while True:
-        packet, descriptors, _, _ = socket.recv_fds(orders, 1, 1)
+        try:
+            packet, descriptors, _, _ = socket.recv_fds(orders, 1, 1)
+        except ConnectionError:  # the preloaded process has gone without reading what it was told
+            raise _NoMore from None
         if not packet:
             raise _NoMore
         connection = socket.socket(fileno=descriptors[0])

@@ -1,0 +1,139 @@
+"""What a worker calls: the user's functions, imported, and the answers that they come to. Called by
+reward_worker.py; under another interpreter too (interpreter.py).
+"""
+
+import importlib
+import inspect
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from laminar_hpc.config.errors import LaminarError, did_you_mean
+from laminar_hpc.environments.framing import framed
+from laminar_hpc.environments.reward_protocol import (
+    MAX_ERROR,
+    Call,
+    Ready,
+    Result,
+    Setup,
+    Spec,
+    error_words,
+    sendable,
+)
+from laminar_hpc.environments.reward_styles import RewardFault, adapted, checked
+
+# what is no reward, by style: the module and class that serve it, imported where it is asked for
+OTHERS = {
+    "tool": ("laminar_hpc.turns.served", "Tool"),
+    "environment": ("laminar_hpc.turns.served", "Environment"),
+    "agent": ("laminar_hpc.gateway.served", "Agent"),
+}
+
+
+class Reward:
+    """One reward, ready to be called. Raises LaminarError when it cannot be."""
+
+    def __init__(self, spec: Spec, timeout_seconds: float, prompt_field: str) -> None:
+        self.style = spec.style
+        if spec.url:
+            from laminar_hpc.environments.http_reward import HttpReward  # aiohttp takes a third of a second
+
+            self.is_async, self.style = True, "laminar"
+            self.call: Callable[[Call], object] = HttpReward(spec, timeout_seconds)
+            return
+        function = load_function(spec.function, spec.label)
+        self.is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+            type(function).__call__
+        )
+        self.call = adapted(function, spec.style, spec.label, prompt_field)
+        if hasattr(function, "prepare"):  # an object that wants to do something once, before the forks
+            function.prepare()
+
+    def result(self, call: Call, value: object, t0: float) -> Result:
+        """Of what the call returned. Raises RewardFault."""
+        number, parts = checked(value, self.style)
+        return Result(call.id, number, parts, t0, time.time())
+
+
+def load_function(path: str, label: str) -> Callable:
+    """The callable at a dotted path, searched from the current folder on too. Raises LaminarError when
+    there is none."""
+    module_name, _, name = path.rpartition(".")
+    if not module_name or set("/:") & set(path):
+        raise LaminarError(
+            f"{label} is no dotted path: write it as module.function, where module.py is in the current "
+            "folder or one of PYTHONPATH"
+        )
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except (Exception, SystemExit) as error:
+        cure = ""
+        if isinstance(error, ModuleNotFoundError) and error.name == module_name:
+            cure = f"; {module_name}.py must be in the current folder or one of PYTHONPATH"
+        raise LaminarError(
+            f"{label} cannot be imported: {type(error).__name__}: {str(error)[:MAX_ERROR]}{cure}"
+        ) from None
+    if not hasattr(module, name):
+        raise LaminarError(f"{label}: {module_name} has no '{name}'{did_you_mean(name, vars(module))}")
+    function = getattr(module, name)
+    if not callable(function):
+        raise LaminarError(f"{label} is a {type(function).__name__}, not a function")
+    return function
+
+
+class Served(Protocol):
+    """What a worker calls: a Reward, or one of OTHERS."""
+
+    is_async: bool
+
+    def call(self, call: Call, /) -> object:
+        """What the user's code returns, or an awaitable of it."""
+
+    def result(self, call: Call, value: object, t0: float) -> Result:
+        """Of what the call returned. Raises RewardFault."""
+
+
+def load_all(setup: Setup) -> dict[str, Served]:
+    """Imports the user's functions, by name of the reward or tool; what their modules raise is raised
+    here."""
+
+    def load(spec: Spec) -> Served:
+        if spec.style not in OTHERS:
+            return Reward(spec, setup.timeout_seconds, setup.prompt_field)
+        module, name = OTHERS[spec.style]
+        served: Served = getattr(importlib.import_module(module), name)(
+            load_function(spec.function, spec.label), spec
+        )
+        return served
+
+    return {spec.name: load(spec) for spec in setup.specs}
+
+
+def ready(served: dict[str, Served]) -> Ready:
+    """The report that all is imported, which of it is awaited, and which tools there are."""
+    awaited = [name for name, each in served.items() if each.is_async]
+    tools = {name: list(getattr(each, "tools", ())) for name, each in served.items()}
+    rewards = [name for name, each in served.items() if getattr(each, "rewards", False)]
+    idempotent = {name: list(getattr(each, "idempotent", ())) for name, each in served.items()}
+    return Ready("", awaited, tools, rewards, idempotent)
+
+
+def result(call: Call, t0: float, error: BaseException) -> Result:
+    """Of a call that raised."""
+    fault = error.fault if isinstance(error, RewardFault) else "raised"
+    text = sendable(str(error)) if isinstance(error, RewardFault) else error_words(error)
+    return Result(
+        call.id, 0.0, {}, t0, time.time(), " ".join(text[: 2 * MAX_ERROR].split())[:MAX_ERROR], fault
+    )
+
+
+def answered(call: Call, answer: Result) -> bytes:
+    """The frame that ends the call, whatever the user's code has put into the answer."""
+    try:
+        return framed(answer)
+    except Exception as error:
+        return framed(result(call, answer.t0, error))
