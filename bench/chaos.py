@@ -14,14 +14,15 @@ A run whose jobs have all ended is submitted again, as its user would (`submissi
 The bench fails when no step is trained for `--limit` seconds, or the audit objects. One that fails or is
 ended (Ctrl-C, TERM) prints the faults so far; its Slurm ends with it, whatever it dies of.
 
-Figures: `effective_share` = response tokens per second trained on in the history that led to the last
-weights, with faults over without. `accuracy`: of the trained batches, the mean of the ten steps up to
-`accuracy_step`, which both runs have; beside it that of the run without faults. `audit_culprits`,
+Figures: `effective_share` = steps per second in the history that led to the last weights, with faults over
+without; not of tokens, as responses grow while the policy learns, and the run without is shorter.
+`tokens_per_second`: response tokens trained on. `accuracy`: of the trained batches, the mean of the ten steps
+up to `accuracy_step`, which both runs have; beside it that of the run without faults. `audit_culprits`,
 `responses_lost` (stored, then given up). Columns: `over`, how long the fault lasted; `noticed`, when Slurm
-knew of it; `back`, from a death to the next step, controller or replica of that role, from the end of
-another fault to the next step; of a power cut of the trainers from their node's return. `published`: from
-the beginning of a fault to the end of the next publication that began after it. `joins`: of members until
-the next fault, of which `new` are new processes; the others were taken for dead. `trainer_share`: seconds per
+knew of it; `back`, from a death to the next step, controller or replica of that role, from the end of another
+fault to the next step; of a power cut of the trainers from their node's return. `published`: from the
+beginning of a fault to the end of the next publication that began after it. `joins`: of members until the
+next fault, of which `new` are new processes; the others were taken for dead. `trainer_share`: seconds per
 trained token until the lost replica is back, over those before. `load`: of the machine.
 Goals: 0.8, 0 culprits, 0 lost.
 """
@@ -159,8 +160,14 @@ def faulty(options: argparse.Namespace, cluster: SlurmCluster) -> tuple[list[dic
     return rows, start, end, run.submissions
 
 
-def alone(options: argparse.Namespace, cluster: SlurmCluster) -> tuple[Run, float] | None:
-    """The run without faults, and its tokens per second."""
+def pace(run: Run, start: float, end: float) -> tuple[float, float]:
+    """Steps per second, and response tokens per second."""
+    steps = sum(start < step["time"] <= end for step in run.steps)
+    return steps / (end - start), tokens_per_second(run, start, end)
+
+
+def alone(options: argparse.Namespace, cluster: SlurmCluster) -> tuple[Run, tuple[float, float]] | None:
+    """The run without faults, and its pace."""
     if not options.alone_seconds:
         return None
     with running(options, cluster, "alone") as run:
@@ -168,7 +175,7 @@ def alone(options: argparse.Namespace, cluster: SlurmCluster) -> tuple[Run, floa
         Watch(run, options.limit).tend_for(options.alone_seconds)
         end = time.time()
     found = rundata.load(run.run_dir)
-    return found, tokens_per_second(found, start, end)
+    return found, pace(found, start, end)
 
 
 def aftermath(run: Run, row: dict) -> dict[str, float | None]:
@@ -255,12 +262,12 @@ def report(options: argparse.Namespace, cluster: SlurmCluster) -> int:
     run = rundata.load(cluster.shared / "faults")
     rows = [row | aftermath(run, row) for row in rows]
     culprits, lost = audited(run.directory)
-    under = tokens_per_second(run, start, end)
-    without, alone_run = (beside[1], beside[0]) if beside else (None, None)
+    under = pace(run, start, end)
+    alone_run, without = beside or (None, (None, None))
     figures: dict[str, float | None] = {
-        "effective_share": under / without if without else None,
-        "tokens_per_second": under,
-        "tokens_per_second_alone": without,
+        "effective_share": under[0] / without[0] if without[0] else None,
+        "tokens_per_second": under[1],
+        "tokens_per_second_alone": without[1],
         "faults": len(rows),
         "steps": run.steps[-1]["step"] if run.steps else 0,
         **accuracies(run, alone_run),

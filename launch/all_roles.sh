@@ -10,6 +10,10 @@
 # times an hour each (default 10), while the others go on. The exit code is 1 if any role failed for good, 2 if the
 # configuration is refused.
 set -euo pipefail
+if [ $((BASH_VERSINFO[0] * 100 + BASH_VERSINFO[1])) -lt 501 ]; then
+  echo "laminar: error: launch/all_roles.sh takes bash 5.1 (this is $BASH_VERSION): start each role by its own script" >&2
+  exit 2
+fi
 . "$(dirname "$0")/common.sh"
 need_run_dir "$@"
 run_dir=$1 here=$(dirname "$0") signals=0 failed=0; shift

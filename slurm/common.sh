@@ -6,7 +6,7 @@
 #                                 `failed: ...`, what else of the job has
 #   jobs/term.JOB.RESTARTS        a node of it was sent TERM; only Slurm knows why
 #   jobs/again.JOB.RESTARTS       it has ended in order and has more to do, so it is requeued
-#   jobs/failed                   the controller has failed: whoever was waiting for it waits no longer
+#   jobs/failed, jobs/ended       the run has failed, or is complete or was stopped by the user: nobody waits for another job
 # What runs on the nodes is `python -m laminar_hpc.jobs.node`: it reads `end` and writes the last two.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/site.sh"
@@ -16,7 +16,7 @@ say() { echo "$(date +%T) laminar: $*" || true; }   # the disk of the log may be
 # with_room COMMAND...: what writes into the run's folder is done again until there is room.
 with_room() {
   local why waits=
-  until why=$(LC_ALL=C; "$@" 2>&1); do
+  until why=$(export LC_ALL=C; "$@" 2>&1); do
     case $why in *"No space left"* | *"quota exceeded"*) ;; *) echo "laminar: error: $why" >&2; return 1 ;; esac
     [ -n "$waits" ] || say "waits for room in $RUN_DIR"
     waits=1
@@ -41,7 +41,7 @@ run_job() {
   LAMINAR_JOB_END=$(end_of_time)
   with_room mkdir -p "$RUN_DIR/jobs"
   end=$RUN_DIR/jobs/end.$LAMINAR_LIFE term=$RUN_DIR/jobs/term.$LAMINAR_LIFE
-  again=$RUN_DIR/jobs/again.$LAMINAR_LIFE mine=$RUN_DIR/jobs/$role.$LAMINAR_LIFE failed=$RUN_DIR/jobs/failed
+  again=$RUN_DIR/jobs/again.$LAMINAR_LIFE mine=$RUN_DIR/jobs/$role.$LAMINAR_LIFE
   head=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
   head=${head%%$'\n'*}                            # not by `head`, which many nodes' names would outlive
   rm -f "$RUN_DIR/jobs"/*."$SLURM_JOB_ID".*       # of earlier lives that were killed
@@ -54,10 +54,10 @@ run_job() {
   code=0
   await_others && start_nodes "$@" || code=$?
   if [ "$role" = hetjob ] && [ $code != 0 ]; then rm -f "$again"; fi   # what the others left because of that
-  if [ -e "$again" ] || { [ $code = 0 ] && [ -n "$nothing_began" ]; }; then requeue; fi
+  if [ -e "$again" ] || { [ $code = 0 ] && [ "$nothing_began" = told ]; }; then requeue; fi
   if [ $code != 0 ] && [ "$role" = controller ] && [ "$(job_field JobState)" = RUNNING ]; then
     rm -f "$mine"                                 # a second one that was refused leaves the first one's jobs alone
-    goes_on controller || with_room put "$failed" "$(date)"
+    goes_on controller || with_room put "$RUN_DIR/jobs/failed" "$(date)"
   fi
   say "$role ended with exit code $code"
   exit $code
@@ -97,14 +97,25 @@ goes_on() {
   return 1
 }
 
+# Whether the run is over, as the file `failed` or `ended` says. Jobs that were submitted after that are to go on with it, but not
+# one that Slurm has requeued. The minute is for clocks that differ.
+over() {
+  local file=$RUN_DIR/jobs/$1
+  [ -e "$file" ] || return 1
+  submitted=${submitted:-$(date -d "$(job_field SubmitTime)" +%s)}
+  [ "$file" -nt "$mine" ] || [ "${SLURM_RESTART_COUNT:-0}" != 0 ] || [ "$(stat -c %Y "$file")" -gt $((submitted + 60)) ]
+}
+
 # The controller waits until there are trainers and rollouts, the others wait for the controller: jobs leave the queue when they
 # like, and the time limits of the roles (cluster.join_timeout_seconds) are for those that have started.
 await_others() {
   local what said=-1000
   nothing_began=
+  if [ "$role" = controller ] && ! over failed && ! over ended; then rm -f "$RUN_DIR/jobs/failed" "$RUN_DIR/jobs/ended"; fi
   while what=$(missing); [ -n "$what" ]; do
-    if [ -e "$end" ]; then nothing_began=1; return 0; fi
-    if [ "$role" != controller ] && [ "$failed" -nt "$mine" ]; then say "the controller's job has failed; see its log"; return 1; fi
+    if [ -e "$end" ]; then nothing_began=told; return 0; fi
+    if over failed; then say "the run has failed; see the log of its controller"; return 1; fi
+    if over ended; then say "the run has ended"; nothing_began=over; return 0; fi
     if [ $((SECONDS - said)) -ge 600 ]; then said=$SECONDS; say "waits for $what"; fi
     sleep 1 & wait $! || true                     # a signal ends the wait
   done

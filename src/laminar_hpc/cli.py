@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from laminar_hpc import __version__
-from laminar_hpc.config.errors import LaminarError, Refused, did_you_mean, print_lines
+from laminar_hpc.config.errors import LaminarError, Refused, did_you_mean, of_the_system, print_lines
 
 WIDE = 60  # columns of an example; what a longer one does follows right behind it
 _SIMULATOR_KEYS = "The keys are in src/laminar_hpc/simulator/schema.py."
@@ -293,6 +293,9 @@ def main() -> None:
     except BrokenPipeError:  # the reader of our output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         sys.exit(0)
+    except OSError as error:
+        print_lines(of_the_system(error))
+        sys.exit(2)
 
 
 def complete(name: str, arguments: list[str]) -> int:

@@ -10,7 +10,6 @@ import itertools
 import json
 import os
 import re
-import shlex
 import shutil
 import signal
 import subprocess
@@ -25,12 +24,14 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob, QuotedString, Transformer
 from hydra.errors import HydraException
 
+from laminar_hpc.cluster.processes import die_with_parent
 from laminar_hpc.config.bounds import shown
 from laminar_hpc.config.errors import LaminarError, Refused
 from laminar_hpc.config.load import keys_of, shipped_directory
 from laminar_hpc.config.options import take_config_dir
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.config.words import Keys
+from laminar_hpc.jobs.submit import split
 from laminar_hpc.observability import console
 
 _LABEL_MAX = 100  # characters of a folder's name, of 255 that a file system takes
@@ -136,7 +137,8 @@ def run_here(every: Sequence[Combination]) -> int:
             break
         print(console.line("multirun", f"{number} of {len(every)}  {each.label}"), flush=True)
         begin = time.monotonic()
-        running.append(subprocess.Popen([sys.executable, "-m", "laminar_hpc.cli", "train", *each.all_words]))
+        command = [sys.executable, "-m", "laminar_hpc.cli", "train", *each.all_words]
+        running.append(subprocess.Popen(command, preexec_fn=die_with_parent))
         if stopped:  # it came while the process was being made
             running[-1].send_signal(stopped[-1])
         codes[each] = running[-1].wait(), time.monotonic() - begin
@@ -178,7 +180,7 @@ def submit(every: Sequence[Combination], options: str) -> int:
     for number, each in enumerate(every):
         environment = {"VENV": sys.prefix, **os.environ, "RUN_DIR": str(each.run_dir.absolute())}
         words = [word for word in each.words if not word.startswith("run_dir=")]  # the script has RUN_DIR
-        command = ["sbatch", "--parsable", *shlex.split(options), script, *words]
+        command = ["sbatch", "--parsable", *split("--slurm", options), script, *words]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         if done.returncode:
             why = " ".join(done.stderr.split())

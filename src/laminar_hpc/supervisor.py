@@ -50,7 +50,7 @@ def nothing_to_start(config: RunConfig) -> bool:
 def run(config: RunConfig, overrides: list[str], world_size: int) -> int:
     """Runs the job to its end. Exit code 0 when it is done or was stopped in order, 2 when it was refused,
     else 1."""
-    restarts, signals, started = Restarts(config.restarts or 0), list[int](), time.time()
+    restarts, signals, earlier = Restarts(config.restarts or 0), list[int](), newest_start(config)
     launch = Launch(config, overrides, world_size)
 
     def on_signal(number: int, _: object) -> None:
@@ -75,17 +75,16 @@ def run(config: RunConfig, overrides: list[str], world_size: int) -> int:
         origin = f"from the checkpoint of step {restored}" if restored is not None else "from the beginning"
         count = f"{len(restarts.times)} of {config.restarts} within an hour"
         print(console.line("restart", f"{count}, {origin}: {cause}"), flush=True)
-        resume = ["resume=auto"] if has_begun(config, started) else []
+        # else there is only an earlier run, which this job was to move aside
+        resume = ["resume=auto"] if newest_start(config) not in ({}, earlier) else []
         launch = Launch(config, [*overrides, *resume], world_size)
         if signals:  # it came between two lives
             launch.end()
 
 
-def has_begun(config: RunConfig, since: float) -> bool:
-    """Whether this job has a run of its own in run_dir, rather than an earlier one that it was to move
-    aside."""
-    starts = list(jsonl.read(Path(config.run_dir) / "metrics.jsonl", "start"))
-    return bool(starts) and starts[-1]["time"] >= since
+def newest_start(config: RunConfig) -> dict:
+    """The record of the newest launch in run_dir; empty where there was none."""
+    return [{}, *jsonl.read(Path(config.run_dir) / "metrics.jsonl", "start")][-1]
 
 
 def last_step(run_dir: Path) -> int:

@@ -40,7 +40,9 @@ def main(arguments: list[str]) -> int:
         from laminar_hpc import multirun
 
         every = multirun.combinations(words, lambda chosen: prepare(chosen, lambda _: None)[1])
-        return multirun.run_here(every) if options.slurm is None else multirun.submit(every, options.slurm)
+        if options.slurm is None or load_config(every[0].words).dry_run:
+            return multirun.run_here(every)
+        return multirun.submit(every, options.slurm)
     loaded, config, derived = prepare(words, print)
     if config.dry_run:
         show(config, derived)
@@ -56,10 +58,13 @@ def prepare(words: Sequence[str], say: Callable[[str], None]) -> tuple[RunConfig
     from laminar_hpc.emulation.constants import unknown_constants
     from laminar_hpc.engine.sglang.command_line import unknown_arguments
     from laminar_hpc.pretrained import resolve_model
+    from laminar_hpc.weights.hf import read_shape
 
     loaded = load_config(words)
     config = resolve_model(loaded, say)
     derived = check(config)
+    if (Path(config.model.path) / "config.json").is_file():  # a dry run may know it by name
+        read_shape(config.model.path)
     if lines := [*unknown_arguments(config), *unknown_constants(config)]:
         raise Refused(lines)
     return loaded, config, derived

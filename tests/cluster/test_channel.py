@@ -1,14 +1,17 @@
 """The channel between controller and workers: authenticated, bounded, and clear about what it waited for."""
 
+import errno
 import os
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import zmq
 from proxy import Proxy
 
 from laminar_hpc.cluster import hub as hub_module
+from laminar_hpc.cluster import stop
 from laminar_hpc.cluster.address import read_address
 from laminar_hpc.cluster.channel import Channel, ControllerLost, MessageRefused, StopReceived
 from laminar_hpc.cluster.delivery import Header, encode_header
@@ -258,6 +261,41 @@ def test_stop_request_without_a_job(tmp_path):
     """Stopping a folder without a job says that none runs there."""
     with pytest.raises(LaminarError, match="no job runs in"):
         request_stop(tmp_path, "x")
+
+
+def test_stop_of_another_users_run(tmp_path, monkeypatch):
+    """Its address is for its owner alone, which is said in one line."""
+    (tmp_path / "controller.json").touch()
+
+    def read_bytes(_):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_bytes", read_bytes)
+    with pytest.raises(LaminarError, match=r"controller\.json cannot be read \(Permission denied\)"):
+        request_stop(tmp_path, "x")
+
+
+def test_a_stop_where_the_file_system_fails(tmp_path, served, monkeypatch):
+    """A look that fails is made again; what cannot be left for the next controller is said in one line, as a
+    launcher hears of it in a signal handler."""
+    address, looks = read_address(tmp_path), []
+
+    def look(_):
+        looks.append(1)
+        if len(looks) == 2:
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return address
+
+    monkeypatch.setattr(stop, "read_address", look)
+    monkeypatch.setattr(stop, "_is_sent", lambda *_: len(looks) == 3)
+    assert request_stop(tmp_path, "x")
+    monkeypatch.setattr(stop, "_is_sent", lambda *_: False)
+    monkeypatch.setattr(stop, "who_waits", lambda _: ["relay 0"])
+    (tmp_path / ".stop_request.new").symlink_to("/dev/full")
+    with pytest.raises(
+        LaminarError, match=r"cannot be left in .* for the next one \(No space left on device\)"
+    ):
+        request_stop(tmp_path, "x", 0.1)
 
 
 def test_a_worker_joins_the_controller_of_its_own_torchrun_only(tmp_path, served):

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from laminar_hpc.cluster.full_disk import await_room, full_disk_text, is_full_disk
+from laminar_hpc.cluster.full_disk import await_room, full_disk_text, is_full_disk, put
 from laminar_hpc.cluster.launch import Launch
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.controller.store import Store
@@ -48,6 +48,22 @@ def test_a_device_without_room_is_named_with_the_cure(tmp_path):
 def test_which_errors_are_of_a_full_disk(tmp_path, error, full):
     """Promise: a quota and a library's own words count; other errors keep their own text."""
     assert is_full_disk(error) == full and bool(full_disk_text(error, config_of(tmp_path))) == full
+
+
+def test_what_a_job_leaves_is_made_as_soon_as_there_is_room(tmp_path, monkeypatch):
+    """Promise: a Slurm job that ends on a full disk is requeued all the same; any other error is one."""
+    errors, made = [errno.ENOSPC, errno.EDQUOT, 0, errno.EACCES], Path.touch
+
+    def touch(file: Path) -> None:
+        if number := errors.pop(0):
+            raise OSError(number, os.strerror(number))
+        made(file)
+
+    monkeypatch.setattr(Path, "touch", touch)
+    put(tmp_path / "again", sleep=lambda _: None)
+    assert (tmp_path / "again").exists() and errors == [errno.EACCES]
+    with pytest.raises(PermissionError):
+        put(tmp_path / "again", sleep=lambda _: None)
 
 
 @pytest.mark.parametrize(("limit", "end_at", "got"), [(60.0, 99, True), (4.0, 99, False), (60.0, 2, False)])

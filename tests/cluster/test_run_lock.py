@@ -4,6 +4,7 @@ others never broken."""
 import errno
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -16,6 +17,7 @@ import pytest
 from laminar_hpc.cluster import run_lock
 from laminar_hpc.cluster.lease import LEASE_SHARE, Lease
 from laminar_hpc.cluster.lock_owner import Owner, read_owner
+from laminar_hpc.cluster.processes import process_world
 from laminar_hpc.cluster.run_lock import LOCK_FILE, LockLost, RunLock, refuse_if_held
 from laminar_hpc.config.errors import Refused
 
@@ -192,6 +194,14 @@ def test_another_hosts_lock_is_held_while_it_is_renewed(tmp_path):
     with pytest.raises(Refused):
         RunLock([tmp_path], print)
     assert left_in(tmp_path) == {LOCK_FILE}
+
+
+def test_another_users_lock_is_held_while_it_is_renewed(tmp_path):
+    """Promise: the same of another user's process on this machine, which /proc may hide (hidepid)."""
+    owner = Owner("far", "ann", socket.gethostname(), 0, "1", process_world(), time.time(), 600.0)
+    (tmp_path / LOCK_FILE).write_bytes(msgspec.json.encode(owner))
+    with pytest.raises(Refused, match=r"pid 0 of ann on .* its last sign of life"):
+        refuse_if_held(tmp_path)
 
 
 def test_another_hosts_lock_that_is_renewed_no_more_is_taken_over(tmp_path, quick):

@@ -25,6 +25,7 @@ class Life:
     step: int = 0
     is_permanent: bool = False
     begins: bool = True
+    clock: float = 0.0  # seconds by which it was set when the life has begun
     during: list[int] = field(default_factory=list)  # signals that arrive
 
 
@@ -46,7 +47,11 @@ def job(tmp_path, monkeypatch, capsys):
                 with open(tmp_path / "metrics.jsonl", "a") as file:
                     if self.life.begins:
                         file.write(
-                            json.dumps({"kind": "start", "time": time.time()}, separators=(",", ":")) + "\n"
+                            json.dumps(
+                                {"kind": "start", "time": time.time() + self.life.clock},
+                                separators=(",", ":"),
+                            )
+                            + "\n"
                         )
                     if self.life.step:
                         file.write(f'{{"kind":"step","step":{self.life.step}}}\n')
@@ -95,6 +100,12 @@ def test_an_earlier_run_is_not_resumed_by_a_restart(job, tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"kind":"start","time":1.0}\n')
     code, started, _, _ = job(1, Life(begins=False), Life(code=0))
     assert code == 0 and started == [["resume=never"], ["resume=never"]]
+
+
+def test_a_clock_that_is_set_back_moves_no_run_aside(job):
+    """Promise: a restart goes on with the run that this job has begun, whatever the clock says."""
+    code, started, _, _ = job(1, Life(clock=-3600.0), Life(code=0))
+    assert code == 0 and started == [["resume=never"], ["resume=never", "resume=auto"]]
 
 
 @pytest.mark.parametrize(

@@ -180,6 +180,22 @@ def test_the_fullest_pipeline_stage_has_an_embedding():
     assert USABLE < 1
 
 
+def test_the_fullest_pipeline_stage_is_that_of_a_run():
+    """Promise: where the layers do not divide, the first stage has as many as Megatron is told: 7 of 28 with
+    8 stages, not 4."""
+    model, eight = known_models()["Qwen2.5-7B"], TrainerConfig(pipeline_parallel=8, tokens_per_microbatch=1)
+    layers = count_parameters(model) - 2 * 152064 * 3584
+    assert trainer_bytes(model, 2, eight) == pytest.approx(18 * (layers / 4 + 152064 * 3584), rel=1e-3)
+
+    def activations(stages: int) -> int:
+        one = replace(eight, pipeline_parallel=stages)
+        long = replace(one, tokens_per_microbatch=20_001)
+        return trainer_bytes(model, 2, long) - trainer_bytes(model, 2, one)
+
+    assert activations(8) > 1.9 * activations(7), "8 micro-batches of 7 layers, not 7 of 4"
+    assert trainer_bytes(model, 2, replace(eight, pipeline_parallel=64)) > 0, "refused elsewhere"
+
+
 def test_activations_are_recomputed_where_the_estimate_does_not_fit():
     """Promise: trainer.recompute_activations=auto is the first of none, selective and full that fits the
     trainer's share of the GPU, beside an engine too; a choice of the user stands; unknown memory is none."""

@@ -1,14 +1,17 @@
 """`--multirun`: combinations by Hydra's grammar, one run each on this machine or as a Slurm job."""
 
+import contextlib
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 
 import pytest
 
 from laminar_hpc import cli, multirun
+from laminar_hpc.cluster.processes import process_is_alive
 from laminar_hpc.config.errors import LaminarError, Refused
 from laminar_hpc.config.load import keys_of, load_config
 from laminar_hpc.multirun import alternatives, combinations, run_here, submit
@@ -134,6 +137,37 @@ def test_a_signal_ends_the_run_that_goes_on_and_begins_no_other(program, capfd, 
     assert rows == [["seed=1", "0"], ["seed=2", "-"]]
 
 
+PYTHON = sys.executable
+ALONE = """
+import sys
+from pathlib import Path
+from laminar_hpc.multirun import Combination, run_here
+sys.executable = sys.argv[1]
+run_here([Combination("one", ("experiment=demo",), Path("r"))])
+"""
+
+
+def test_a_run_does_not_outlive_its_multirun(program):
+    """Children die with their parent, also when that is killed."""
+    lines = ("#!/bin/sh", f"echo $$ > {program}/new", f"mv {program}/new {program}/pid", "exec sleep 300")
+    (program / "python").write_text("\n".join(lines))
+    every = subprocess.Popen([PYTHON, "-c", ALONE, str(program / "python")], cwd=program)
+    until = time.monotonic() + 60
+    while not (program / "pid").exists():
+        assert every.poll() is None and time.monotonic() < until
+        time.sleep(0.02)
+    every.kill()
+    every.wait()
+    pid = int((program / "pid").read_text())
+    try:
+        while process_is_alive(pid):
+            assert time.monotonic() < until, "it goes on alone"
+            time.sleep(0.02)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
 def test_each_combination_is_a_slurm_job(tmp_path, monkeypatch, capsys):
     """sbatch gets our script, the words, its own options and the run's folder; each job's id is printed."""
     sbatch = tmp_path / "sbatch"
@@ -159,6 +193,12 @@ def test_each_combination_is_a_slurm_job(tmp_path, monkeypatch, capsys):
         LaminarError, match="seed=3: sbatch: error: no such partition; 1 jobs before it are submitted"
     ):
         submit(combinations(["experiment=demo", "seed=2,3"], load_config), "")
+    with pytest.raises(
+        LaminarError, match="--slurm=--comment='x: No closing quotation; quote it as in a shell"
+    ):
+        submit(combinations(["experiment=demo", "seed=2,3"], load_config), "--comment='x")
+    monkeypatch.setattr(multirun, "run_here", len)
+    assert cli.run([*words, "dry_run=true"]) == 2  # shown here
     monkeypatch.setattr(multirun.shutil, "which", lambda name: None)
     with pytest.raises(LaminarError, match="there is no sbatch here"):
         submit([], "")

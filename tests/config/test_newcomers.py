@@ -3,6 +3,7 @@ there, functions that are not where they are said to be."""
 
 import json
 import sys
+from pathlib import Path
 
 import pytest
 from refusals import refusal
@@ -11,7 +12,7 @@ from laminar_hpc.config import peers
 from laminar_hpc.config.bounds import all_fields
 from laminar_hpc.config.check import check, warnings
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.config.load import load_config
+from laminar_hpc.config.load import examples_directory, load_config
 from laminar_hpc.config.models import missing_files
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.environments.user_functions import load_function
@@ -96,6 +97,24 @@ def test_models_that_are_not_all_there(tmp_path):
     (tmp_path / "two.safetensors").touch()
     index.unlink()
     assert missing_files(str(tmp_path)) == []
+
+
+@pytest.mark.parametrize(
+    ("more", "text"),
+    [
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "RoPE of type yarn is not supported"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantized weights cannot be trained"),
+        ({"use_sliding_window": True}, "sliding windows, dropout and activations"),
+    ],
+)
+def test_a_model_that_the_trainer_cannot_compute_is_refused_at_once(tmp_path, more, text):
+    """Promise: a dry run knows it too. Of rope_scaling and rope_parameters the engine takes the first."""
+    base = examples_directory("arithmetic/base")
+    config = json.loads(Path(base, "config.json").read_text())
+    assert "rope_parameters" in config
+    (tmp_path / "config.json").write_text(json.dumps(config | more))
+    (line,) = refusal("train", "experiment=demo", f"model.path={tmp_path}", "dry_run=true")
+    assert text in line and f"{tmp_path}/config.json" in line
 
 
 def test_an_evaluation_without_files_is_warned_of():

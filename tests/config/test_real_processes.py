@@ -10,6 +10,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from laminar_hpc import __main__ as rank_main
 from laminar_hpc import __version__, cli
 from laminar_hpc.cluster.launch import Launch
@@ -32,6 +34,25 @@ def test_a_refusal_as_seen_from_a_shell(tmp_path):
         (out, code) == ([], 2) and len(err) == 3 and all(line.startswith("laminar: error: ") for line in err)
     )
     assert not (tmp_path / "run").exists()
+
+
+def test_what_the_system_refuses_is_one_line(monkeypatch, capsys, tmp_path):
+    """Promise: a file or folder that cannot be used, whichever command comes upon it, is one line that names
+    it, with exit code 2. A name that is too long is refused to root too."""
+    long = f"{tmp_path}/{'x' * 300}"
+    for words in (
+        ["train", "experiment=demo", "dry_run=true", f"data.train={long}"],
+        ["train", "experiment=demo", "dry_run=true", f"model.path={long}"],
+        ["train", "experiment=demo", f"source=replay:{long}"],
+        ["train", f"--config-dir={long}", "experiment=mine"],
+        *([command, long] for command in ("report", "top", "audit", "sim", "plan")),
+        ["export", long, "--out", f"{tmp_path}/out"],
+    ):
+        monkeypatch.setattr(sys, "argv", ["laminar", *words])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        (line,) = capsys.readouterr().err.splitlines()
+        assert ended.value.code == 2 and line.startswith("laminar: error: ") and long in line
 
 
 def test_help_and_version():
@@ -66,6 +87,8 @@ def test_a_refusal_waits_for_no_library():
     """Promise: what makes a start slow is not imported to refuse one."""
     code = """
 import json, sys
+import pytest
+
 from laminar_hpc import cli
 try:
     cli.run(["train", "experiment=demo", "steps=0"])

@@ -342,6 +342,21 @@ def test_a_renamed_key_is_refused_with_its_new_name(earlier, now, tmp_path):
     assert getattr(read, now.partition(".")[2]) == value
 
 
+@pytest.mark.parametrize(
+    ("word", "key"),
+    [
+        ("dp-size=2", "rollout.replicas"),
+        ("tensor_parallel_size=2", "rollout.tensor_parallel"),
+        ("dtype=float16", "model.dtype"),
+        ("model-path=/models/other", "model.path"),
+    ],
+)
+def test_what_has_a_key_of_ours_is_set_by_that(word, key):
+    """Promise: no engine with another layout, dtype or model than the weights that it is sent."""
+    (line,) = unknown_arguments(load_config([f"rollout.engine_arguments.{word}"]))
+    assert line == f"rollout.engine_arguments.{word.partition('=')[0]}: set {key} and leave it out"
+
+
 @pytest.mark.parametrize("word", ["host=0.0.0.0", "port=80", "api_key=x", "hos=0.0.0.0"])
 def test_engines_are_not_opened_by_an_argument(word):
     """Where an engine listens and with which key is not for rollout.engine_arguments to say."""

@@ -24,6 +24,7 @@ from laminar_hpc.controller.journal_files import Position, claim_era, segment_na
 from laminar_hpc.controller.journal_watch import JournalWatch
 from laminar_hpc.controller.recovery import identity, journal_id, retire, settle
 from laminar_hpc.controller.store import Store
+from laminar_hpc.controller.store_copy import readable_store
 
 
 def waited(condition, what: str, seconds: float = 20) -> None:
@@ -337,6 +338,29 @@ def test_a_segment_that_begins_while_old_ones_are_removed_stays(tmp_path, monkey
     monkeypatch.setattr(journal, "segments", looked_at)
     take_snapshot(place.path(), place.folder, threading.Event(), 1)
     assert begun.exists() and [file.number for file in snapshots(place.folder)] == [3]
+
+
+def test_a_journal_that_gets_a_snapshot_while_it_is_read_is_whole(tmp_path, monkeypatch):
+    """Promise: docs/architecture.md#journal. What a live run removes because of a newer snapshot is no damage
+    to a report on another machine, which has begun with the one before."""
+    place, copied, lives = Place(tmp_path), rebuild._copy_snapshot, [2, 3, 4, 5]
+
+    def slowly(*args) -> int:
+        size = copied(*args)
+        if lives:  # another segment, and a snapshot behind its beginning
+            place.write(lives.pop(0))
+            place.write(lives[0])
+            take_snapshot(place.path(), place.folder, threading.Event(), lives.pop(0))
+        return size
+
+    place.write(1)
+    take_snapshot(place.path(), place.folder, threading.Event(), 1)
+    monkeypatch.setattr(rebuild, "_copy_snapshot", slowly)
+    store = readable_store(place.folder.parent, "not-here")
+    assert not lives and tables(store.path) == tables(place.path())
+    place.last().write_bytes(b"")
+    with pytest.raises(Refused, match="is damaged at byte 0"):
+        readable_store(place.folder.parent, "not-here")
 
 
 def test_a_snapshot_that_is_given_up_leaves_nothing(tmp_path):

@@ -1,17 +1,22 @@
 """What a run keeps when it goes on: its model, its batches, the prompts of its groups in progress."""
 
 import json
+from contextlib import closing
+from pathlib import Path
 
 import pytest
 from reports import trajectory
 
+from laminar_hpc.cluster.address import ADDRESS_FILE
 from laminar_hpc.config.errors import Refused
 from laminar_hpc.config.load import dump_config
 from laminar_hpc.config.schema import RunConfig
+from laminar_hpc.controller.run import run
 from laminar_hpc.controller.same_run import check_same_prompts, refuse_changes
 from laminar_hpc.controller.store import Store
 from laminar_hpc.controller.tracker import TrajectoryTracker
 from laminar_hpc.data.prompts import Prompt
+from laminar_hpc.emulation.launch import prepare
 from laminar_hpc.policies.admission import quota
 from laminar_hpc.policies.sampling import GroupSize
 from laminar_hpc.supervisor import nothing_to_start
@@ -45,6 +50,26 @@ def test_groups_in_progress_keep_their_prompts(tmp_path):
         check_same_prompts(path, PROMPTS[:2])
 
 
+def test_a_refused_resume_changes_nothing(tmp_path):
+    """A controller that finds other prompts leaves the run's config.yaml and address as they were."""
+    config = prepare(tmp_path, prompts=4, prompt_tokens=4, max_response_tokens=8)
+    config.resume, config.algorithm.prompts_per_step = "auto", 2
+    run_dir = Path(config.run_dir)
+    run_dir.mkdir()
+    with closing(Store(run_dir)) as store:
+        tracker = TrajectoryTracker(store, PROMPTS, GroupSize(1, 1, 1), lambda draw: draw)
+        tracker.recover()
+        tracker.draw(2, 2, replica=0, weight_id=0, weight_step=0, now=0.0)
+        store.commit()
+    before = dump_config(config)
+    (run_dir / "config.yaml").write_text(before)
+    config.sampling.temperature = 0.5
+    with pytest.raises(Refused, match=r"prompt 1 of 4 is another one than when group 0 was granted"):
+        run(config, 1, "here", lambda text: None, lambda: None)
+    assert (run_dir / "config.yaml").read_text() == before
+    assert not (run_dir / ADDRESS_FILE).exists()
+
+
 def test_a_run_that_begins_has_none(tmp_path):
     """Without a store, or with an empty one, there is nothing to compare."""
     check_same_prompts(tmp_path / "store.sqlite", PROMPTS)
@@ -70,7 +95,7 @@ def test_a_run_goes_on_with_its_own_model(tmp_path):
         "model.dtype": ("bfloat16", "model.dtype=bfloat16 is not the float32 of the run in"),
         "algorithm.prompts_per_step": (16, "prompts_per_step=16: the run in .* counts by 32: leave it"),
     }
-    config.model.path, config.algorithm.samples_per_prompt = str(hf), 4
+    config.model.path, config.algorithm.minibatches_per_step = str(hf), 4
     for key, (value, text) in wrong.items():
         section, _, name = key.partition(".")
         own = getattr(getattr(config, section), name)
@@ -80,6 +105,47 @@ def test_a_run_goes_on_with_its_own_model(tmp_path):
         setattr(getattr(config, section), name, own)
     assert not nothing_to_start(config)
     config.resume, config.algorithm.prompts_per_step = "never", 16
+    refuse_changes(config)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "refused"),
+    [
+        (
+            (None, 8),
+            (None, 4),
+            "samples_per_prompt=4, first_samples=null: groups of 8 to 8 samples of the run in .* may wait",
+        ),
+        ((None, 8), (None, 16), "samples_per_prompt=16, first_samples=null: groups of 8 to 8 samples"),
+        ((4, 8), (6, 8), "samples_per_prompt=8, first_samples=6: groups of 4 to 8 samples"),
+        ((None, 8), (4, 16), ""),
+        ((4, 8), (2, 8), ""),
+    ],
+)
+def test_groups_that_wait_are_of_a_size_that_is_trained(before, after, refused, tmp_path):
+    """The trainers refuse groups of other sizes than their configuration has (trainer/step/learner.py
+    `_group_sizes`): then a run that goes on would end at its first step, at every start."""
+    config = RunConfig(run_dir=str(tmp_path), resume="auto")
+    config.algorithm.first_samples, config.algorithm.samples_per_prompt = before
+    (tmp_path / "config.yaml").write_text(dump_config(config))
+    (tmp_path / "metrics.jsonl").write_text('{"kind":"step","time":1.0,"step":1}\n')
+    config.algorithm.first_samples, config.algorithm.samples_per_prompt = after
+    if not refused:
+        return refuse_changes(config)
+    with pytest.raises(Refused, match=refused):
+        refuse_changes(config)
+
+
+def test_a_replay_is_at_the_temperature_of_its_source(tmp_path):
+    """Promise: no ratio of log-probs at two temperatures; a store without its run's config.yaml is taken."""
+    config = RunConfig(run_dir=str(tmp_path / "run"), source=f"replay:{tmp_path}")
+    refuse_changes(config)
+    recorded = RunConfig()
+    recorded.sampling.temperature = 0.7
+    (tmp_path / "config.yaml").write_text(dump_config(recorded))
+    with pytest.raises(Refused, match=r"temperature=1.0: the responses of replay:.* were drawn at 0.7; set"):
+        refuse_changes(config)
+    config.sampling.temperature = 0.7
     refuse_changes(config)
 
 

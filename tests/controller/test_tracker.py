@@ -4,16 +4,19 @@ twice, restores go back."""
 import pytest
 from reports import trajectory
 
+from laminar_hpc.controller import old_steps
 from laminar_hpc.controller.store import Store
 from laminar_hpc.controller.tracker import TrajectoryTracker
 from laminar_hpc.data.prompts import Prompt
+from laminar_hpc.messages.rollouts import Lost
+from laminar_hpc.policies.filtering import UNGRADED_LIMIT
 from laminar_hpc.policies.sampling import GroupSize
 
 
-def new_tracker(tmp_path):
+def new_tracker(tmp_path, filters=False):
     store = Store(tmp_path)
     prompts = [Prompt(f"{i}+1=", [i], {"n": i}) for i in range(5)]
-    tracker = TrajectoryTracker(store, prompts, GroupSize(2, 1, 2), lambda draw: draw % 5)
+    tracker = TrajectoryTracker(store, prompts, GroupSize(2, 1, 2), lambda draw: draw % 5, filters)
     tracker.recover()
     return store, tracker
 
@@ -106,4 +109,39 @@ def test_a_lost_member_is_redone_alone(tmp_path):
     assert tracker.groups[group.group_id].view().weight_step == 0, (
         "the group's age is that of its oldest trajectory"
     )
+    store.close()
+
+
+def test_a_filtered_group_had_its_grades(tmp_path):
+    """Groups that fail between groups of equal rewards do not end the run as a batch of failures in a row:
+    the environment works."""
+    store, tracker = new_tracker(tmp_path, filters=True)
+    bad, equal, worse = tracker.draw(3, 3, replica=0, weight_id=0, weight_step=0, now=0.0)
+
+    def fail(group):
+        (sample, _) = group.samples
+        return tracker.ungraded(Lost(sample.trajectory_id, 0, "no", ungraded=UNGRADED_LIMIT), 0.0)
+
+    assert fail(bad) is not None and tracker.ungraded_in_a_row == 1
+    finish(tracker, equal)
+    assert tracker.counts.groups_filtered == 1 and tracker.ungraded_in_a_row == 0
+    assert fail(worse) is not None and tracker.ungraded_in_a_row == 1
+    store.close()
+
+
+def test_rows_of_groups_without_grades_are_let_go(tmp_path, monkeypatch):
+    """docs/architecture.md#graded: trajectories that were given up before they had a response have neither
+    length nor digest, and leave the store with the others."""
+    monkeypatch.setattr(old_steps, "ROWS_MAX", 0)
+    store, tracker = new_tracker(tmp_path)
+    bad, good = tracker.draw(2, 2, replica=0, weight_id=0, weight_step=0, now=0.0)
+    (sample, other) = bad.samples
+    tracker.generated(trajectory(bad, other), 0)
+    tracker.ungraded(Lost(sample.trajectory_id, 0, "no", ungraded=UNGRADED_LIMIT), 0.0)
+    finish(tracker, good)
+    tracker.consume([good.group_id], 0)
+    while store.old_steps.trim(1):
+        pass
+    assert store.old_steps.rows() == 0
+    assert [store.old_steps.sums(step)[:2] for step in (0, old_steps.GIVEN_UP)] == [(2, 6), (2, 3)]
     store.close()

@@ -18,8 +18,10 @@ TEMPLATE = """{{- bos_token }}
         {%- continue %}
     {%- endif %}
     {{- '<|im_start|>' + message.role + '\\n' + message.content | trim + '<|im_end|>\\n' }}
-    {%- if message.tags is defined %}{{ message.tags | tojson }}{% endif %}
+    {%- if message.tags is defined %}{{ message.tags | tojson(ensure_ascii=True, sort_keys=True) }}{% endif %}
+    {%- generation %}{% set said = message.role %}{{ said }}{% endgeneration %}
 {%- endfor %}
+{%- if tools is not none or documents is not none %}{{ tools | tojson }}{% endif %}
 {% if add_generation_prompt %}
     {{- '<|im_start|>assistant\\n' }}
 {% endif %}

@@ -182,7 +182,9 @@ def test_too_long_prompts_are_refused_or_dropped_and_counted(tmp_path):
         match=r"row 2: the prompt has 8 tokens, at most 5 fit.*data.too_long=drop, or raise data.max_prompt",
     ):
         load(path, max_prompt_tokens=5)
-    with pytest.raises(LaminarError, match=r"at most 7 fit.*raise trainer.tokens_per_microbatch"):
+    with pytest.raises(
+        LaminarError, match=r"at most 7 fit.*lower sampling.max_response_tokens, or raise trainer.tokens_per_"
+    ):
         load(path, most=7, max_prompt_tokens=20)
     found = load(path, max_prompt_tokens=5, too_long="drop")
     assert [p.text for p in found.prompts] == ["1+2=", "3+4="] and found.summary().endswith(
@@ -229,6 +231,7 @@ def test_duplicates_are_dropped_where_asked(tmp_path):
             "row 1: a value cannot be sent to a rollout",
         ),
         (b'{"prompt": "1\\ud800"}\n', "row 1: a value cannot be sent to a rollout"),
+        (b'{"prompt": "1", "n": ' + b"7" * 5000 + b"}\n", "row 1: not JSON .a number has too many digits"),
         (b"", "has no rows"),
     ],
 )
@@ -262,6 +265,12 @@ def test_broken_parquet(tmp_path):
         LaminarError,
         match=r"rows.parquet, row 1: cannot be read as Parquet .*write or download the file again",
     ):
+        load(tmp_path / "rows.parquet")
+    import pyarrow.parquet
+
+    far = pyarrow.array([2**40], pyarrow.timestamp("s"))  # behind Python's last year
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["1"], "at": far}), tmp_path / "rows.parquet")
+    with pytest.raises(LaminarError, match=r"rows.parquet, row 1: cannot be read as Parquet"):
         load(tmp_path / "rows.parquet")
     path = parquet(tmp_path, [{"prompt": f"{i}+{i}="} for i in range(2000)])
     content = bytearray(path.read_bytes())

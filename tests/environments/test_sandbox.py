@@ -3,6 +3,7 @@
 import asyncio
 import os
 import socket
+import subprocess
 import sys
 import textwrap
 import time
@@ -394,3 +395,19 @@ def test_a_keeper_whose_preloaded_process_has_gone_ends_without_a_word() -> None
     theirs.close()
     with orders, pytest.raises(keeper._NoMore):
         keeper._next_call(orders)
+
+
+def test_a_thousand_calls_may_wait() -> None:
+    """The numbers of the preloaded process's sockets are then above those that select() takes."""
+    code = """
+import fcntl, resource, socket
+from laminar_hpc.environments.sandbox.zygote import Zygote
+resource.setrlimit(resource.RLIMIT_NOFILE, (2048, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+control = socket.socket(fileno=fcntl.fcntl(ours, fcntl.F_DUPFD, 1500))
+theirs.close()
+Zygote(control, None, "no place", 1).serve()
+print("served")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "served\n", done.stderr

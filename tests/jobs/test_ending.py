@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from laminar_hpc.cluster.address import ADDRESS_FILE
 from laminar_hpc.cluster.launch import DEAF, reason_of
+from laminar_hpc.cluster.run_end import goes_on
 from laminar_hpc.jobs.ending import has_more_to_do, lead_seconds, seconds_to_go_on
 from laminar_hpc.jobs.machine_number import MachineNumber
 from laminar_hpc.jobs.node import Child, Node, Place
@@ -64,6 +66,29 @@ def test_who_is_requeued(tmp_path: Path, role: str, word: str, told: bool, lives
     if lives:
         (run_dir / "controller.json").write_text("{}")
     assert has_more_to_do(role, run_dir, told) is again
+
+
+def test_a_node_that_has_not_begun_yet_leaves_term_to_the_script(tmp_path: Path) -> None:
+    """Promise (docs/architecture.md#failure-domains): a job that is preempted while a node of it waits for
+    its number, or its network, does not die of the signal: the script tells it to end, and it is requeued."""
+    (tmp_path / "jobs").mkdir()
+    code = """
+import os, signal
+from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.jobs import node
+
+def told(seconds):
+    os.kill(os.getpid(), signal.SIGTERM)
+    raise LaminarError("it is heard")
+
+node.await_own_address = told
+raise SystemExit(node.main(["rollouts"]))
+"""
+    given = {**os.environ, "RUN_DIR": str(tmp_path), "LAMINAR_LIFE": "7.0"}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=given, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and done.stderr == "laminar: error: it is heard\n", done
+    assert (tmp_path / "jobs" / "term.7.0").exists()
 
 
 def test_the_controller_s_last_record_is_awaited(tmp_path: Path) -> None:
@@ -172,12 +197,26 @@ def test_a_relay_that_dies_is_started_again_while_the_run_goes_on() -> None:
     """Promise: nobody sits in front of a Slurm job; a refusal, and an end of the run, are not tried again."""
     child = Child("relay", ["false"])
     child._process.wait()
-    assert child.code(left=False, again=True) is None  # another one runs
+    assert child.code(left=False, again=lambda: True) is None  # another one runs
     child._process.wait()
-    assert child.code(left=False, again=False) == 1
+    assert child.code(left=False, again=lambda: False) == 1
     refused = Child("rollout", ["sh", "-c", "exit 2"])
     refused._process.wait()
-    assert refused.code(left=False, again=True) == 2
+    assert refused.code(left=False, again=lambda: True) == 2
+
+
+def test_a_run_goes_on_while_its_controller_starts_again(tmp_path: Path) -> None:
+    """Promise: a rollout or trainer that dies meanwhile, as on a full disk, which keeps the controller from
+    showing its address, is started again; one that dies before a run has begun or after its end is not."""
+    run_dir = write(tmp_path / "run", {"kind": "start"}, {"kind": "end", "reason": "failed: x"})
+    assert not goes_on(run_dir) and not goes_on(tmp_path / "none")
+    (run_dir / ADDRESS_FILE).touch()
+    assert goes_on(run_dir)
+    (run_dir / ADDRESS_FILE).unlink()
+    write(run_dir, {"kind": "end", "reason": "failed: x"}, {"kind": "start"}, {"kind": "step", "step": 1})
+    assert goes_on(run_dir)
+    write(run_dir, {"kind": "start"}, {"kind": "end", "reason": "done"})
+    assert not goes_on(run_dir)
 
 
 @pytest.mark.parametrize(

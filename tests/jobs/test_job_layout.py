@@ -12,6 +12,7 @@ import pytest
 from laminar_hpc import cli
 from laminar_hpc.cluster.devices import devices_of
 from laminar_hpc.cluster.roles import RoleOfRank
+from laminar_hpc.cluster.run_lock import RunLock
 from laminar_hpc.config.check import derive
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.load import conf_directory, group_names, load_config
@@ -247,6 +248,25 @@ def test_what_is_wrong_is_said_before_anything_is_submitted(
     monkeypatch.setattr(submit.shutil, "which", lambda name: None)
     with pytest.raises(LaminarError, match="there is no sbatch here"):
         cli.run(["submit", "experiment=demo"])
+
+
+@pytest.mark.parametrize("word", ["--dry-run", "dry_run=true", "dry_run=True", "+dry_run=yes"])
+def test_a_dry_run_submits_nothing(word: str, sbatch: Path, tmp_path: Path) -> None:
+    """Promise: however it is written, a dry run shows the jobs and submits none."""
+    assert cli.run(["submit", "experiment=demo", f"run_dir={tmp_path}/run", word]) == 0
+    assert not sbatch.exists()
+
+
+def test_a_live_run_is_not_submitted_once_more(sbatch: Path, tmp_path: Path) -> None:
+    """Promise: its trainers would be replaced; also where its store lies on the controller's own disk."""
+    words = ["submit", "experiment=demo", "run_dir=runs/a", "resume=auto", f"store_dir={tmp_path / 'local'}"]
+    lock = RunLock([tmp_path / "runs/a"], print)
+    try:
+        with pytest.raises(LaminarError, match="is in use by a live run"):
+            cli.run(words)
+    finally:
+        lock.release()
+    assert not sbatch.exists()
 
 
 def test_a_plan_is_submitted_by_its_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,8 +1,12 @@
 """What slurm/common.sh does on a node, without Slurm."""
 
 import os
+import signal
 import subprocess
+import time
 from pathlib import Path
+
+import pytest
 
 SCRIPT = Path(__file__).parents[2] / "slurm" / "common.sh"
 
@@ -30,6 +34,15 @@ def test_a_job_that_starts_on_a_full_disk_waits_for_room(tmp_path: Path) -> None
     assert file.read_text() == "n1\n"
 
 
+def test_a_full_disk_is_known_whatever_language_the_user_speaks(tmp_path: Path) -> None:
+    """Promise: the same where a command, and not bash itself, says that there is no room."""
+    script = f"""mk() {{ bash -c '[ "${{LC_ALL:-}}" = C ] || exit 1; [ -e {tmp_path}/said ] && exit
+echo "mkdir: No space left on device" >&2; touch {tmp_path}/said; exit 1'; }}
+unset LC_ALL; with_room mk"""
+    said, error = bash(tmp_path, script).communicate(timeout=60)
+    assert said.rstrip().endswith(f"laminar: waits for room in {tmp_path}") and not error
+
+
 STUBS = """
 job="JobId=7 EndTime=Unknown JobState=RUNNING Restarts=0"
 scontrol() { case "$*" in "show hostnames"*) seq -f n%g 20000 ;; *) echo "$job" ;; esac; }
@@ -53,6 +66,41 @@ def test_a_signal_that_comes_before_the_script_can_hear_it_counts(tmp_path: Path
         for path in SCRIPT.parent.glob("*.sbatch")
     ]
     assert firsts and all(first == line for first in firsts), firsts
+
+
+def job(folder: Path, role: str, restarts: int, submitted: str) -> subprocess.Popen[str]:
+    """Such a job, whose controller is not there, in a run that has ended an hour ago."""
+    about = f"SubmitTime=$(date -Is -d '{submitted}') EndTime=Unknown JobState=RUNNING Restarts={restarts}"
+    stubs = STUBS.replace("EndTime=Unknown JobState=RUNNING Restarts=0", about)
+    own = f"export SLURM_JOB_ID=7 SLURM_RESTART_COUNT={restarts} SLURM_JOB_NUM_NODES=1 SLURM_JOB_NODELIST=n1"
+    return bash(folder, f"{stubs} {own}; run_job {role}")
+
+
+@pytest.mark.parametrize("how", ["ended", "failed"])
+def test_a_job_that_starts_after_the_end_of_its_run_waits_for_nobody(tmp_path: Path, how: str) -> None:
+    """Promise (docs/architecture.md#failure-domains): one that was preempted, or was still in the queue, and
+    has its nodes when the run is over gives them back. Jobs that were submitted to go on with such a run
+    wait for its next controller."""
+    mark = tmp_path / "jobs" / how
+    mark.parent.mkdir()
+    for role, restarts, submitted in [
+        ("rollouts", 1, "now"),
+        ("trainer", 0, "2 hours ago"),
+        ("controller", 1, "now"),
+    ]:
+        mark.touch()
+        os.utime(mark, (time.time() - 3600,) * 2)
+        said, error = job(tmp_path, role, restarts, submitted).communicate(timeout=60)
+        assert f"the run has {how}" in said and "requeued" not in said and not error, said + error
+        assert f"{role} ended with exit code {int(how == 'failed')}" in said and "srun" not in said
+    for role, other in ("rollouts", "the controller"), ("controller", "the job of the trainer"):
+        script = job(tmp_path, role, 0, "now")
+        assert script.stdout is not None
+        said = script.stdout.readline() + script.stdout.readline()
+        assert f"waits for {other}" in said and mark.exists() == (role == "rollouts")
+        script.send_signal(signal.SIGUSR1)
+        said, error = script.communicate(timeout=60)
+        assert "requeued, to go on from here" in said and not error, said + error
 
 
 def test_what_cannot_be_written_at_all_is_said(tmp_path: Path) -> None:

@@ -162,6 +162,29 @@ def test_two_that_begin_at_once(tmp_path: Path, lock: Path, monkeypatch: pytest.
     assert starts == [0, 1]
 
 
+ENDS = """
+import sys
+open(sys.argv[1], "a").write('{"kind":"end","reason":"%s"}\\n' % sys.argv[2])
+sys.exit(sys.argv[2].startswith("failed"))
+"""
+
+
+def test_a_run_that_is_over_keeps_nobody_waiting(tmp_path: Path) -> None:
+    """Promise: a job that waits for the others' jobs (slurm/common.sh), or starts later, ends as well; one
+    whose controller has died without a word, or failed in an earlier life of the run, leaves that to the
+    spare."""
+    place, failed = Place("controller", 0, 1, tmp_path, "7.0", None), tmp_path / "jobs/failed"
+    failed.parent.mkdir()
+    end(tmp_path, "failed: earlier")
+    dies = {"controller": [sys.executable, "-c", "raise SystemExit(1)"]}
+    assert run_in_turn(place, lambda: dies) == (1, False)
+    assert not failed.exists()
+    for reason, code, again in ("failed: no rollout", 1, False), ("SIGUSR1", 0, True), ("done", 0, False):
+        ends = {"controller": [sys.executable, "-c", ENDS, str(tmp_path / "metrics.jsonl"), reason]}
+        assert run_in_turn(place, lambda ends=ends: ends) == (code, again)
+        assert failed.exists() and (failed.parent / "ended").exists() == (reason == "done")
+
+
 def test_a_spare_shows_a_sign_as_long_as_it_waits(tmp_path: Path, lock: Path) -> None:
     """Promise: whoever wants to leave the run to it sees it, and only while it would take over."""
     seen = list[str]()

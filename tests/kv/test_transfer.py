@@ -16,6 +16,7 @@ from laminar_hpc.kv.errors import KvRefused
 from laminar_hpc.kv.frames import Header, encode_header
 from laminar_hpc.kv.inbox import Expected, Inbox
 from laminar_hpc.kv.pool import gather
+from laminar_hpc.kv.shm import Offer, Taken
 from laminar_hpc.kv.transfer import chunk_bytes, send_part
 
 SHAPE = {"layers": 4, "heads": 4, "head_dim": 64, "pages": 700}
@@ -77,6 +78,17 @@ def test_a_part_sent_anew_replaces_the_old_one(move):
     assert move.inbox.tokens == TOKENS[:100]
     move.send(move.header(100))
     assert move.inbox.complete and same(move.source, move.ours, move.target, move.theirs)
+
+
+def test_an_inbox_is_closed_while_its_offer_ends(tmp_path):
+    """The inbox's thread has closed the offer when the scheduler's refuses it: pages are given back all the
+    same."""
+    move = Move(tmp_path, "here")
+    with Offer(move.header(), tmp_path) as offer, Taken(offer.path) as taken:
+        pass
+    move.inbox._taken = taken
+    move.inbox.close()
+    assert move.inbox.ended(20)
 
 
 @pytest.mark.parametrize(

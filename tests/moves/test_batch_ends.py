@@ -5,16 +5,18 @@ import asyncio
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from stand import small_config
 
 from laminar_hpc.cluster.context import RoleContext
+from laminar_hpc.controller.partials import PartialPool
 from laminar_hpc.engine.factory import engine_factory
-from laminar_hpc.engine.interface import EngineDied
-from laminar_hpc.messages.data import Message, Partial, PromptGroup, Sample
+from laminar_hpc.engine.interface import EngineDied, Generation
+from laminar_hpc.messages.data import Message, Partial, PromptGroup, Sample, VersionSpan
 from laminar_hpc.messages.membership import Welcome
 from laminar_hpc.messages.moves import Import, Imported, MoveCommit, MoveFailed, Reserve, Reserved
-from laminar_hpc.messages.rollouts import Grant, Lost
+from laminar_hpc.messages.rollouts import Grant, Increment, Lost
 from laminar_hpc.observability.trace import Trace
 from laminar_hpc.rollout.batch import LocalBatch
 from laminar_hpc.rollout.engine_lives import EngineLives
@@ -110,6 +112,89 @@ async def test_an_engine_that_dies_at_once(tmp_path: Path, monkeypatch: pytest.M
         await running
     assert sorted(work.trajectory_id for work in here.batch.left) == [7, 9] and not here.batch.works
     await here.engines.current.stop()
+
+
+class Late:
+    """An engine that a request reaches only after the first abort."""
+
+    def __init__(self) -> None:
+        self._aborted, self.ends = asyncio.Event(), list[asyncio.Future[Generation]]()
+
+    async def generate(self, *_: object) -> Generation:
+        await self._aborted.wait()
+        self.ends.append(asyncio.get_running_loop().create_future())
+        return await self.ends[-1]
+
+    async def abort(self, request_id: str | None = None) -> None:
+        for end in self.ends:
+            if not end.done():
+                tokens, logprobs = np.array([5], np.int32), np.array([-1.0], np.float32)
+                end.set_result(Generation(tokens, logprobs, "abort", [VersionSpan(0, 0, 1)]))
+        self._aborted.set()
+
+
+@pytest.mark.parametrize("for_good", [False, True])
+async def test_a_request_on_its_way_to_the_engine_is_stopped_too(tmp_path: Path, for_good: bool) -> None:
+    """The engine knows nothing of it yet when all are aborted: nobody waits for its last token."""
+    here, engine = OneBatch(tmp_path), Late()
+    running = await here.granted(tmp_path, TWO, 1000)
+    await here.engines.current.stop()
+    here.engines.current = engine
+    while not here.batch.generating:
+        await asyncio.sleep(0)
+    async with asyncio.timeout(60):
+        await (here.batch.break_off(60) if for_good else here.batch.pause())
+    assert len(engine.ends) == 2 and here.ended == []
+    assert [work.partial.count for work in here.batch.works.values()] == [1, 1]
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
+class Streams(Late):
+    """An engine that tells of the first two tokens of each request, and has drawn a third when it is told to
+    abort."""
+
+    async def generate(self, *given: object) -> Generation:
+        on_tokens = given[-1]
+        assert callable(on_tokens)
+        on_tokens(np.array([5, 6], np.int32), np.array([-1.0, -2.0], np.float32))
+        self.ends.append(asyncio.get_running_loop().create_future())
+        return await self.ends[-1]
+
+    async def abort(self, request_id: str | None = None) -> None:
+        tokens, logprobs = np.array([5, 6, 7], np.int32), np.array([-1.0, -2.0, -3.0], np.float32)
+        for end in self.ends:
+            if not end.done():
+                end.set_result(Generation(tokens, logprobs, "abort", [VersionSpan(0, 0, 3)]))
+
+
+async def test_the_pool_goes_on_behind_an_interruption(tmp_path: Path) -> None:
+    """What was drawn between the last increment and the interruption is told with the next request: else
+    nothing more of the response would follow on what the pool has. Also to another controller."""
+    here, engine, pool = OneBatch(tmp_path), Streams(), PartialPool()
+    here.batch.config.rollout.increment_tokens, here.batch.one_policy = 2, False
+    running = await here.granted(tmp_path, GROUP, 1000)
+    await here.engines.current.stop()
+    here.engines.current = engine
+    for requests in (1, 2, 3):
+        while len(engine.ends) < requests and not running.done():
+            await asyncio.sleep(0)
+        if requests == 3:  # what the second interruption has left was told to the next controller
+            pool = PartialPool()
+        for said in here.said:
+            assert isinstance(said, Increment)
+            pool.add(said)
+        here.said.clear()
+        partial, known = here.batch.works[7].so_far, pool.get(7, 0)
+        assert partial.count == 3 * requests - 1 and known is not None
+        told = known.tokens, known.logprobs, known.spans
+        assert told == (partial.tokens, partial.logprobs, partial.spans)
+        await here.batch.pause()
+        if requests == 2:
+            here.batch.tell_all()
+        here.batch.resume()
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
 
 
 async def test_a_message_does_not_keep_a_move_alive(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """docs/architecture.md#graded: a trajectory whose environment fails again and again takes its group out of
 training, message by message."""
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,10 @@ from audits import assert_clean
 from laminar_hpc.messages.data import Message
 from laminar_hpc.messages.rollouts import Drop, Grant, Lost
 from laminar_hpc.policies import filtering
+from laminar_hpc.rollout.episodes import Episodes
+from laminar_hpc.rollout.work import Outcome, Work, works
 from laminar_hpc.turns.episode import TRIES
+from laminar_hpc.turns.session import EnvironmentHangs
 
 
 def working(tmp_path: Path, prompts: int = 4) -> tuple[Script, list[Grant]]:
@@ -61,6 +65,35 @@ def test_its_group_is_given_up_and_its_number_is_free(tmp_path: Path) -> None:
     assert rows.fetchone() == ("given_up", f"{filtering.UNGRADED}: no shelf")
     script.closes()
     assert_clean(Path(script.controller.config.run_dir))
+
+
+def test_what_is_merely_slow_has_all_of_its_time(tmp_path: Path) -> None:
+    """docs/architecture.md#all-awaited: towards the end of a local batch each replica tries once, and the
+    third try has all of environment.timeout_seconds for each call, at whichever replica it is."""
+    script, (first, second) = working(tmp_path)
+    lost, *_ = samples_of(first)
+    patient, granted = list[bool](), first
+    episodes = Episodes.__new__(Episodes)
+    episodes.young = lambda: False
+
+    async def is_slow(work: Work, _: object) -> Outcome:
+        patient.append(work.patient)
+        raise EnvironmentHangs("submit did not return in time")
+
+    episodes._episode = is_slow  # type: ignore[method-assign]
+    for replica, attempt in ((0, 0), (1, 1), (0, 2)):
+        (work,) = [work for work in works(granted) if work.trajectory_id == lost]
+        outcome = asyncio.run(episodes.run(work, None))  # type: ignore[arg-type]
+        assert outcome.lost is not None and (work.attempt, work.ungraded) == (attempt, 1)
+        script.hear("rollout", replica, Lost(lost, attempt, outcome.lost, ungraded=work.ungraded))
+        if attempt < 2:
+            newest = (first if replica else second).batch_id
+            script.asks(1 - replica, 0, newest_batch=newest)
+            found = script.granted(1 - replica)
+            assert found is not None
+            granted = found
+    assert patient == [False, False, True]
+    script.closes()
 
 
 @pytest.mark.parametrize("in_a_row, ends", [(3, False), (4, True)])

@@ -67,6 +67,7 @@ def test_what_came_of_a_fault(load, tmp_path: Path) -> None:
     )
     assert came_of("kill-relay", 0)["back"] is came_of("usr1-trainer", 0)["back"] is None
     assert chaos.accuracies(run, None)["accuracy"] == pytest.approx(0.25)
+    assert chaos.pace(run, start + 10, start + 30) == (0.1, 5.0), "steps and tokens per second"
 
 
 def test_a_bench_that_stops_says_the_faults_so_far(load, tmp_path: Path, capsys, monkeypatch) -> None:

@@ -1,6 +1,7 @@
 """Traces and metrics: what is written is there at once, and a death in the middle of a line costs that line
 only."""
 
+import resource
 import struct
 import subprocess
 import sys
@@ -62,6 +63,37 @@ def test_threads_do_not_mix_their_lines(tmp_path):
     for thread in threads:
         thread.join()
     assert len(read_spans(tmp_path)["trainer0"]) == 800
+
+
+def test_a_full_disk_costs_spans_only(tmp_path, caplog):
+    """Promise: nobody dies of what is only to be looked at, and it is said once."""
+    (tmp_path / "trace").mkdir()
+    (tmp_path / "trace/rollout1.jsonl").symlink_to("/dev/full")
+    trace = Trace(tmp_path, "rollout", 1)
+    for _ in range(3):
+        with trace.span("generate"):
+            pass
+    assert [r.getMessage().partition(": ")[2] for r in caplog.records] == [
+        "[Errno 28] No space left on device"
+    ]
+
+
+def test_a_disk_that_takes_a_part_of_a_line(tmp_path):
+    """Promise: it is an error, the next line is whole, and so is one of another writer."""
+    path = tmp_path / "metrics.jsonl"
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    writer = jsonl.Appender(path)
+    writer.write({"step": 1})
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 5, before[1]))
+    try:
+        with pytest.raises(OSError, match="too large"):
+            writer.write({"step": 2})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert path.read_bytes().endswith(b'{"ste')
+    jsonl.Appender(path).write({"step": 3})
+    writer.write({"step": 4})
+    assert [r["step"] for r in jsonl.read(path)] == [1, 3, 4]
 
 
 def scalars(folder) -> dict[str, float]:

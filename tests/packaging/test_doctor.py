@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from laminar_hpc.doctor import packages
+from laminar_hpc.doctor import machine, packages
 
 TOPICS = (
     "python|compiler|torch|GPUs|megatron-core|triton|transformers|sglang|CUDA compiler|KV migration|apex|"
@@ -28,6 +28,18 @@ def test_every_line_says_how_it_stands_and_it_is_quick() -> None:
     lines = done.stdout.splitlines()
     assert [re.match(rf"(?:ok  |warn|FAIL)  ({TOPICS}): \S", line)[1] for line in lines] == TOPICS.split("|")
     assert done.returncode == int(any(line.startswith("FAIL") for line in lines))
+
+
+def test_a_slurm_that_does_not_answer_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """sbatch may ask the network for its configuration, and so take longer than the doctor waits."""
+
+    def silent(*words: object, **options: float) -> None:
+        raise subprocess.TimeoutExpired("sbatch", options["timeout"])
+
+    monkeypatch.setattr(machine.shutil, "which", lambda name: name)
+    monkeypatch.setattr(machine.subprocess, "run", silent)
+    (finding,) = machine.slurm()
+    assert "it names no cluster" in str(finding)
 
 
 def test_a_missing_sglang_platform_is_a_failure_with_its_cure(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,6 +91,27 @@ def test_a_write_that_fails_leaves_nothing_and_later_ones_are_whole(tmp_path, mo
     assert file.stat().st_size == places[-1][1].offset + places[-1][1].size
 
 
+def test_what_cannot_be_cut_away_is_written_over(tmp_path, monkeypatch):
+    """A file system that refuses the cut as well: the next response is where its place says."""
+    writer, write = PayloadWriter(tmp_path, "rollout1"), os.write
+
+    def full(file: int, data: memoryview) -> int:
+        write(file, data[:20])
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    def refused(*_: int) -> None:
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    monkeypatch.setattr(os, "write", full)
+    monkeypatch.setattr(os, "ftruncate", refused)
+    with pytest.raises(OSError, match="quota"):
+        writer.append(pack(made(0).response)).result(10.0)
+    monkeypatch.undo()
+    place = writer.append(pack(made(1).response)).result(10.0)
+    writer.close()
+    assert read(tmp_path, [(1, place)])[0].tokens.tolist() == made(1).response_tokens
+
+
 def test_a_full_disk_is_waited_for(tmp_path, monkeypatch):
     """What was appended meanwhile is written, in order and once, as soon as there is room; other errors are
     told at once, and so is a full disk to a writer that is closed."""

@@ -204,3 +204,11 @@ def test_an_engine_on_a_gpu_is_told_of_the_compiler(tmp_path, monkeypatch):
     assert "TORCH_COMPILE_DISABLE" not in told
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert "TRITON_F32_DEFAULT" not in process.environment()
+
+
+def test_log_probs_are_at_the_sampling_temperature_whatever_the_shell_says(tmp_path, monkeypatch):
+    """With SGLang's SGLANG_RETURN_ORIGINAL_LOGPROB they would be at temperature 1, and every ratio wrong."""
+    monkeypatch.setenv("SGLANG_RETURN_ORIGINAL_LOGPROB", "1")
+    process = EngineProcess("engine 0", tmp_path / "engine0.log", 1)
+    process.folder = tmp_path
+    assert process.environment()["SGLANG_RETURN_ORIGINAL_LOGPROB"] == "0"

@@ -102,6 +102,7 @@ READ_IN = {  # environment variables of the engine -> the module of SGLang that 
     "SGLANG_CPU_OMP_THREADS_BIND": "sglang.srt.utils.numa_utils",
     "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": "sglang.srt.distributed.bootstrap",
     "SGLANG_EXTERNAL_MODEL_PACKAGE": "sglang.srt.models.registry",
+    "SGLANG_RETURN_ORIGINAL_LOGPROB": "sglang.srt.layers.sampler",
     "SGLANG_ROPE_CACHE_FP32": "sglang.srt.layers.rotary_embedding.base",
     "SGLANG_TIMEOUT_KEEP_ALIVE": "sglang.srt.entrypoints.http_server",
 }

@@ -98,6 +98,7 @@ def test_sim_writes_a_table_a_result_and_a_page(tmp_path, capsys):
         (["dora", "warmup_steps=16"], "below steps=16"),
         (["dora", "workload.mean_response_tokens=40000"], "must lie between 1 and"),
         (["dora", "workload.lengths_file=/nowhere"], "neither a run directory"),
+        (["repack", "trainer_share=1"], "a trainer share of 1 leaves no GPUs to train or to generate"),
     ],
 )
 def test_sim_refuses_in_one_line(words, text):
@@ -127,6 +128,12 @@ def test_lengths_of_a_run_are_replayed(tmp_path):
     assert read_lengths(tmp_path) == [[5, 9], [11]]
     work = Workload(WorkloadConfig(samples_per_prompt=3, lengths_file=str(tmp_path), turns=4), 0, 10)
     assert work.lengths(0) == [5, 9, 5] and work.lengths(3) == [11, 11, 11]
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.yaml").write_text(f"store_dir: {tmp_path / 'disk'}\n")
+    (tmp_path / "disk" / "run").mkdir(parents=True)
+    (tmp_path / "store.sqlite").rename(tmp_path / "disk" / "run" / "store.sqlite")
+    assert read_lengths(run) == [[5, 9], [11]], "where its store_dir is"
     draw = work.group(0)
     assert [sum(turns) for turns in draw.turns] == [5, 9, 5]
     assert all(len(course.took) == len(course.drawn) - 1 for course in draw.courses)
@@ -146,3 +153,11 @@ def test_drawn_lengths_have_the_mean_and_resemble_each_other_in_a_group():
     assert abs(between / 1.69**2 - (0.5 + 0.5 / 16)) < 0.1, (
         "half of the variance of the logs is between groups"
     )
+
+
+@pytest.mark.parametrize("line", ["[5, Infinity]", "[1e999]", "[NaN]", "[[5]]", "5", "[]"])
+def test_lengths_that_are_none_are_refused(line, tmp_path):
+    """Promise: one line, whatever the file has."""
+    (tmp_path / "lengths.jsonl").write_text(f"{line}\n")
+    with pytest.raises(LaminarError, match=r"workload\.lengths_file=.*lengths\.jsonl: n"):
+        read_lengths(tmp_path / "lengths.jsonl")

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from laminar_hpc.config.system_schema import TrainerConfig
 from laminar_hpc.emulation.launch import prepare
 from laminar_hpc.engine.emulated.engine import EmulatedEngine
 from laminar_hpc.simulator.constants import DEFAULT
@@ -23,6 +24,7 @@ from laminar_hpc.simulator.trainer_cost import (
     trainer_layout,
     updates_seconds,
 )
+from laminar_hpc.simulator.trainer_fit import layout_of
 from laminar_hpc.simulator.workload import Workload
 
 JOB = job_costs(MODELS["32B"], GPUS["H800"], 64, Layout(8, 1, 8), 64, 16384, DEFAULT)
@@ -231,3 +233,23 @@ def test_ranks_balanced_by_tokens_take_the_mean_or_the_longest_trajectory(tokens
     balanced = updates_seconds(tokens, 1, job, Layout(1, 1, ranks, balanced=True), random)
     assert balanced == pytest.approx(max(sum(tokens) / ranks, max(tokens)))
     assert balanced <= updates_seconds(tokens, 1, job, Layout(1, 1, ranks), random) * (1 + 1e-9)
+
+
+@given(
+    tokens=st.lists(st.integers(1, 16384), min_size=1, max_size=200),
+    ranks=st.integers(1, 8),
+    stages=st.sampled_from([2, 4, 8]),
+)
+def test_a_trajectory_goes_through_all_stages_of_a_balanced_rank(tokens, ranks, stages):
+    """Promise: the longest trajectory alone leaves the other stages idle, also where ranks are balanced."""
+    job, random = only_training(1.0 / ranks), np.random.default_rng(0)
+    balanced = updates_seconds(tokens, 1, job, Layout(1, stages, ranks, balanced=True), random)
+    assert balanced >= stages * max(tokens) * (1 - 1e-9)
+    dealt = updates_seconds(tokens, 1, job, Layout(1, stages, ranks), np.random.default_rng(0))
+    assert balanced <= dealt * (1 + 1e-9)
+
+
+def test_the_last_stage_of_a_planned_trainer_has_the_output_layer_too():
+    """Promise: as in a run, whose stages have equally many layers, and the others wait for it."""
+    layout = layout_of(TrainerConfig(tensor_parallel=8, pipeline_parallel=2, data_parallel=2))
+    assert layout.slowest_stage(MODELS["32B"]) == pytest.approx(1 + 0.778 / 31.98, rel=0.01)

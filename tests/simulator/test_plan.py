@@ -1,6 +1,7 @@
 """`laminar plan`: the search, and files that `laminar train` takes as they are, on the very GPUs that were
 planned."""
 
+import json
 import signal
 import subprocess
 
@@ -154,7 +155,7 @@ def test_all_processes_of_a_plan_are_started_once(tmp_path, monkeypatch):
         return [f"refused {done.returncode}"] if done.returncode else done.stdout.splitlines()
 
     trainers, relays, replicas = set(), set(), 0
-    for machine in range(trainer_machines(best).count):
+    for machine in range(trainer_machines(config, best).count):
         (line,) = start("trainer", str(machine), "seed=3")
         assert f"--config-dir {tmp_path} experiment=two cluster.host=10.0.0.1" in line
         assert line.endswith("seed=3")
@@ -225,6 +226,32 @@ def test_plan_is_as_good_as_every_candidate():
         and found.simulated <= found.candidates == len(rates)
         and found.ended
     )
+
+
+def test_plan_is_as_good_where_lengths_change_over_the_run(tmp_path):
+    """Promise: what is simulated is what the bound is of: responses that get shorter are generated faster."""
+    file = tmp_path / "lengths.jsonl"
+    file.write_text("[8000]\n" * 256 + "[300]\n" * 1000)
+    work = ["workload.prompts_per_step=64", "workload.samples_per_prompt=8", f"workload.lengths_file={file}"]
+    config = load_plan("node", [*work, "steps=12", "warmup_steps=8"])
+    found = search(config)
+    assert found.best.score == max(
+        evaluate(config, candidate)["tokens_per_second"] for candidate in candidates(config)
+    )
+
+
+def test_an_answer_in_json_is_json(tmp_path, capsys):
+    """Promise: also where the runner-up is none, as it is too slow."""
+    words = ["cheapest", *SMALL, "model=7B", "trainer_busy=0", f"out_dir={tmp_path}"]
+    words.append("pools=[{gpu: H800, count: 16}]")
+    rate = search(load_plan(words[0], words[1:])).best.figures["tokens_per_second"]
+    assert plan_command.main([*words, f"least_throughput={rate}", "--json"]) == 0
+
+    def refuse(constant: str) -> None:
+        pytest.fail(f"{constant} is no JSON")
+
+    answer = json.loads(capsys.readouterr().out, parse_constant=refuse)
+    assert answer["best"]["score"] > 0 and answer["runner_up"]["score"] is None
 
 
 def test_preemptible_gpus_never_train_and_the_cheapest_set_keeps_the_trainer_busy():

@@ -75,7 +75,7 @@ def test_what_finds_no_room_ends_it() -> None:
 
 def test_hanging_calls_are_given_up_as_in_a_run() -> None:
     """A function's is told to the model after timeout_seconds. An environment's is given up by the deadline
-    that others have taught, and its trajectory begins again with other times; the last try is patient."""
+    that others have taught, and its trajectory begins again with other times, patiently from try three on."""
     once = Course((10, 10), (5,), (1,), (NEVER,))
     function, factory = environments(timeout_seconds=20.0), environments(bound=True, timeout_seconds=20.0)
     assert function.turned(function.play(once, lambda tries: once), 0, 1, 10, 1.0) == Took(20.0, False)
@@ -90,9 +90,11 @@ def test_hanging_calls_are_given_up_as_in_a_run() -> None:
     assert factory.turned(play, 0, 1, 10, 1.0) == Took(learnt, True)
     assert factory.turned(play, 1, 1, 10, 1.0) == Took(20.0, True), "each replica learns by itself"
     assert factory.failed(play, young=True) and asked == [2] and play.course is FOUR
-    play.course, play.tries = once, TRIES
+    play.course, play.tries, play.failures = once, TRIES, TRIES - 1
     assert factory.turned(play, 0, 1, 10, 1.0) == Took(20.0, True)
     assert not factory.failed(play, young=True) and play.tries == 1
+    play.course = once
+    assert factory.turned(play, 0, 1, 10, 1.0) == Took(20.0, True), "at the next replica too"
     assert not factory.failed(play, young=False), "the end of a local batch waits for no new try"
 
 

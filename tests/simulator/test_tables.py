@@ -10,7 +10,7 @@ from laminar_hpc.simulator.schema import WorkloadConfig
 from laminar_hpc.simulator.settings import load_plan, load_simulation
 from laminar_hpc.simulator.sweep import point
 from laminar_hpc.simulator.tables import GPUS, MODELS
-from laminar_hpc.simulator.trainer_fit import fitting_trainer
+from laminar_hpc.simulator.trainer_fit import fitting_trainer, serves, shards
 
 # billions of parameters, all and used by a token, as their publishers give them
 PUBLISHED = {
@@ -145,3 +145,21 @@ def test_a_model_that_laminar_does_not_train_is_not_planned():
     """Promise: no plan for a family that a run would refuse."""
     with pytest.raises(LaminarError, match="family deepseek_v3, which can be simulated but not trained"):
         load_plan("mixed", ["model=DeepSeek-V3"])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_shipped_model_is_simulated_as_it_is(name):
+    """Promise: no model of the tables is refused at its own tensor parallel size, also not where key-value
+    heads are fewer."""
+    gpus = ["rollout_gpu=B200", "trainer_gpu=B200", "gpus=[1024]"]
+    assert load_simulation("laminar", [f"model={name}", *gpus]).model == name
+
+
+@pytest.mark.parametrize(
+    ("name", "fits"), [("0.5B", {1, 2}), ("3B", {1, 2, 4, 8, 16}), ("14B", {1, 2, 4, 8})]
+)
+def test_engines_copy_key_value_heads_and_trainers_do_not(name, fits):
+    """Promise: the rules are those of config/rules.py: an engine may have more ranks than key-value heads."""
+    model = MODELS[name]
+    assert {n for n in (1, 2, 4, 8, 16) if serves(model, n)} == fits
+    assert {n for n in (1, 2, 4, 8, 16) if shards(model, n)} == {n for n in fits if n <= model.kv_heads}

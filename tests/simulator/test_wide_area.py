@@ -15,7 +15,7 @@ from laminar_hpc.simulator.rules import PIPELINES
 from laminar_hpc.simulator.schema import WorkloadConfig
 from laminar_hpc.simulator.settings import load_plan, load_simulation
 from laminar_hpc.simulator.setup import Rollout, setup
-from laminar_hpc.simulator.sweep import point
+from laminar_hpc.simulator.sweep import point, split
 from laminar_hpc.simulator.tables import GPUS, MODELS
 from laminar_hpc.simulator.wide_area.deliveries import Deliveries
 from laminar_hpc.simulator.wide_area.link import Link, Site, chained
@@ -52,6 +52,15 @@ def test_sites_pass_weights_on_so_that_one_copy_leaves_the_trainer():
     assert late.latency == pytest.approx(0.01 + 0.1 + 0.5)
     assert late.seconds(1) - late.latency == pytest.approx(DEFAULT.changed_bytes_share * late.copy)
     assert late.seconds(2) - late.latency == pytest.approx(2 * DEFAULT.changed_bytes_share * late.copy)
+
+
+def test_all_of_the_gpus_train_where_others_generate():
+    """Promise: trainer_share=1 is taken with sites, and nobody beside the trainer generates."""
+    words = [*SMALL, "steps=2", "warmup_steps=1", "trainer_share=1", "gpus=[8]"]
+    config = load_simulation("wide_area", words)
+    trainer = split(config, "laminar", 8)
+    figures = point(config, "laminar", 8, trainer, 2).figures
+    assert trainer == figures["trainer_gpus"] == 8 and figures["gpus"] == 8 + 32 + 32 + 8
 
 
 def test_what_is_published_meanwhile_goes_together():

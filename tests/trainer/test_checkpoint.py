@@ -138,7 +138,7 @@ def test_a_half_written_checkpoint_is_never_seen(
             trainer.checkpointer.save(2)
     assert steps(tmp_path) == [1]
     hidden = [p.name for p in (tmp_path / "checkpoints").iterdir() if p.name.startswith(".")]
-    assert hidden == [".step_000002"]
+    assert hidden == [".step_000002.0"]
     for step in (2, 3, 3):
         trainer.checkpointer.save(step)
     assert steps(tmp_path) == [2, 3]
@@ -272,7 +272,7 @@ def test_all_is_on_the_disk_before_the_checkpoint_has_its_name(tied_model: Path,
     def synced(lines: list[str]) -> set[str]:
         return {match[1] for line in lines if (match := re.search(r"f(?:data)?sync\(\d+<([^>]*)>", line))}
 
-    hidden = path.with_name(f".{path.name}")
+    hidden = path.with_name(f".{path.name}.0")
     written = {str(hidden / each.relative_to(path)) for each in path.rglob("*")} | {str(hidden)}
     assert any(name.endswith(".metadata") for name in written) and len(written) > 10
     assert written <= synced(lines[:renamed])
@@ -327,7 +327,7 @@ def test_a_disk_that_fills_up_in_a_checkpoint(tied_model: Path, tmp_path: Path, 
             assert text.startswith(f"{NO_ROOM} run_dir={disk}/run"), raised.value
             assert steps(disk / "run") == [1]
             (disk / "filler").unlink()
-            shutil.rmtree(disk / "run" / "checkpoints" / ".step_000002", ignore_errors=True)
+            shutil.rmtree(disk / "run" / "checkpoints" / ".step_000002.0", ignore_errors=True)
         assert len(seen) > 1, "only one kind of writer was tried"
         trainer.checkpointer.load(1)
         assert trainer.checkpointer.state_hash() == saved_hash

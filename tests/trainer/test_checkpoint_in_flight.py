@@ -12,9 +12,11 @@ import torch
 import torch.distributed as dist
 from checkpointing import Trainer
 
-from laminar_hpc.cluster.checkpoints import steps
+from laminar_hpc.cluster import checkpoints
+from laminar_hpc.cluster.checkpoints import checkpoint_path, fence, read_state, steps
 from laminar_hpc.cluster.durable import FileSum
 from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.messages.membership import Welcome
 from laminar_hpc.trainer.checkpointing import copies, in_flight
 from laminar_hpc.trainer.checkpointing.copies import Wanted
 from laminar_hpc.trainer.checkpointing.hf_files import HfFiles
@@ -100,6 +102,39 @@ def test_a_process_that_ends_leaves_no_half_of_one(
     trainer.checkpointer.begin(2)
     trainer.checkpointer.close()
     assert steps(tmp_path) == [2]
+
+
+def test_a_replaced_gang_cannot_spoil_the_files_of_the_next(
+    tied_model: Path, tmp_path: Path, world: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that stood still in the midst of writing a step's checkpoint goes on while the next gang writes its
+    own of the same step, whose name comes right after: what has the name is whole."""
+    old = Trainer(tied_model, tmp_path, welcome=Welcome("run", gang=1))
+    fence(tmp_path, 1)
+    goes_on, write, publish = threading.Event(), HfFiles.write, checkpoints.publish
+
+    def held(files: HfFiles, *given: object) -> dict:
+        assert files is not old.checkpointer._hf or goes_on.wait(60)
+        return write(files, *given)
+
+    monkeypatch.setattr(HfFiles, "write", held)
+    old.checkpointer.begin(1)
+    writer = old.checkpointer._flight._thread
+
+    def late(*given: object) -> None:
+        if threading.current_thread() is not writer:
+            goes_on.set()
+            writer.join(60)
+        publish(*given)
+
+    monkeypatch.setattr(checkpoints, "publish", late)
+    fence(tmp_path, 2)
+    new = Trainer(tied_model, tmp_path, welcome=Welcome("run", gang=2))
+    new.train(0, 1)
+    new.checkpointer.save(1)
+    old.checkpointer.close()
+    assert read_state(checkpoint_path(tmp_path, 1))["gang"] == 2
+    assert checkpoints.damage(checkpoint_path(tmp_path, 1)) == ""
 
 
 def test_an_error_is_raised_in_the_training(

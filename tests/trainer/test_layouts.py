@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 
 from laminar_hpc.cluster.checkpoints import checkpoint_path
 from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.config.models import first_stage_layers
 from laminar_hpc.trainer.canonical.plan import HeldSlice, plan
-from laminar_hpc.trainer.megatron.building import first_stage_layers
 
 STEPS = 20
 LENGTHS = (13, 40, 7, 4, 7, 29)

@@ -16,6 +16,7 @@ from laminar_hpc.trainer.algorithms.loss_aggregation import weights_and_count
 from laminar_hpc.trainer.algorithms.losses import aipo, cispo, clip, gspo
 from laminar_hpc.trainer.algorithms.objective import objective
 from laminar_hpc.trainer.algorithms.tokens import Tokens
+from laminar_hpc.trainer.step.microbatch import make_microbatch
 
 
 def tokens(behaviour: list[float], advantages: list[float], lengths: list[int]) -> Tokens:
@@ -227,3 +228,15 @@ def test_a_behaviour_logprob_that_is_not_finite_shows_in_the_loss() -> None:
     assert not torch.isfinite(
         clip(torch.tensor([-1.0]), torch.tensor([-math.inf]), torch.tensor([-1.0]), 0.2, 0.28).loss
     ).all()
+
+
+@pytest.mark.parametrize("settings", [{}, {"kl_coefficient": 0.1}, {"proximal": "recomputed"}])
+def test_an_empty_micro_batch_adds_nothing_however_unlikely_its_token(settings: dict) -> None:
+    """Its one token is nobody's; at a low temperature, or where a model never draws token 0, it has a
+    log-prob at which a ratio overflows float32."""
+    batch = make_microbatch([], torch.device("cpu")).tokens
+    logprobs = torch.tensor([-200.0], requires_grad=True)
+    found = objective(AlgorithmConfig(**settings), 8, batch, logprobs, torch.zeros(1))
+    found.total.backward()
+    assert found.total.item() == 0 and logprobs.grad.tolist() == [0]
+    assert found.sums.tolist() == [0] * len(found.sums)

@@ -175,6 +175,16 @@ def test_a_gradient_that_is_not_finite_is_skipped_and_too_many_end_the_run(
         learner.train(tiny.step_batch(bad), 3, lambda: None)
 
 
+def test_a_run_that_allows_no_skipped_update_ends_at_the_first(tied_model: Path, world: None) -> None:
+    """With optimizer.max_skipped_updates=0, and not before."""
+    config = tiny.make_config(tied_model, optimizer__max_skipped_updates=0)
+    learner, batch = Learner(config, MegatronPolicy(config)), tiny.make_batch(seed=7)
+    learner.train(tiny.step_batch(batch), 0, lambda: None)
+    batch[3].logprobs[0] = -math.inf
+    with pytest.raises(LaminarError, match="1 optimizer updates in a row had gradients"):
+        learner.train(tiny.step_batch(batch), 1, lambda: None)
+
+
 def test_empty_micro_batches_and_untrained_trajectories_add_nothing(tied_model: Path, world: None) -> None:
     """A rank with fewer micro-batches runs empty ones beside the others; a pack may hold only tokens that the
     environment gave."""

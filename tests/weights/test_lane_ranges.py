@@ -1,9 +1,11 @@
 """Lanes of a publication: any cut gives back the bytes and the sums of the whole, and a slot is complete with
 the last part only."""
 
+import contextlib
 import itertools
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ import torch
 
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.kernels.sums import tensor_sums
+from laminar_hpc.weights import lane_slots
 from laminar_hpc.weights.lane_slots import LaneWriter, SlotsBusy
 from laminar_hpc.weights.lanes import borders, join, lane_chunks, lane_manifest, lane_sums
 from laminar_hpc.weights.manifest import Manifest, decode_manifest, encode_manifest, layout
@@ -164,3 +167,25 @@ def test_no_slot_is_taken_from_who_needs_it(tmp_path: Path) -> None:
         assert not write(pair[0], cut[5][0]), "takes the slot of id 3, whose other half never came"
         assert pair[0].keep_newest()[1].weight_id == 5
         pair[1].release(kept)
+
+
+def test_a_large_slot_s_memory_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another lane takes it, in its turn: the larger the slot, the longer that may last."""
+    monkeypatch.setattr(lane_slots, "_TURN_SECONDS", 0.0)
+    pair, now = writers(tmp_path), [0.0]
+    monkeypatch.setattr(lane_slots, "_TAKEN_PER_SECOND", 1.0)
+    first, second = parts(*whole(), borders(whole()[0], 2))
+    seconds = whole()[0].data_bytes
+
+    def later(waited: float) -> None:
+        if now[0]:
+            turn.close()
+        now[0] = seconds - 1.0  # as long as all bytes take, but for one
+
+    monkeypatch.setattr(lane_slots, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=later))
+    turn = contextlib.ExitStack()
+    turn.enter_context(pair[0]._turn())
+    assert not write(pair[1], second)
+    assert write(pair[0], first)
+    for writer in pair:
+        writer.close()

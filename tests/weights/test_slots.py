@@ -9,7 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from laminar_hpc.cluster import leftovers
 from laminar_hpc.cluster.folders import remove_dead_slots, slots_root
+from laminar_hpc.cluster.processes import process_world
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.kernels.sums import add_sums, slice_sums, tensor_sums
 from laminar_hpc.weights.manifest import layout
@@ -114,6 +116,15 @@ def test_slots_of_another_layout_are_made_anew(tmp_path, writer):
     }
 
 
+def test_a_slot_of_which_a_kill_has_left_a_part_is_made_anew(tmp_path, writer):
+    """A relay that is killed while it removes its folder may leave a lock without weights."""
+    write(writer, 0, 1.0)
+    (writer.root / "slot0" / "model.safetensors").unlink()
+    again = SlotWriter(str(tmp_path), "run", 3, tmp_path)
+    write(again, 1, 2.0)
+    assert (load_file(again.root / "slot0" / "model.safetensors")["a"] == 2.0).all()
+
+
 def test_all_slots_read_is_said(tmp_path, writer):
     """With every slot leased or newest the writer refuses, and names the key to raise."""
     reader = SlotReader(str(tmp_path), "run")
@@ -140,6 +151,19 @@ def test_leftovers_of_a_killed_run_are_cleaned_and_a_living_run_is_left_alone(tm
     assert slots_root(str(tmp_path), "dead").exists()
     assert remove_dead_slots(str(tmp_path)) == [slots_root(str(tmp_path), "dead")]
     assert slots_root(str(tmp_path), "run").exists()
+
+
+def test_a_dead_relay_s_slots_stay_while_one_is_loaded(tmp_path):
+    """An engine's start removes what dead runs have left; it may start from a slot of a relay that has just
+    died."""
+    (tmp_path / "shm").mkdir()
+    writer = SlotWriter(str(tmp_path / "shm"), "run", 3, tmp_path)
+    write(writer, 0, 1.0)
+    (writer.root / "owner").write_text(f"1 0 {process_world()}")  # an earlier process of this id: dead
+    reader = SlotReader(str(tmp_path / "shm"), "run")
+    with reader.lease(reader.newest()):
+        assert leftovers.clean(tmp_path / "shm", tmp_path / "none") == [] and reader.newest() is not None
+    assert [gone.path for gone in leftovers.clean(tmp_path / "shm", tmp_path / "none")] == [writer.root]
 
 
 def test_sums_see_bits_and_places_and_add_up():

@@ -91,29 +91,36 @@ class StoreRecords:
     old_steps: dict[int, OldStep]  # controller/old_steps.py
     connection: sqlite3.Connection
     run_dir: Path  # where its payload files are
+    store_dir: str | None  # as the configuration has it
 
     def responses(self) -> Iterator[tuple[int, Response | str | None]]:
         """(trajectory id, its response, or why it cannot be read); None where a live run has archived it."""
+        unread: dict[int, str] = {}
         rows = self.connection.execute(
             "SELECT trajectory_id, file, offset, size FROM responses ORDER BY file, offset"
         )
         while some := [(i, Place(*place)) for i, *place in rows.fetchmany(_AT_ONCE)]:
-            yield from zip((i for i, _ in some), self._read(some), strict=True)
+            for (i, _), found in zip(some, self._read(some), strict=True):
+                if isinstance(found, str):
+                    unread[i] = found
+                else:
+                    yield i, found
+        there = self._have_places() if unread else set()
+        yield from ((i, why if i in there else None) for i, why in unread.items())
 
-    def _read(self, some: list[tuple[int, Place]]) -> Sequence[Response | str | None]:
+    def _read(self, some: list[tuple[int, Place]]) -> Sequence[Response | str]:
         try:
             return read_payloads(self.run_dir, some, late=0.0)
         except LaminarError as error:
             if len(some) == 1:
-                return [str(error) if self._has_place(some[0][0]) else None]
+                return [str(error)]
             return [found for one in some for found in self._read([one])]
 
-    def _has_place(self, trajectory_id: int) -> bool:
-        """By the store of this moment."""
-        _, _, path = self.connection.execute("PRAGMA database_list").fetchone()
-        with contextlib.closing(connect_read_only(Path(path), 10.0)) as now:
-            sql = "SELECT 1 FROM responses WHERE trajectory_id = ?"
-            return now.execute(sql, (trajectory_id,)).fetchone() is not None
+    def _have_places(self) -> set[int]:
+        """The trajectories whose responses are not archived, by the store of this moment."""
+        store = readable_store(self.run_dir, self.store_dir)  # where the first one was a copy, another
+        with contextlib.closing(connect_read_only(store.path, 10.0)) as now:
+            return {i for (i,) in now.execute("SELECT trajectory_id FROM responses")}
 
 
 @dataclass
@@ -166,7 +173,7 @@ def read(run_dir: Path) -> Iterator[Records]:
             path = store.path
             connection = at_the_end.enter_context(contextlib.closing(connect_read_only(path, 10.0)))
             has_tables(connection, path)
-            records.store = _store(connection, run_dir)
+            records.store = _store(connection, run_dir, config.get("store_dir"))
         except LaminarError as error:
             records.damage = str(error)
         except (sqlite3.Error, msgspec.ValidationError) as error:
@@ -202,7 +209,7 @@ def _state(run_dir: Path, step: int) -> dict | None:
     return state if isinstance(state, dict) else None
 
 
-def _store(connection: sqlite3.Connection, run_dir: Path) -> StoreRecords:
+def _store(connection: sqlite3.Connection, run_dir: Path, store_dir: str | None) -> StoreRecords:
     """All but the responses, which follow from the same snapshot."""
     connection.execute("BEGIN")
     rows = connection.execute(
@@ -225,6 +232,7 @@ def _store(connection: sqlite3.Connection, run_dir: Path) -> StoreRecords:
         {row["consumed_step"]: msgspec.convert(row, OldStep) for row in _named(old_steps)},
         connection,
         run_dir,
+        store_dir,
     )
 
 

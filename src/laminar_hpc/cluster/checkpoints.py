@@ -6,7 +6,7 @@ written under a name that begins with a dot and renamed when all of it is on the
 every other file with its length and SHA-256, so that damage is found before anything is loaded, and
 `signature.json` says whose list it is (cluster/signatures.py).
 
-    .step_000020            being written, or left by a writer that died
+    .step_000020.3          being written by trainer gang 3, or left by one that died
     .old_step_000020        replaced by another checkpoint of that step
     .doomed_step_000020     being deleted
     .damaged_step_000020    passed over by a trainer; stays until somebody deletes it

@@ -16,6 +16,9 @@ def connect(context: zmq.Context, identity: bytes, address: ControllerAddress) -
     dealer.setsockopt(zmq.IDENTITY, identity)
     dealer.setsockopt(zmq.LINGER, 2000)
     dealer.setsockopt(zmq.SNDHWM, _QUEUE_MESSAGES)
+    # where a full queue meets a broken connection libzmq aborts the process (zeromq/libzmq#3937); the hub's
+    # window bounds what comes
+    dealer.setsockopt(zmq.RCVHWM, 0)
     dealer.setsockopt(zmq.HEARTBEAT_IVL, int(PING_SECONDS * 1000))
     dealer.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(_RECONNECT_SECONDS * 1000))
     dealer.setsockopt(zmq.CONNECT_TIMEOUT, int(_RECONNECT_SECONDS * 1000))

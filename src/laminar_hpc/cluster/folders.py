@@ -1,6 +1,7 @@
 """Folders that belong to a process: it notes itself as their owner, and whoever comes later removes those
 whose owner is dead."""
 
+import fcntl
 import os
 import shutil
 from pathlib import Path
@@ -35,7 +36,7 @@ def abandoned(parent: Path, prefix: str) -> list[Path]:
     """The folders `parent`/`prefix`* whose owner is dead.
 
     Not among them: what belongs to another user, to a living process, or to one of another container or boot,
-    and what names no owner.
+    what names no owner, and slots of which one is being loaded.
     """
     orphans = []
     for folder in parent.glob(f"{prefix}*"):
@@ -45,9 +46,25 @@ def abandoned(parent: Path, prefix: str) -> list[Path]:
             pid, started, world = (folder / OWNER_FILE).read_text().split(maxsplit=2)
         except (OSError, ValueError):
             continue
-        if world == process_world() and process_started(int(pid)) != started:
+        dead = world == process_world() and process_started(int(pid)) != started
+        if dead and not any(_is_locked(lock) for lock in folder.glob("slot*/lock")):
             orphans.append(folder)
     return orphans
+
+
+def _is_locked(file: Path) -> bool:
+    """Whether a process holds a lock on it, as whoever loads from a slot does (weights/slots.py)."""
+    try:
+        descriptor = os.open(file, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
 
 
 def remove(folder: Path) -> bool:

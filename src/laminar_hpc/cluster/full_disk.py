@@ -71,6 +71,17 @@ def await_room(
     return False
 
 
+def put(file: Path, sleep: Callable[[float], None] = time.sleep) -> None:
+    """Makes an empty file, as soon as the disk has room for it."""
+    while True:
+        try:
+            return file.touch()
+        except OSError as error:
+            if not is_full_disk(error):
+                raise
+        sleep(_LOOK_SECONDS)
+
+
 def _room(path: Path) -> int | None:
     """Bytes that this user may still write there; 0 without inodes; None where there is no such folder."""
     try:

@@ -70,6 +70,7 @@ class Hub:
         self._router.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._router.setsockopt(zmq.LINGER, 2000)
         self._router.setsockopt(zmq.SNDHWM, _QUEUE_MESSAGES)
+        self._router.setsockopt(zmq.RCVHWM, 0)  # as in cluster/dealer.py; the members' windows bound it
         self._router.setsockopt(zmq.HANDSHAKE_IVL, int(_HANDSHAKE_SECONDS * 1000))
         self._router.setsockopt(zmq.MAXMSGSIZE, _MESSAGE_BYTES_MAX)
         self._router.setsockopt(zmq.ZAP_DOMAIN, b"laminar")

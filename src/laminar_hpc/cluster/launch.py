@@ -19,13 +19,15 @@ from collections import deque
 from contextlib import suppress
 from pathlib import Path
 
+from laminar_hpc.cluster.address import read_address
 from laminar_hpc.cluster.folders import ENGINE_FOLDER_PREFIX, remove_abandoned, remove_dead_slots
 from laminar_hpc.cluster.full_disk import NO_ROOM
 from laminar_hpc.cluster.processes import die_with_parent
 from laminar_hpc.cluster.roles import assign_roles
+from laminar_hpc.cluster.run_lock import refuse_if_held
 from laminar_hpc.cluster.stop import request_stop
 from laminar_hpc.config.check import derive
-from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.config.errors import LaminarError, Refused
 from laminar_hpc.config.schema import RunConfig
 
 _ERROR = "laminar: error:"
@@ -37,6 +39,9 @@ REFUSED, PERMANENT = 2, 3  # exit codes of a rank: before the run began; failed,
 DEAF = "LAMINAR_DEAF_TO_TERM"
 JOINED_AS = "laminar: joined as"  # ROLE INDEX, by a process that did not know its number when it started
 REPEAT_SECONDS = 2.0  # `timeout` and some terminals send the same signal twice at once
+# for a controller to take a stop: turns of seconds are normal, and the shared file system may stand still;
+# and for one that is dead, or not ready yet
+_LIVE_SECONDS, _DEAD_SECONDS = 10.0, 2.0
 GONE_SECONDS = 20.0  # a session that was told to end is gone after this
 
 
@@ -59,7 +64,7 @@ class Launch:
         self._told = 0  # how many of them the user has seen
         self.is_permanent = False  # it would fail again for sure
         self.joined_as = ""  # "rollout 3": what a rollout says of itself, once the controller has numbered it
-        self._stops, self._asked = 0, 0.0
+        self._stops, self._asked, self._is_told = 0, 0.0, False
         self._chatter: deque[str] = deque(maxlen=2000)
         self._refused = False
         # torchrun's own store in place of a TCP one, which listens on all interfaces
@@ -127,16 +132,26 @@ class Launch:
         name = reason_of(number)
         if self._stops == 1:
             try:
-                if not request_stop(Path(self._config.run_dir), name, seconds=2.0):
+                if not request_stop(Path(self._config.run_dir), name, self._patience()):
                     text = "there is no controller now, the next one gets the request"
                     print(f"laminar: {name}: {text}", file=sys.stderr, flush=True)
                 return
-            except LaminarError:
+            except (LaminarError, OSError):
                 print(f"laminar: {name} before the run was up: ending it", file=sys.stderr, flush=True)
         self.end()
 
+    def _patience(self) -> float:
+        run_dir = Path(self._config.run_dir)
+        try:
+            refuse_if_held(run_dir)
+        except Refused:
+            address = read_address(run_dir)
+            return _LIVE_SECONDS if address and address.store_id else _DEAD_SECONDS
+        return _DEAD_SECONDS
+
     def end(self) -> None:
         """Ends the session that this launch started, and nothing else."""
+        self._is_told = True
         self._kill(signal.SIGTERM)
         timer = threading.Timer(GONE_SECONDS, self._kill, [signal.SIGKILL])
         timer.daemon = True

@@ -22,9 +22,9 @@ from pathlib import Path
 import psutil
 
 from laminar_hpc.cluster import terminal
-from laminar_hpc.cluster.address import read_address
 from laminar_hpc.cluster.full_disk import NO_ROOM, await_room
 from laminar_hpc.cluster.launch import DEAF, GONE_SECONDS, REFUSED, REPEAT_SECONDS, Launch
+from laminar_hpc.cluster.run_end import goes_on
 from laminar_hpc.config.errors import LaminarError, print_lines
 from laminar_hpc.config.load import load_config
 from laminar_hpc.config.schema import RunConfig
@@ -67,6 +67,12 @@ class RoleLaunch(Launch):
             (self.leave if self._stops == 1 else self.end)()
         return None
 
+    def hear_late(self, before: "RoleLaunch") -> None:
+        """What the life before was told after its end, and nobody else has taken."""
+        if before._is_told:
+            self._stops = max(self._stops, before._stops)
+            self.end()
+
     def leave(self) -> None:
         """Tells the ranks, not their torchrun, which would fail."""
         if self._role in ("controller", "trainer") or not (ranks := self._ranks()):
@@ -103,8 +109,7 @@ class RoleLaunch(Launch):
     @property
     def is_final(self) -> bool:
         """Whether these processes would find nothing to do, or fail again for sure."""
-        run_is_over = read_address(Path(self._config.run_dir)) is None
-        return bool(self._stops) or self.is_permanent or run_is_over
+        return bool(self._stops) or self.is_permanent or not goes_on(Path(self._config.run_dir))
 
     def awaits_room(self) -> bool:
         """After a death for want of room; True when there is some again."""
@@ -228,7 +233,8 @@ def main(arguments: list[str]) -> int:
         cause = launch.cause.removesuffix(f"; {AGAIN[role]}") or "told to leave"
         print(console.line("restart", f"{count}: {cause}"), flush=True)
         resume = ["resume=auto"] if role == "controller" else []
-        launch = RoleLaunch(config, [*overrides, *resume], int(processes))
+        before, launch = launch, RoleLaunch(config, [*overrides, *resume], int(processes))
+        launch.hear_late(before)
     launch.print_error()
     return code
 

@@ -43,8 +43,9 @@ class Owner(msgspec.Struct):
 
     @property
     def is_visible(self) -> bool:
-        """Whether its process would be seen from here if it ran."""
-        return self.host == socket.gethostname() and self.world == process_world()
+        """Whether its process would be seen from here if it ran; of other users /proc may hide them."""
+        is_here = self.host == socket.gethostname() and self.world == process_world()
+        return is_here and self.user == user_name()
 
 
 def is_alive(owner: Owner, renewed: float, now: float, watched: Watched) -> bool | None:

@@ -1,7 +1,8 @@
 """How many files and sockets this process may have open. Imports no torch.
 
 A shell's usual limit is 1,024, and in a large run a trainer rank or the controller has a connection to each
-of many others: beyond the limit they fail one by one, far from the reason.
+of many others: beyond the limit they fail one by one, far from the reason. A rollout has some to each of its
+trajectories that has an environment.
 """
 
 import resource
@@ -31,3 +32,11 @@ def allow_connections(others: int, meshes: bool) -> None:
             "--ulimit nofile= of a container)"
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+
+
+def allow_files(wanted: int) -> None:
+    """Raises this process's limit to `wanted` where it is lower, as far as the system lets it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))

@@ -4,9 +4,9 @@
 from anywhere whether it is alive. Only link(), rename() and O_EXCL have to be atomic: advisory locks (flock,
 fcntl) are off, local to a machine, or forgotten by the server on many clusters.
 
-A lock is stale if its process is gone (same host, boot and PID namespace: told by PID and start time), or, if
-the process cannot be seen from here, if we have seen its time unchanged for `Owner.stale_after` seconds of
-our own clock. Whatever the file's time is: clocks that differ break no lock.
+A lock is stale if its process is gone (same user, host, boot and PID namespace: told by PID and start time),
+or, if the process cannot be seen from here, if we have seen its time unchanged for `Owner.stale_after`
+seconds of our own clock. Whatever the file's time is: clocks that differ break no lock.
 
 Holding it. The holder is sure of its lock for a part of that time after each renewal (cluster/lease.py), and
 does what only the holder may do while it is sure (`RunLock.assure`). When it could not renew in time it takes

@@ -6,12 +6,13 @@ next one, which takes it up with the roles that have outlived the last.
 
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import zmq
 
 from laminar_hpc.cluster import durable
-from laminar_hpc.cluster.address import ControllerAddress, read_address
+from laminar_hpc.cluster.address import ADDRESS_FILE, ControllerAddress, read_address
 from laminar_hpc.cluster.delivery import Header, encode_header
 from laminar_hpc.cluster.waiting import who_waits
 from laminar_hpc.config.errors import LaminarError
@@ -25,7 +26,11 @@ _LOOK_SECONDS = 2.0  # between two looks whether another controller has come
 def request_stop(run_dir: Path, reason: str, seconds: float = 15.0) -> bool:
     """Sends the request to the controller of `run_dir`, or to the one that takes its place meanwhile. Whether
     one has it; else the next one gets it. Raises LaminarError when no job runs there."""
-    address = known = read_address(run_dir)
+    try:
+        address = known = read_address(run_dir)
+    except OSError as error:
+        path = run_dir / ADDRESS_FILE
+        raise LaminarError(f"{path} cannot be read ({error.strerror}): it is for the run's owner") from None
     if known is None:
         raise LaminarError(f"no job runs in {run_dir} (there is no controller.json)")
     deadline = time.monotonic() + seconds
@@ -34,10 +39,17 @@ def request_stop(run_dir: Path, reason: str, seconds: float = 15.0) -> bool:
             return True
         if address is None:  # one is about to come
             time.sleep(0.1)
-        address = read_address(run_dir)
-    if who_waits(run_dir):
-        durable.replace(run_dir / _LEFT, f"{known.store_id} {reason}".encode())
-        return False
+        with suppress(OSError):  # the file system fails as well
+            address = read_address(run_dir)
+    try:
+        if who_waits(run_dir):
+            durable.replace(run_dir / _LEFT, f"{known.store_id} {reason}".encode())
+            return False
+    except OSError as error:
+        raise LaminarError(
+            f"there is no controller, and the request cannot be left in {run_dir} for the next one "
+            f"({error.strerror})"
+        ) from None
     raise LaminarError(
         f"the controller at {known.host}:{known.port} was not reached "
         f"within {seconds:.0f} s; is the job of {run_dir} still running?"

@@ -21,6 +21,15 @@ class Refused(LaminarError):
         Exception.__init__(self, "\n".join(" ".join(line.split()) for line in lines))
 
 
+def of_the_system(error: OSError) -> LaminarError:
+    """What the system has refused: a file or folder that this user may not use, a name too long, a full
+    disk."""
+    if error.filename is None:
+        return LaminarError(error.strerror or str(error))
+    cure = "let this user read and write there, or name another"
+    return LaminarError(f"{error.filename} cannot be used ({error.strerror}); {cure}")
+
+
 def print_lines(error: LaminarError) -> None:
     """For whoever has started this process."""
     for line in str(error).splitlines():

@@ -156,6 +156,27 @@ def state_bytes(parameters: float, resident: float, optimizer: float, ranks: int
     return parameters * (resident + optimizer / ranks)
 
 
+def first_stage_layers(layers: int, stages: int) -> int | None:
+    """Layers of the first pipeline stage where the stages cannot all have the same number: the others share
+    the rest evenly, and the first has as near to its share as that allows. None where they can. At least one
+    layer per stage is needed."""
+    if layers % stages == 0:
+        return None
+    others = range(1, (layers - 1) // (stages - 1) + 1)  # layers of each other stage
+    return min(
+        (layers - (stages - 1) * n for n in others), key=lambda first: (abs(first - layers / stages), -first)
+    )
+
+
+def _stage_layers(model: dict, stages: int) -> tuple[int, int]:
+    """Layers of the first pipeline stage and of each other one; 1 where there are fewer than stages."""
+    layers = model["num_hidden_layers"]
+    if layers < stages:
+        return 1, 1
+    first = first_stage_layers(layers, stages) or layers // stages
+    return first, (layers - first) // max(1, stages - 1)
+
+
 def _stage_parameters(model: dict, stages: int) -> float:
     """Parameters of the fullest pipeline stage: the first has the embedding, the last the output layer and
     the last norm."""
@@ -164,7 +185,7 @@ def _stage_parameters(model: dict, stages: int) -> float:
         return total
     layers = model["num_hidden_layers"]
     inner = total - embedding * (1 if model.get("tie_word_embeddings") else 2) - model["hidden_size"]
-    return inner / layers * math.ceil(layers / stages) + embedding + model["hidden_size"]
+    return inner / layers * max(_stage_layers(model, stages)) + embedding + model["hidden_size"]
 
 
 LOGITS_BYTES = 1 << 30  # of float32 logits that are there at once where the head is computed in chunks
@@ -203,9 +224,9 @@ def trainer_bytes(model: dict, width: int, trainer: TrainerConfig) -> int:
     feed-forward width, which selective recomputation leaves out. With full recomputation only the float32
     input of a layer stays. Either way one more layer is on the GPU, recomputed, or as the gradients of the
     backward pass; and one whole pack of a layer's input, gathered from the ranks, with its gradient. The
-    first of p pipeline stages keeps p micro-batches, so stages don't make activations fewer. The last stage
-    has the last hidden states of the whole pack, and the logits and their gradient in float32, all at once or
-    in chunks, whichever is less. `recompute_activations=auto` counts as none.
+    first of p pipeline stages keeps p micro-batches, so stages don't make activations fewer; the second keeps
+    one less. The last stage has the last hidden states of the whole pack, and the logits and their gradient
+    in float32, all at once or in chunks, whichever is less. `recompute_activations=auto` counts as none.
 
     These are Megatron's own layers. Transformer Engine's keep the residual in the parameters' dtype and need
     less.
@@ -218,9 +239,10 @@ def trainer_bytes(model: dict, width: int, trainer: TrainerConfig) -> int:
     layer = 2 * residual + width * (2 * hidden + 4 * queries) / tensor + feed_forward
     gathered = 2 * width * hidden if tensor > 1 else 0
     stays = {"full": residual, "selective": layer - feed_forward}.get(trainer.recompute_activations, layer)
-    kept = model["num_hidden_layers"] * stays
+    first, others = _stage_layers(model, stages)
+    kept, last = stays * max(stages * first, (stages - 1) * others), stays * (others or first)
     head = _head_bytes(tokens, math.ceil(model["vocab_size"] / tensor), hidden, width) + tokens * gathered
-    return int(state + tokens * (layer + gathered) + max(tokens * kept, tokens * kept / stages + head))
+    return int(state + tokens * (layer + gathered) + max(tokens * kept, tokens * last + head))
 
 
 def rollout_bytes(model: dict, width: int, tensor: int, kv_tokens: int) -> int:

@@ -35,7 +35,7 @@ _MEETING = "trainers_meet"  # in the store: gang, address, port
 _LOOK_SECONDS = 1.0  # between two looks whether a rank is stuck, of which none can be within a second
 _LEAVE_SECONDS = 5.0  # a rank here that was told to leave and is still alive then is stopped or stuck
 _DOES = {
-    "load": "loads",
+    "load": "loads, or trains its first step",
     "train": "trains",
     "publish": "publishes weights",
     "checkpoint": "writes a checkpoint",
@@ -214,5 +214,6 @@ def _floors(cluster: ClusterConfig, relay: RelayConfig) -> dict[str, float]:
         "load": cluster.join_timeout_seconds,
         "train": cluster.heartbeat_timeout_seconds,
         "publish": 4 * relay.publish_timeout_seconds,
-        "checkpoint": cluster.join_timeout_seconds,
+        # as long as a rank waits for its files to be on the disk, and a minute (checkpointing/in_flight.py)
+        "checkpoint": 2 * cluster.join_timeout_seconds + 60.0,
     }

@@ -85,7 +85,7 @@ class GroupTable(Mapping[int, Group]):
     def message(self, group: Group, ids: list[int]) -> PromptGroup:
         """Its prompt with these of its samples, as it goes out."""
         prompt = self.prompt_of(group)
-        samples = [Sample(i, group.samples[i].attempt) for i in ids]
+        samples = [Sample(i, group.samples[i].attempt, group.samples[i].ungraded) for i in ids]
         return PromptGroup(group.group_id, prompt.tokens, prompt.text, prompt.row, samples)
 
     def bare(self, trajectory_id: int) -> PromptGroup:

@@ -114,10 +114,10 @@ class Controller:
         self.departures = Departures(shared, tracker, self.replicas, self.pool, self.migration, self.rescuer)
         self.continuation = Continuation(store, self.state, evaluations)
         self.last_evaluation = LastEvaluation(shared, evaluations)
-        awaited, last_word = set[int](), 0.0
+        awaited, last_seen = set[int](), 0.0
         if shared.roles_apart:
             self.continuation.recall(derived.rollout_ranks)
-            awaited, last_word = tracker.keep_owners(), status.last_word(Path(config.run_dir))
+            awaited, last_seen = tracker.keep_owners(), status.last_seen(Path(config.run_dir))
         self.crew = Crew(shared, self.replicas, awaited)
         self.dispatcher = Dispatcher(
             shared, tracker, evaluations, self.replicas, self.weights, self.rescuer, probes, self.crew, first
@@ -141,7 +141,7 @@ class Controller:
         if shared.roles_apart:
             take_up(Path(config.run_dir), store, tracker, self.pool, self.reports)
         self.reattachment = Reattachment(
-            shared, store, tracker, self.replicas, self.rescuer, awaited, self.replica_lost, last_word
+            shared, store, tracker, self.replicas, self.rescuer, awaited, self.replica_lost, last_seen
         )
         self.handlers = handlers(self)
         hub.announce(store.store_id, store.received())

@@ -76,16 +76,17 @@ class OldSteps:
         return groups
 
     def _let_go(self, step: int, groups: list[int]) -> None:
-        """Adds the trajectories of these groups to the sums of the step, and removes their rows."""
+        """Adds the trajectories of these groups to the sums of the step, and removes their rows. Not all that
+        were given up have had a response."""
         columns = "SELECT id, response_length, reward_error, digest FROM trajectories WHERE group_id = ?"
         found = [row for group in groups for row in self._db.execute(columns, (group,))]
         if not found:
             return
         self._put(_NEXT, self.next_trajectory())
         count, tokens, errors, ids, digests = self.sums(step)
-        count, tokens = count + len(found), tokens + sum(row[1] for row in found)
+        count, tokens = count + len(found), tokens + sum(row[1] or 0 for row in found)
         errors, ids = errors + sum(bool(row[2]) for row in found), ids + sum(row[0] for row in found)
-        digests = (digests + digest_sum(row[3] for row in found)) % (1 << _DIGEST_BITS)
+        digests = (digests + digest_sum(row[3] for row in found if row[3])) % (1 << _DIGEST_BITS)
         row = (step, count, tokens, errors, ids, f"{digests:032x}")
         self._db.execute("INSERT OR REPLACE INTO old_steps VALUES(?, ?, ?, ?, ?, ?)", row)
         for table in ("mismatches", "responses"):

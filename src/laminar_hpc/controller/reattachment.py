@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 class Reattachment:
     """`awaited`: replicas that own something by the store and were not heard of yet. `lost(replica)` gives
-    what a replica owns to others. `last_word`: when the last controller was seen to live, 0 = there was
+    what a replica owns to others. `last_seen`: when the last controller was seen to live, 0 = there was
     none, or none that anybody can have outlived."""
 
     def __init__(
@@ -42,14 +42,14 @@ class Reattachment:
         rescuer: Rescuer,
         awaited: set[int],
         lost: Callable[[int], None],
-        last_word: float,
+        last_seen: float,
     ) -> None:
         self._shared, self._store, self._tracker = shared, store, tracker
         self._replicas, self._rescuer, self._lost = replicas, rescuer, lost
-        self.awaited, self._last_word = awaited, last_word
+        self.awaited, self._last_seen = awaited, last_seen
         self._until = time.monotonic() + shared.config.cluster.heartbeat_timeout_seconds
         self._workers = 0  # that have outlived the last controller
-        self._over = not last_word
+        self._over = not last_seen
 
     # ---- what happens --------------------------------------------------------------------------------------
 
@@ -57,7 +57,7 @@ class Reattachment:
         """A worker has said Hello that was no member just now."""
         was_known = member.hello.rejoins or self._store.knows(member.identity)
         self._workers += was_known
-        if was_known and self._workers == 1 and self._last_word:
+        if was_known and self._workers == 1 and self._last_seen:
             self._say_it_is_back()
         if member.hello.role != "rollout":
             return
@@ -69,7 +69,7 @@ class Reattachment:
                 self._lost(replica)
 
     def _say_it_is_back(self) -> None:
-        seconds, step = time.time() - self._last_word, self._shared.state.trainer_step
+        seconds, step = time.time() - self._last_seen, self._shared.state.trainer_step
         self._shared.metrics.write("controller_back", step=step, seconds=seconds)
         text = f"the controller is back after {seconds:.0f} s, at step {step}: the others join it again"
         self._shared.say(console.line("restart", text))

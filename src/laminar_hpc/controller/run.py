@@ -17,6 +17,7 @@ from contextlib import ExitStack, closing, suppress
 from functools import partial
 from pathlib import Path
 
+from laminar_hpc.cluster import durable
 from laminar_hpc.cluster.address import ADDRESS_FILE, read_address
 from laminar_hpc.cluster.channel import RUN_FAILED
 from laminar_hpc.cluster.folders import slots_root
@@ -180,13 +181,14 @@ def run(
         at_the_end.callback(lock.release)
         run_dir, controller, dies = Path(config.run_dir), None, False
         redirect_output()
-        (run_dir / "config.yaml").write_text(dump_config(config))
         # before they see this controller
         waiting = who_waits(run_dir) if request_is_left(run_dir) else []
         run_id = f"{run_dir.resolve().name}-{secrets.token_hex(4)}"
         hub = Hub(run_dir, run_id, config.cluster.host, config.cluster.port, machine)
         try:
             controller = build(config, begun, hub, relays, machine, say)
+            # a refused resume leaves that of the run as it was
+            durable.replace(run_dir / "config.yaml", dump_config(config).encode())
             collect_rarely()
             received: list[str] = []
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):

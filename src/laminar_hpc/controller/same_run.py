@@ -1,5 +1,5 @@
-"""What a run keeps when it goes on: its model, the size of its batches, and the prompts that its groups in
-progress were granted for. All else may be another at the next start (docs/resuming.md)."""
+"""What a run keeps when it goes on: its model, the size of its batches and groups, and the prompts that its
+groups in progress were granted for. All else may be another at the next start (docs/resuming.md)."""
 
 import sqlite3
 from collections.abc import Sequence
@@ -20,8 +20,11 @@ _ANOTHER = "or begin another run with a checkpoint's hf/ as model.path"
 
 
 def refuse_changes(config: RunConfig) -> None:
-    """Raises Refused when the run in run_dir, which is to go on, has another model or size of batches."""
+    """Raises Refused when the run in run_dir, which is to go on, has another model or size of batches, or
+    groups of a size that would not be trained; or when a replay has another temperature than its source."""
     run_dir = Path(config.run_dir)
+    if config.source != "rollout":
+        _refuse_other_temperature(config, Path(config.source.removeprefix("replay:")))
     if config.resume != "auto":
         return
     newest = max(steps(run_dir), default=None)
@@ -43,6 +46,30 @@ def _refuse_other_batches(config: RunConfig, then: RunConfig) -> None:
     if now != then.algorithm.prompts_per_step:
         text = f"{key}={now}: the run in {config.run_dir} counts by {then.algorithm.prompts_per_step}"
         raise Refused([f"{text}: leave it at that, {_ANOTHER}"])
+    (least, most), (smallest, largest) = _group_sizes(config), _group_sizes(then)
+    if smallest < least or largest > most:  # the trainers would refuse them
+        given = (
+            f"algorithm.samples_per_prompt={most}, first_samples={config.algorithm.first_samples or 'null'}"
+        )
+        what = f"groups of {smallest} to {largest} samples of the run in {config.run_dir} may wait"
+        raise Refused([f"{given}: {what} for their training; allow such groups, {_ANOTHER}"])
+
+
+def _refuse_other_temperature(config: RunConfig, source: Path) -> None:
+    """Ratios are taken of log-probs at sampling.temperature: those of the trainer and the recorded ones."""
+    try:
+        then = read_config(source / "config.yaml").sampling.temperature
+    except LaminarError:  # a store alone
+        return
+    if (now := config.sampling.temperature) != then:
+        text = f"sampling.temperature={now}: the responses of {config.source} were drawn at {then}"
+        raise Refused([f"{text}; set that, else ratios would be wrong without a sign"])
+
+
+def _group_sizes(config: RunConfig) -> tuple[int, int]:
+    """Samples of the smallest and the largest complete group."""
+    a = config.algorithm
+    return a.first_samples or a.samples_per_prompt, a.samples_per_prompt
 
 
 def _refuse_other_model(config: RunConfig, folder: Path) -> None:

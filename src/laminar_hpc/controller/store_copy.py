@@ -6,6 +6,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.controller import journal_files as files
 from laminar_hpc.controller.journal import FOLDER
 from laminar_hpc.controller.rebuild import build
@@ -34,5 +35,12 @@ def readable_store(run_dir: Path, store_dir: str | None) -> ReadableStore:
     if not store_dir or not journal_id(journal):
         return ReadableStore(path)
     copy = tempfile.TemporaryDirectory(prefix="laminar-store-")
-    build(journal, Path(copy.name) / _STORE)
-    return ReadableStore(Path(copy.name) / _STORE, copy)
+    target = Path(copy.name) / _STORE
+    while True:
+        newest = files.snapshots(journal)[-1:]
+        try:
+            build(journal, target)
+            return ReadableStore(target, copy)
+        except (LaminarError, OSError):  # a live run has taken a snapshot, and removed what came before it
+            if files.snapshots(journal)[-1:] == newest:
+                raise

@@ -218,6 +218,7 @@ class TrajectoryTracker:
         self.counts.tokens_generated += sum(lengths)
         self.counts.samples_saved += samples
         self.counts.tokens_saved += tokens
+        self.ungraded_in_a_row = 0
         if self._filters and filtering.zero_variance(rewards):
             self.counts.groups_filtered += 1
             self.filtered_in_a_row += 1
@@ -225,7 +226,7 @@ class TrajectoryTracker:
             self._rows.give_up_group(group.group_id, filtering.reason(rewards), time)
             self.groups.forget(group.group_id)
             return
-        self.filtered_in_a_row = self.ungraded_in_a_row = 0
+        self.filtered_in_a_row = 0
         self._finished_count += 1
         group.finished, group.finish_order = True, self._finished_count
         self.groups.live.put(group.view())

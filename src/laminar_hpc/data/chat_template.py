@@ -5,12 +5,16 @@ import json
 from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from laminar_hpc.config.errors import LaminarError
 
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
 Messages = list[dict]
 Render = Callable[[Messages, str], str]  # (messages, place of the row) -> text
+_TAGS = {"generation"}
 _TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
@@ -26,12 +30,44 @@ def template_text(model_path: str) -> str:
     return text or ""
 
 
+def _environment() -> "Environment":
+    """Jinja with what transformers gives a template."""
+    from jinja2 import TemplateError, nodes
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.parser import Parser
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    def refuse(message: str) -> None:
+        raise TemplateError(message)
+
+    def to_json(value: object, ensure_ascii: bool = False, indent: int | None = None, **more: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **more)
+
+    class Generation(Extension):
+        """Around what a trainer of messages takes for the assistant's words."""
+
+        tags = _TAGS
+
+        def parse(self, parser: Parser) -> nodes.Node:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.Scope(body, lineno=line)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = to_json
+    environment.globals |= {
+        "raise_exception": refuse,
+        "strftime_now": lambda format_: datetime.now().strftime(format_),
+    }
+    return environment
+
+
 def load_chat_template(model_path: str, tools: Sequence[dict] = ()) -> Render:
     """render(messages, where) -> text that ends where the assistant's answer begins; it tells the model of
     `tools`. Raises LaminarError when the model has no template."""
-    from jinja2 import TemplateError, TemplateSyntaxError
-    from jinja2.ext import loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
+    from jinja2 import TemplateSyntaxError
 
     folder = Path(model_path)
     settings = _read(folder / "tokenizer_config.json")
@@ -41,29 +77,14 @@ def load_chat_template(model_path: str, tools: Sequence[dict] = ()) -> Render:
             "chat_template in tokenizer_config.json); "
             "add one or set data.chat_template=false"
         )
-
-    def refuse(message: str) -> None:
-        raise TemplateError(message)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
-    )
-    environment.filters["tojson"] = lambda value, indent=None: json.dumps(
-        value, ensure_ascii=False, indent=indent
-    )
-    environment.globals |= {
-        "raise_exception": refuse,
-        "strftime_now": lambda format_: datetime.now().strftime(format_),
-    }
     try:
-        template = environment.from_string(text)
+        template = _environment().from_string(text)
     except TemplateSyntaxError as error:
         raise LaminarError(
             f"{folder}: its chat template is not valid Jinja ({error.message}, line {error.lineno}); mend it"
         ) from None
     given: dict[str, object] = {name: _token(settings[name]) for name in _TOKENS if settings.get(name)}
-    if tools:
-        given["tools"] = list(tools)
+    given |= {"tools": list(tools) or None, "documents": None}
 
     def render(messages: Messages, where: str) -> str:
         try:

@@ -133,10 +133,11 @@ def load_prompts(
         if len(tokens) <= tokens_max:
             result.prompts.append(Prompt(text, tokens, row))
         elif data.too_long == "refuse":
-            key = "data.max_prompt_tokens" if tokens_max < room else "trainer.tokens_per_microbatch"
+            beside = "lower sampling.max_response_tokens, or raise trainer.tokens_per_microbatch (within the "
+            cure = "or raise data.max_prompt_tokens" if tokens_max < room else f"{beside}model's positions)"
             raise LaminarError(
                 f"{where}: the prompt has {len(tokens)} tokens, at most {tokens_max} fit; shorten it, set "
-                f"data.too_long=drop, or raise {key}"
+                f"data.too_long=drop, {cure}"
             )
         else:
             result.too_long += 1

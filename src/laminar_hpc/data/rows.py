@@ -121,12 +121,10 @@ def _object(line: bytes, where: str) -> dict:
         row = json.loads(line.removeprefix(codecs.BOM_UTF8).decode("utf-8"))
     except UnicodeDecodeError as error:
         raise LaminarError(f"{where}: not UTF-8 (byte {error.start}); convert the file") from None
-    except (json.JSONDecodeError, RecursionError) as error:
-        what = (
-            f"{error.msg} at column {error.colno}"
-            if isinstance(error, json.JSONDecodeError)
-            else "nested too deeply"
-        )
+    except (ValueError, RecursionError) as error:
+        what = "nested too deeply" if isinstance(error, RecursionError) else "a number has too many digits"
+        if isinstance(error, json.JSONDecodeError):
+            what = f"{error.msg} at column {error.colno}"
         raise LaminarError(f"{where}: not JSON ({what}); one JSON object per line is needed") from None
     if not isinstance(row, dict):
         raise LaminarError(
@@ -146,7 +144,7 @@ def _parquet(source: Source) -> Iterator[tuple[str, dict]]:
                 for row in batch.to_pylist():
                     number += 1
                     yield f"{source.path}, row {number}", row
-    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+    except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:  # also of a date
         raise LaminarError(
             f"{source.path}, row {number + 1}: cannot be read as Parquet "
             f"({_first_line(error)}); write or download the file again"

@@ -2,6 +2,7 @@
 files. Reads only, also of a live run, which may archive a step while it is read."""
 
 import sqlite3
+from collections import defaultdict
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -18,14 +19,19 @@ Part = tuple[int | None, list[Whole]]  # the step that trained them, from 1
 
 def parts(db: sqlite3.Connection, run_dir: Path, first: int, last: int | None) -> Iterator[Part]:
     """Of the steps `first` to `last`, both included, ascending; with `last` None also what no step has
-    trained yet. `db`: in autocommit. Raises LaminarError for what cannot be read."""
-    sql = "SELECT DISTINCT consumed_step + 1 FROM groups WHERE consumed_step IS NOT NULL ORDER BY 1"
-    for (step,) in db.execute(sql).fetchall():
-        if first <= step and (last is None or step <= last):
-            for part in _of_step(db, run_dir, step):
+    trained yet: as it was when the first part is asked for. `db`: in autocommit. Raises LaminarError for what
+    cannot be read."""
+    groups = defaultdict[int | None, list[int]](list)
+    sql = "SELECT consumed_step + 1, id FROM groups WHERE state IN ('consumed', 'finished') ORDER BY 1, 2"
+    for step, group in db.execute(sql):
+        groups[step].append(group)
+    waiting = groups.pop(None, [])
+    for step, of_step in groups.items():
+        if step and first <= step and (last is None or step <= last):
+            for part in _of_step(db, run_dir, step, of_step):
                 yield step, part
     if last is None:
-        for part in _stored(db, run_dir, "state = 'finished'", ()):
+        for part in _stored(db, run_dir, waiting):
             yield None, part
 
 
@@ -41,17 +47,18 @@ def _archived_steps(db: sqlite3.Connection) -> int:
     return int(row[0]) if row else 0
 
 
-def _of_step(db: sqlite3.Connection, run_dir: Path, step: int) -> Iterator[list[Whole]]:
-    seen = set[int]()
-    if step > _archived_steps(db):
+def _of_step(db: sqlite3.Connection, run_dir: Path, step: int, groups: list[int]) -> Iterator[list[Whole]]:
+    seen, archived = set[int](), step <= _archived_steps(db)
+    if not archived:
         try:
-            for part in _stored(db, run_dir, "state = 'consumed' AND consumed_step = ?", (step - 1,)):
+            for part in _stored(db, run_dir, groups):
                 seen |= {whole.record.trajectory_id for whole in part}
                 yield part
-        except LaminarError:
-            if step > _archived_steps(db):
+        except LaminarError:  # of a copy of the store the archive's file alone tells
+            archived = files.path_of(run_dir, step).exists()
+            if not archived and step > _archived_steps(db):
                 raise
-    if step <= _archived_steps(db):  # perhaps since a moment ago
+    if archived or step <= _archived_steps(db):  # perhaps since a moment ago
         for part in _archived(run_dir, step):
             if new := [whole for whole in part if whole.record.trajectory_id not in seen]:
                 yield new
@@ -69,8 +76,7 @@ def _archived(run_dir: Path, step: int) -> Iterator[list[Whole]]:
         raise LaminarError(f"{path} cannot be read ({error}); look at it with laminar audit") from None
 
 
-def _stored(db: sqlite3.Connection, run_dir: Path, where: str, values: tuple) -> Iterator[list[Whole]]:
-    groups = [i for (i,) in db.execute(f"SELECT id FROM groups WHERE {where} ORDER BY id", values)]
+def _stored(db: sqlite3.Connection, run_dir: Path, groups: list[int]) -> Iterator[list[Whole]]:
     for begin in range(0, len(groups), _AT_ONCE):
         if found := stored_groups(db, groups[begin : begin + _AT_ONCE]):
             yield wholes(run_dir, found, late=0.0)

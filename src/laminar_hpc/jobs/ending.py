@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from laminar_hpc.cluster.address import ADDRESS_FILE
-from laminar_hpc.observability import jsonl
+from laminar_hpc.cluster.run_end import last_word
 from laminar_hpc.observability.durations import read_durations
 from laminar_hpc.policies.stopping import stop_seconds
 
@@ -39,15 +39,6 @@ def seconds_to_go_on(role: str, run_dir: Path, left: float | None) -> float:
         return 0.0
     needed = ROLLOUTS_SECONDS if role == "rollouts" else stop_seconds(*read_durations(run_dir))
     return max(0.0, left - needed)
-
-
-def last_word(run_dir: Path) -> str:
-    """Why the run ended, as its controller wrote: "done", "failed: ...", or what asked it to stop, and why it
-    could not do that in order. "" while it goes on, or if no controller could say it."""
-    last: dict = {}
-    for record in jsonl.read(run_dir / "metrics.jsonl", "start", "end"):
-        last = record
-    return str(last.get("reason", "")) if last.get("kind") == "end" else ""
 
 
 def has_more_to_do(role: str, run_dir: Path, told: bool, sleep: Callable[[float], None] = time.sleep) -> bool:

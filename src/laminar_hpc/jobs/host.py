@@ -18,11 +18,12 @@ import tempfile
 import threading
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from laminar_hpc import __version__
-from laminar_hpc.cluster.address import ADDRESS_FILE
 from laminar_hpc.cluster.launch import REFUSED
+from laminar_hpc.cluster.run_end import goes_on
 from laminar_hpc.cluster.stop import request_stop
 from laminar_hpc.cluster.terminal import SHARED_VARIABLE
 from laminar_hpc.config.errors import LaminarError, Refused, print_lines
@@ -106,11 +107,11 @@ class HostRun:
         """Until all have ended; the first exit code that is not 0, the replicas' before the relays'."""
         codes: dict[str, int] = {}
         ends: dict[str, float] = {}
+        again = partial(goes_on, self._run_dir)
         while len(codes) < len(self._children):
             self._obey()
-            goes_on = (self._run_dir / ADDRESS_FILE).exists()
             for child in self._children:
-                if child.role not in codes and (code := child.code(self._left, goes_on)) is not None:
+                if child.role not in codes and (code := child.code(self._left, again)) is not None:
                     codes[child.role], ends[child.role] = code, time.monotonic()
             for one, other in (("relay", "rollout"), ("rollout", "relay")):
                 if one in ends and other not in ends and time.monotonic() > ends[one] + _ALONE_SECONDS:

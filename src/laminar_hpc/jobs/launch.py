@@ -16,7 +16,6 @@ from pathlib import Path
 
 from laminar_hpc import __version__
 from laminar_hpc.cluster import durable
-from laminar_hpc.cluster.run_lock import refuse_if_held
 from laminar_hpc.config.errors import LaminarError, Refused
 from laminar_hpc.config.options import with_absolute_config_dir
 from laminar_hpc.jobs.connections import Launcher
@@ -72,7 +71,6 @@ def main(arguments: list[str]) -> int:
     from laminar_hpc.train_command import prepare
 
     options, words = take_options(arguments)
-    options.dry_run |= "dry_run=true" in words
     if not options.hosts or not words:
         raise LaminarError(
             "laminar launch needs a host file and what laminar train needs: "
@@ -80,13 +78,12 @@ def main(arguments: list[str]) -> int:
         )
     settings = [word for word in words if word.partition("=")[0] not in OURS]
     loaded, config, derived = prepare([*words, *["dry_run=true"][: options.dry_run]], print)
+    options.dry_run = config.dry_run
     hosts = read_hosts(Path(options.hosts), gpus_by_default(config))
     parts = chosen(assign(config, derived, hosts), options.only)
     run_dir, launch = Path(config.run_dir).absolute(), "" if options.dry_run else secrets.token_hex(4)
-    if not options.dry_run and not options.only:
-        refuse_if_held(run_dir)
-        if not look_around(config):
-            return 0
+    if not options.dry_run and not options.only and not look_around(config):
+        return 0
     settings = [*with_absolute_config_dir(settings), *pinned_words(loaded, config)]
     lines = [(part, command_of(part, options, launch, run_dir, settings)) for part in parts]
     for _, command in lines:

@@ -27,17 +27,18 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 
-from laminar_hpc.cluster.address import ADDRESS_FILE
+from laminar_hpc.cluster.full_disk import put
 from laminar_hpc.cluster.launch import DEAF, REFUSED
 from laminar_hpc.cluster.lock_owner import Watched
 from laminar_hpc.cluster.processes import die_with_parent
+from laminar_hpc.cluster.run_end import goes_on, last_word
 from laminar_hpc.cluster.turn import VARIABLE, give_turn
 from laminar_hpc.cluster.waiting import Sign
 from laminar_hpc.config.errors import LaminarError, print_lines
 from laminar_hpc.config.file_systems import NETWORK_FILE_SYSTEMS, file_system
 from laminar_hpc.config.load import load_config
 from laminar_hpc.config.schema import RunConfig
-from laminar_hpc.jobs.ending import has_more_to_do, is_final, is_near, last_word, seconds_to_go_on
+from laminar_hpc.jobs.ending import has_more_to_do, is_final, is_near, seconds_to_go_on
 from laminar_hpc.jobs.machine_number import MachineNumber
 from laminar_hpc.jobs.network import await_own_address, use_interface
 from laminar_hpc.jobs.spare import ONE_WORLD_SECONDS, Turn, await_turn, hand_over, other_lives, spare_of
@@ -164,13 +165,13 @@ class Child:
         self._process.kill()
         self._process.wait()
 
-    def code(self, left: bool, again: bool) -> int | None:
+    def code(self, left: bool, again: Callable[[], bool]) -> int | None:
         """Its exit code; None while it runs, or, if the run goes on (`again`), runs again. `left`: it was
         told to leave."""
         code = self._process.poll()
         if left and code == -signal.SIGUSR1:  # before it could hear of it
             return 0
-        if code is None or code in (0, REFUSED) or left or not again or self.role not in _AGAIN:
+        if code is None or code in (0, REFUSED) or left or self.role not in _AGAIN or not again():
             return code
         why_not = self._restarts.refusal(f"exit code {code}", int(time.time()), time.time())
         if why_not:
@@ -187,6 +188,12 @@ class Child:
             self._process.send_signal(signal.SIGUSR1)
 
 
+def pass_on_term(place: Place) -> None:
+    """To the script, which finds out what it means."""
+    with suppress(OSError):
+        place.file("term").touch()
+
+
 class Node:
     """The processes of this node, and whether they were told to leave. `turn`: the file of which they wait
     for their turn, if they do."""
@@ -196,7 +203,7 @@ class Node:
         self._stop_at: float | None = None
         self._alone = False  # only this job is to end, as far as one can know
         self._reason = "SIGUSR1"  # of the stop
-        signal.signal(signal.SIGTERM, lambda *_: self._on_term())
+        signal.signal(signal.SIGTERM, lambda *_: pass_on_term(place))
         for number in (signal.SIGINT, signal.SIGUSR1):
             signal.signal(number, lambda *_: None)  # not ignored, which the children would inherit
         self._children = [Child(role, command, turn) for role, command in started.items()]
@@ -214,25 +221,23 @@ class Node:
         for child in self._children:
             child.kill()
 
-    def _on_term(self) -> None:
-        with suppress(OSError):
-            self._place.file("term").touch()
-
     def run(self) -> int:
         """Until all have ended; the first exit code that is not 0, the rollouts' before the relays'."""
         codes: dict[str, int] = {}
         alone_at = math.inf
         while len(codes) < len(self._children):
             self._look_for_the_end()
-            again = not self.told and (self._place.run_dir / ADDRESS_FILE).exists()
             for child in self._children:
-                if child.role not in codes and (code := child.code(self._left, again)) is not None:
+                if child.role not in codes and (code := child.code(self._left, self._again)) is not None:
                     codes[child.role] = code
                     alone_at = min(alone_at, time.monotonic() + _ALONE_SECONDS)
             if time.monotonic() > alone_at:
                 self._leave()  # relays without replicas, or the other way round, are of no use
             time.sleep(_LOOK_SECONDS)
         return codes.get("rollout", next((code for code in codes.values() if code), 0))
+
+    def _again(self) -> bool:
+        return not self.told and goes_on(self._place.run_dir)
 
     def _look_for_the_end(self) -> None:
         told = "" if self._left else self._told_by_the_script()
@@ -280,10 +285,12 @@ def run_in_turn(place: Place, started: Callable[[], dict[str, list[str]]]) -> tu
             turn, node = _in_turn(place, started, Path(folder) / str(number))
             if turn is not Turn.START:
                 return 0, not is_final(last_word(place.run_dir))
-            node = node or Node(place, started())
-            code = node.run()
+            node, before = node or Node(place, started()), last_word(place.run_dir)
+            code, word = node.run(), last_word(place.run_dir)
             if node.handed_over:
-                return 0, not is_final(last_word(place.run_dir))
+                return 0, not is_final(word)
+            if place.role == "controller" and word != before and is_final(word):  # nobody waits for it
+                put(place.run_dir / "jobs" / ("failed" if word.startswith("failed") else "ended"))
             if code != REFUSED:
                 return code, place.node == 0 and has_more_to_do(place.role, place.run_dir, node.told)
             if place.role != "controller" or not other_lives(place.run_dir):  # else both began at once
@@ -317,6 +324,8 @@ def main(arguments: list[str]) -> int:
     machine = None
     try:
         place, words = Place.here(arguments[0]), arguments[1:]
+        if place.role != "all" or place.node == 0:  # whose word the others may await in vain
+            signal.signal(signal.SIGTERM, lambda *_: pass_on_term(place))
         config = load_config(words)
         address = await_own_address(config.cluster.join_timeout_seconds)
         use_interface(address)
@@ -330,7 +339,7 @@ def main(arguments: list[str]) -> int:
         if machine:
             machine.release()
     if again:
-        place.file("again").touch()
+        put(place.file("again"))
         return 0
     return code
 

@@ -14,10 +14,10 @@ from enum import Enum
 from pathlib import Path
 
 from laminar_hpc.cluster.lock_owner import Watched
+from laminar_hpc.cluster.run_end import last_word
 from laminar_hpc.cluster.run_lock import RunLock, refuse_if_held
 from laminar_hpc.cluster.waiting import Sign, shown_in
 from laminar_hpc.config.errors import LaminarError, Refused
-from laminar_hpc.jobs.ending import last_word
 from laminar_hpc.observability import console
 
 ONE_WORLD_SECONDS = 60.0  # of one torchrun world, whose other nodes wait for the first one

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from laminar_hpc.cluster import checkpoints
+from laminar_hpc.cluster.run_lock import refuse_if_held
 from laminar_hpc.config.errors import LaminarError, Refused
 from laminar_hpc.config.load import shipped_directory
 from laminar_hpc.config.options import with_absolute_config_dir
@@ -94,11 +95,11 @@ def main(arguments: list[str]) -> int:
     from laminar_hpc.train_command import prepare
 
     options, words = take_options(arguments)
-    options.dry_run |= "dry_run=true" in words
     if not words:
         raise LaminarError("laminar submit needs what laminar train needs: laminar submit experiment=...")
     settings = [word for word in words if word.partition("=")[0] not in OURS]
     loaded, config, derived = prepare([*words, *["dry_run=true"][: options.dry_run]], print)
+    options.dry_run = config.dry_run
     gpus = gpus_by_default(config) if options.gpus is None else options.gpus
     jobs = layout(config, derived, gpus, options.apart, options.hetjob)
     if not options.dry_run and shutil.which("sbatch") is None:
@@ -133,6 +134,7 @@ def look_around(config: RunConfig) -> bool:
     from laminar_hpc.train_command import lacking
 
     run_dir = Path(config.run_dir)
+    refuse_if_held(run_dir)
     begun = (run_dir / "metrics.jsonl").exists() or bool(checkpoints.present(run_dir))
     if begun and config.resume != "auto":
         raise LaminarError(

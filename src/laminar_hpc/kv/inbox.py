@@ -1,6 +1,7 @@
 """The destination of a move: an encrypted socket and a thread that scatters what comes into reserved slots.
 Protocol: transfer.py."""
 
+import contextlib
 import logging
 import socket
 import threading
@@ -106,7 +107,8 @@ class Inbox:
     def close(self) -> None:
         self._closing = True
         if (taken := self._taken) is not None:
-            taken.refuse()  # the source leaves then, which ends the wait for its next chunk
+            with contextlib.suppress(TypeError):  # the thread has closed its memory just now
+                taken.refuse()  # the source leaves then, which ends the wait for its next chunk
 
     def ended(self, seconds: float = 0.0) -> bool:
         """Waits for the thread's end, at most so long."""

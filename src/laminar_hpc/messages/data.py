@@ -11,10 +11,11 @@ class Message(msgspec.Struct, tag=True, omit_defaults=True):
 
 
 class Sample(msgspec.Struct):
-    """One trajectory to be generated."""
+    """One trajectory to be generated. `ungraded`: times that its environment has failed before."""
 
     trajectory_id: int
     attempt: int
+    ungraded: int = 0
 
 
 class PromptGroup(msgspec.Struct):

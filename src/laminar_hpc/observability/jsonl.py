@@ -1,8 +1,8 @@
 """Append-only files of one JSON object per line, as a killed process leaves them.
 
 `trace` and `metrics` write through `Appender`, everything that reads a run's files reads through `read`. A
-line is written by one write call, so a death can tear the last line of a file only; `Appender` closes such a
-line off before it goes on, and `read` leaves out what is no whole JSON object.
+line is written by one write call, so only a death or a full disk can tear one; `Appender` closes such a line
+off before it goes on, and `read` leaves out what is no whole JSON object.
 """
 
 import io
@@ -31,16 +31,20 @@ class Appender:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._lock = threading.Lock()
         self._file = io.FileIO(path, "a")
-        if self._file.tell() > 0 and not _ends_with_newline(path):
-            self._file.write(b"\n")
+        self._torn = self._file.tell() > 0 and not _ends_with_newline(path)
 
     def write(self, record: dict) -> None:
         """`record` holds plain values (also lists and dicts of them); NaN and infinity become null. No-op
-        after `close`."""
+        after `close`. Raises OSError when not all of it could be written."""
         line = _encoder.encode(record) + b"\n"
         with self._lock:
-            if not self._file.closed:
-                self._file.write(line)
+            if self._file.closed:
+                return
+            rest = memoryview(b"\n" + line if self._torn else line)
+            self._torn = True
+            while rest:  # a disk that is almost full takes a part and says so with the next call
+                rest = rest[self._file.write(rest) :]
+            self._torn = False
 
     def close(self) -> None:
         with self._lock:

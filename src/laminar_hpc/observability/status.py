@@ -76,7 +76,7 @@ def read(run_dir: Path) -> Status | None:
         return None
 
 
-def last_word(run_dir: Path) -> float:
+def last_seen(run_dir: Path) -> float:
     """When it was written, in seconds since the epoch; 0 where there is none."""
     status = read(run_dir)
     return status.time if status else 0.0

@@ -5,6 +5,7 @@ Every role opens one `Trace` and calls `span` around its work; `summary` and `re
 span costs one small write, some 10 microseconds.
 """
 
+import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +13,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from laminar_hpc.observability import jsonl
+
+log = logging.getLogger(__name__)
 
 # Every kind of span. `publish` is the time in which the trainer stands still for a publication, `send` the
 # rest of it, behind its back.
@@ -68,6 +71,7 @@ class Trace:
     def __init__(self, run_dir: Path, role: str, index: int) -> None:
         self.path = Path(run_dir) / "trace" / f"{role}{index}.jsonl"
         self._file = jsonl.Appender(self.path)
+        self._lacks = False  # the newest one
 
     @contextmanager
     def span(self, kind: str, **fields: object) -> Iterator[dict]:
@@ -80,10 +84,17 @@ class Trace:
             self.record(kind, t0, time.time(), **fields)
 
     def record(self, kind: str, t0: float, t1: float, **fields: object) -> None:
-        """Records a span that is over. Raises ValueError for a kind that is not in KINDS."""
+        """Records a span that is over; one that the disk does not take is left out. Raises ValueError for a
+        kind that is not in KINDS."""
         if kind not in KINDS:
             raise ValueError(f"'{kind}' is no kind of span; those there are: {', '.join(KINDS)}")
-        self._file.write({"kind": kind, "t0": t0, "t1": t1, **fields})
+        try:
+            self._file.write({"kind": kind, "t0": t0, "t1": t1, **fields})
+            self._lacks = False
+        except OSError as error:  # a full disk: nobody dies of what is only to be looked at
+            if not self._lacks:
+                log.warning("%s lacks spans: %s", self.path, error)
+            self._lacks = True
 
     def close(self) -> None:
         self._file.close()

@@ -133,5 +133,4 @@ class PayloadWriter:
         if self._file >= 0:
             with suppress(OSError):
                 os.ftruncate(self._file, size)
-                os.lseek(self._file, size, os.SEEK_SET)
-            self._size = size
+            self._size = os.lseek(self._file, size, os.SEEK_SET)

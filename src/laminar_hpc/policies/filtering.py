@@ -34,7 +34,7 @@ def ungraded(reason: str) -> str:
 
 
 def environments_fail(ungraded_in_a_row: int, groups_per_step: int) -> bool:
-    """Whether a whole global batch of groups was given up for that, without one that was finished."""
+    """Whether a whole global batch of groups was given up for that, without one that had all its grades."""
     return ungraded_in_a_row >= groups_per_step
 
 

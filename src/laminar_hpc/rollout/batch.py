@@ -19,7 +19,7 @@ from typing import Any
 
 from laminar_hpc.cluster.context import RoleContext
 from laminar_hpc.engine.interface import Generation, RequestFailed, sampling_parameters
-from laminar_hpc.messages.data import VersionSpan
+from laminar_hpc.messages.data import TOKEN_BYTES, VersionSpan
 from laminar_hpc.messages.moves import MoveFailed
 from laminar_hpc.messages.rollouts import Increment
 from laminar_hpc.payload.layout import Damaged, Logprobs, Tokens
@@ -28,7 +28,7 @@ from laminar_hpc.rollout.state import ReplicaState
 from laminar_hpc.rollout.work import Outcome, Work, columns, extended, objection
 
 logger = logging.getLogger(__name__)
-
+ABORT_AGAIN_SECONDS = 0.5
 
 Turn = Callable[[Work], Coroutine[Any, Any, Outcome]]
 # (work, one answer of the model) -> how it ended: the turns of a trajectory, see episodes.py
@@ -227,11 +227,17 @@ class LocalBatch:
         if not self.config.rollout.increment_tokens:
             return
         for work in self.works.values():
-            known = work.so_far
-            if known.count and not work.evaluation:
-                told = (work.trajectory_id, work.attempt, 0, known.tokens, known.logprobs, known.spans)
-                called = known.time_started, known.called, known.awaits, known.home
-                self.context.channel.send(Increment(*told, *called))
+            if work.so_far.count and not work.evaluation:
+                self._tell(work, 0)
+
+    def _tell(self, work: Work, start: int) -> None:
+        """Its tokens so far from `start` on."""
+        known = work.so_far
+        spans = [VersionSpan(s.weight_id, max(s.start, start), s.end) for s in known.spans if s.end > start]
+        columns = known.tokens[TOKEN_BYTES * start :], known.logprobs[TOKEN_BYTES * start :]
+        told = (work.trajectory_id, work.attempt, start, *columns, spans, known.time_started)
+        self.context.channel.send(Increment(*told, known.called, known.awaits, known.home))
+        work.told = known.count
 
     def _judged(self, work: Work) -> Outcome:
         weight_id = work.weight_id if self.one_policy else None
@@ -242,8 +248,6 @@ class LocalBatch:
         sampling = sampling_parameters(self.config.sampling, work.temperature, work.room, self.stop_ids)
         weight_id, start = self.state.weight_id, work.partial.count
         assert weight_id is not None
-
-        work.told = start
 
         def send_increment(tokens: Tokens, logprobs: Logprobs) -> None:
             nonlocal start
@@ -257,6 +261,8 @@ class LocalBatch:
             work.streamed(weight_id, *told)
 
         wanted = 0 < self.config.rollout.increment_tokens < work.room and not (work.evaluation or work.bound)
+        if wanted and work.told < start:  # an abort's last tokens: what comes must follow on what is known
+            self._tell(work, work.told)
         return await self.engines.current.generate(
             work.sequence, sampling, request_id, str(weight_id), send_increment if wanted else None
         )
@@ -269,23 +275,29 @@ class LocalBatch:
         if self.keep_kv:
             await self.engines.current.pause()
             return
-        self._quiet.clear()
+        async with asyncio.timeout(self.config.rollout.request_timeout_seconds):
+            await self._abort_all()
+
+    async def _abort_all(self) -> None:
+        """Returns when no request is in the engine. One that is on its way there it does not know yet: it is
+        aborted again."""
         await self.engines.current.abort()
-        if self._generating:
-            # wait_for of Python 3.11 may swallow a cancellation
-            async with asyncio.timeout(self.config.rollout.request_timeout_seconds):
-                await self._quiet.wait()
+        while self._generating:
+            self._quiet.clear()
+            try:
+                # wait_for of Python 3.11 may swallow a cancellation
+                async with asyncio.timeout(ABORT_AGAIN_SECONDS):
+                    await self._quiet.wait()
+            except TimeoutError:
+                await self.engines.current.abort()
 
     async def break_off(self, seconds: float) -> list[Work]:
         """Every request ends where it is, for good; returns what has no last token. What the engine does not
         give back within `seconds` is known as far as its last request went."""
         self._going.clear()
-        self._quiet.clear()
         with contextlib.suppress(TimeoutError, RequestFailed):
             async with asyncio.timeout(seconds):
-                await self.engines.current.abort()
-                if self._generating:
-                    await self._quiet.wait()
+                await self._abort_all()
         return list(self.works.values())
 
     async def over(self) -> None:

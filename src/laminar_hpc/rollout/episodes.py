@@ -89,7 +89,7 @@ class Episodes:
         why, tries, again = "", 0, True
         while again:
             tries += 1
-            work.patient = patient(tries)
+            work.patient = patient(work.failures + tries)
             try:
                 return await self._episode(work, turn)
             except Ended as ended:

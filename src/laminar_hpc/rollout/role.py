@@ -6,6 +6,7 @@ import os
 
 from laminar_hpc.cluster.context import RoleContext
 from laminar_hpc.cluster.loop_watch import LoopWatch
+from laminar_hpc.cluster.open_files import allow_files
 from laminar_hpc.engine.factory import engine_factory
 from laminar_hpc.messages.membership import Failure
 from laminar_hpc.rollout import event_loop
@@ -13,11 +14,14 @@ from laminar_hpc.rollout.worker import RolloutWorker
 
 # of the event loop's turns: files are looked at and tokenizers run in it, each for a moment
 LOOP_SECONDS, LOOP_SECONDS_MAX = 60.0, 600.0
+# of 1,024 environments each a process and what agents connect by, of the engine each request a connection
+_FILES = 16_384
 
 
 def run(context: RoleContext) -> None:
     """Serves until the controller says Stop, or this process is told to end (departure.py). Raises
     LaminarError when the replica cannot go on."""
+    allow_files(_FILES)
     new_engine = engine_factory(context.config, context.index, context.run_dir)
     event_loop.run(watched(RolloutWorker(context, new_engine)))
 

@@ -167,6 +167,7 @@ class WeightLoader:
                     "pull of weight id %d: %s; starting the engine from the slot", handle.weight_id, error
                 )
                 await self.replace()
+                deadline = time.monotonic() + LEASE_SECONDS  # no slot was looked at meanwhile
         t1 = time.time()
         self.trace.record("pull", t0, t1, weight_id=handle.weight_id, step=handle.step, restarts=restarts)
         return Pulled(handle.weight_id, handle.step, t1 - t0, clock.phases, logprobs)

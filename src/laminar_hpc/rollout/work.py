@@ -66,6 +66,7 @@ class Work:
     waits: bool = False  # for a tool, without a request: it may move
     left: bool = False  # its local batch has failed: it goes on elsewhere, if it can
     ordered: asyncio.Event = field(default_factory=asyncio.Event)  # while it waits: to move, or to end
+    failures: int = 0  # of its environments, at other replicas
     ungraded: int = 0  # it is lost because its environment failed so many times
     score: Score | None = None  # its agent's
     patient: bool = False  # its environment has all of environment.timeout_seconds for each call
@@ -113,7 +114,7 @@ class Work:
 
     def begin_again(self) -> None:
         """From its prompt."""
-        self.partial, self.starts = Partial(moves=self.partial.moves), []
+        self.partial, self.starts, self.told = Partial(moves=self.partial.moves), [], 0
 
     @property
     def so_far(self) -> Partial:
@@ -137,6 +138,7 @@ def works(grant: Grant) -> list[Work]:
             grant.max_response_tokens,
             grant.evaluation,
             grant.parts.get(sample.trajectory_id) or Partial(),
+            failures=sample.ungraded,
         )
 
     return [work(group, sample) for group in grant.groups for sample in group.samples]

@@ -247,10 +247,12 @@ class RolloutWorker:
         if self.departure.begun:  # nothing more is begun; what was granted and not begun others get
             await asyncio.Event().wait()
         if not self.grants:  # else there is work already, on older weights perhaps
-            if self.weights.newer():
+            if self.state.weight_id is None:  # a relay that has started anew may hold none yet
+                await self.weights.until_first(time.monotonic())
+            if self.state.weight_id is None or self.weights.newer():
                 await self.weights.pull()
             self.ask_again = False
-            assert self.state.weight_id is not None  # the first weights were awaited
+            assert self.state.weight_id is not None
             self.context.channel.send(RequestWork(self.state.weight_id, self.grants.newest_batch))
         grant = await self._next_grant()
         if grant is not None:

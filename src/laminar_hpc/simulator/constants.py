@@ -10,8 +10,6 @@ from dataclasses import dataclass
 
 from laminar_hpc.config.bounds import number
 
-GPUS_PER_MACHINE = 8  # Laminar, evaluation
-
 
 @dataclass(frozen=True)
 class Constants:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.system_schema import TrainerConfig
-from laminar_hpc.simulator.constants import DEFAULT, GPUS_PER_MACHINE, Constants
+from laminar_hpc.simulator.constants import DEFAULT, Constants
 from laminar_hpc.simulator.cost import engine_costs, kv_capacity
 from laminar_hpc.simulator.rules import PIPELINES
 from laminar_hpc.simulator.run import simulate
@@ -27,6 +27,7 @@ from laminar_hpc.simulator.trainer_cost import job_costs
 from laminar_hpc.simulator.trainer_fit import fitting_trainer, layout_of, shards
 from laminar_hpc.simulator.workload import Workload
 
+_GROUPS = 256  # whose lengths the closed forms use
 _SLACK = 1.05  # the closed forms use mean lengths; a short simulation may see shorter ones
 _PARTS = 4  # with objective=cost a pool's rollouts are taken by quarters
 _CANDIDATES = 100_000  # whose bounds are computed in a few seconds
@@ -84,10 +85,12 @@ def tensor_parallels(config: PlanConfig, pool: PoolConfig, c: Constants) -> list
     """TPs within a machine at which the model and the longest trajectory fit; the smallest three, as more
     only adds exchanges."""
     model, tokens_min = MODELS[config.model], 2 * config.workload.longest
+    machine = min(pool.count, GPUS[pool.gpu].machine)
     return [
         tp
         for tp in (1, 2, 4, 8)
-        if tp <= pool.count
+        if tp <= machine
+        and (machine == pool.count or machine % tp == 0)
         and shards(model, tp)
         and kv_capacity(model, GPUS[pool.gpu], tp, c.kv_memory_share) >= tokens_min
     ][:3]
@@ -96,8 +99,9 @@ def tensor_parallels(config: PlanConfig, pool: PoolConfig, c: Constants) -> list
 def trainer_sizes(config: PlanConfig, pool: PoolConfig) -> list[int]:
     """GPUs of `pool` that a trainer may take: whole machines. A part of a machine only where there is no
     other one: a rollout beside the trainer needs a torchrun with both."""
-    if pool.count > GPUS_PER_MACHINE:
-        return list(range(GPUS_PER_MACHINE, pool.count + 1, GPUS_PER_MACHINE))
+    machine = GPUS[pool.gpu].machine
+    if pool.count > machine:
+        return list(range(machine, pool.count + 1, machine))
     return list(range(1, pool.count)) if len(config.pools) == 1 else [pool.count]
 
 
@@ -199,15 +203,16 @@ def bound(
 def evaluate(config: PlanConfig, candidate: Candidate, c: Constants = DEFAULT) -> dict:
     """Figures of a simulated run of it."""
     rollouts = [rollout_of(config.pools[pool], gpus, tp) for pool, gpus, tp in candidate.rollouts]
-    hours = config.pools[candidate.trainer_pool].mtbf_hours
-    trainer_mtbf = hours and hours * 3600 / max(1, candidate.trainer_gpus // GPUS_PER_MACHINE)
+    pool = config.pools[candidate.trainer_pool]
+    hours, machines = pool.mtbf_hours, max(1, candidate.trainer_gpus // GPUS[pool.gpu].machine)
+    trainer_mtbf = hours and hours * 3600 / machines
     rules = dataclasses.replace(
         PIPELINES["laminar"], max_staleness=config.max_staleness, repack=repack_of(config, candidate)
     )
     run = setup(
         rules,
         MODELS[config.model],
-        GPUS[config.pools[candidate.trainer_pool].gpu],
+        GPUS[pool.gpu],
         candidate.trainer_gpus,
         rollouts,
         config.workload,
@@ -242,8 +247,7 @@ def search(
     config: PlanConfig, say: Callable[[str], None] = lambda line: None, c: Constants = DEFAULT
 ) -> Plan:
     """Raises LaminarError when nothing fits or nothing keeps the trainer busy."""
-    work = Workload(config.workload, config.seed, 1)
-    lengths = [n for index in range(256) for n in work.lengths(index)]
+    lengths = _lengths(config)
     mean = sum(lengths) / len(lengths)
     context = config.workload.prompt_tokens + sum(n * n for n in lengths) / (2 * sum(lengths))
     options = []
@@ -284,6 +288,14 @@ def search(
     return Plan(best, others[0] if others else None, len(tried), len(options), ended)
 
 
+def _lengths(config: PlanConfig) -> list[int]:
+    """Response tokens of groups that the figures are of, evenly spread: a run's may grow or shrink."""
+    groups = config.workload.prompts_per_step
+    first, end = config.warmup_steps * groups, config.steps * groups
+    work = Workload(config.workload, config.seed, end)
+    return [n for index in range(first, end, -(-(end - first) // _GROUPS)) for n in work.lengths(index)]
+
+
 def why_nothing_fits(config: PlanConfig, c: Constants = DEFAULT) -> str:
     """What the pools lack: GPUs to train on, GPUs to generate on, or both at the same time."""
     model, pools = config.model, ", ".join(f"{pool.count} {pool.gpu}" for pool in config.pools)
@@ -313,7 +325,8 @@ def why_nothing_fits(config: PlanConfig, c: Constants = DEFAULT) -> str:
 
 def _min_trainer(config: PlanConfig, pool: PoolConfig) -> int | None:
     """GPUs of the pool's type that train the model, looked for up to 64 machines."""
-    sizes = [*range(1, GPUS_PER_MACHINE), *(n * GPUS_PER_MACHINE for n in (1, 2, 4, 8, 16, 32, 64))]
+    machine = GPUS[pool.gpu].machine
+    sizes = [*range(1, machine), *(n * machine for n in (1, 2, 4, 8, 16, 32, 64))]
     return next(
         (n for n in sizes if fitting_trainer(MODELS[config.model], GPUS[pool.gpu], n, config.workload)), None
     )

@@ -3,6 +3,7 @@ the run and how to start it. `laminar plan RUN_DIR`: finished/."""
 
 import dataclasses
 import json
+import math
 import shlex
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from laminar_hpc.config.load import load_config
 from laminar_hpc.simulator.finished import command as finished
 from laminar_hpc.simulator.plan import (
     Plan,
+    Planned,
     away,
     describe,
     kv_cache_tokens,
@@ -116,7 +118,7 @@ def write(config: PlanConfig, plan: Plan, folder: Path) -> list[str]:
         *(
             f"             {shown} {role} N {yours}   on {role} machine N = {numbers}"
             for role, numbers in (
-                ("trainer", _numbers(trainer_machines(candidate).count)),
+                ("trainer", _numbers(trainer_machines(config, candidate).count)),
                 ("rollout", _numbers(len(machines))),
             )
         ),
@@ -134,6 +136,12 @@ def _numbers(count: int) -> str:
     return "0" if count == 1 else f"0 to {count - 1}"
 
 
+def _as_dict(planned: Planned) -> dict[str, object]:
+    """Without a score that no number is: that of one that keeps the trainer too idle or is too slow."""
+    score = planned.score if math.isfinite(planned.score) else None
+    return dataclasses.asdict(planned) | {"score": score}
+
+
 def main(arguments: list[str]) -> int:
     """`laminar plan QUESTION`: searches, writes the files of the best placement, prints it. Returns 0."""
     name, overrides, as_json = take_apart(arguments, "plan", "question", questions())
@@ -144,13 +152,9 @@ def main(arguments: list[str]) -> int:
     plan = search(config, lambda line: print(line, file=sys.stderr, flush=True))
     lines = write(config, plan, folder)
     if as_json:
-        second = plan.runner_up and dataclasses.asdict(plan.runner_up)
-        print(
-            json.dumps(
-                {"best": dataclasses.asdict(plan.best), "runner_up": second, "simulated": plan.simulated},
-                indent=1,
-            )
-        )
+        second = plan.runner_up and _as_dict(plan.runner_up)
+        answer = {"best": _as_dict(plan.best), "runner_up": second, "simulated": plan.simulated}
+        print(json.dumps(answer, indent=1))
     else:
         print("\n".join([*expectations(config, plan), *lines]))
     return 0

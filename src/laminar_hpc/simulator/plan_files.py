@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import yaml
 
 from laminar_hpc.config.load import conf_directory
-from laminar_hpc.simulator.constants import DEFAULT, GPUS_PER_MACHINE
+from laminar_hpc.simulator.constants import DEFAULT
 from laminar_hpc.simulator.plan import (
     Candidate,
     away,
@@ -40,9 +40,14 @@ class Machines:
         return len(self.processes)
 
 
-def trainer_machines(candidate: Candidate) -> Machines:
+def _machine(config: PlanConfig, pool: int) -> int:
+    """GPUs of one machine of the pool."""
+    return min(GPUS[config.pools[pool].gpu].machine, config.pools[pool].count)
+
+
+def trainer_machines(config: PlanConfig, candidate: Candidate) -> Machines:
     """The machines that the trainer fills, and its GPUs on each."""
-    each = min(GPUS_PER_MACHINE, candidate.trainer_gpus)
+    each = min(_machine(config, candidate.trainer_pool), candidate.trainer_gpus)
     return Machines(candidate.trainer_pool, each, (each,) * (candidate.trainer_gpus // each))
 
 
@@ -50,16 +55,17 @@ def rollout_machines(config: PlanConfig, candidate: Candidate) -> list[Machines]
     """Of each pool; `processes` are replicas, and the last machine may have fewer."""
     machines = []
     for pool, gpus, tp in candidate.rollouts:
-        each = min(GPUS_PER_MACHINE, config.pools[pool].count) // tp
+        machine = _machine(config, pool)
+        each = machine // tp
         replicas = gpus // tp
         counts = tuple(min(each, replicas - begin) for begin in range(0, replicas, each))
-        machines.append(Machines(pool, min(GPUS_PER_MACHINE, gpus), counts))
+        machines.append(Machines(pool, min(machine, gpus), counts))
     return machines
 
 
 def on_one_machine(config: PlanConfig) -> bool:
     """Whether one machine holds all GPUs of the only pool."""
-    return len(config.pools) == 1 and config.pools[0].count <= GPUS_PER_MACHINE
+    return len(config.pools) == 1 and config.pools[0].count <= GPUS[config.pools[0].gpu].machine
 
 
 def lanes(config: PlanConfig) -> int:
@@ -137,7 +143,7 @@ def _over_wide_area(config: PlanConfig, candidate: Candidate, figures: dict) -> 
 def launch_script(config: PlanConfig, candidate: Candidate) -> str:
     """NAME.sh: what one machine starts. Machines of a role are numbered from 0, across pools in the order of
     the plan."""
-    trainers, rollouts = trainer_machines(candidate), rollout_machines(config, candidate)
+    trainers, rollouts = trainer_machines(config, candidate), rollout_machines(config, candidate)
     counts = [n for machines in rollouts for n in machines.processes]
     return _LAUNCH.format(
         name=config.name,
@@ -207,7 +213,7 @@ esac
 def sbatch(config: PlanConfig, candidate: Candidate) -> str:
     """NAME.sbatch: a heterogeneous Slurm job with one component for the trainer and one per rollout pool."""
     parts = [
-        ("trainer", trainer_machines(candidate)),
+        ("trainer", trainer_machines(config, candidate)),
         *(("rollout", machines) for machines in rollout_machines(config, candidate)),
     ]
     head, steps, begin = [], [], 0

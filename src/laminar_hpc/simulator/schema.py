@@ -98,9 +98,9 @@ class SimulationConfig:
     # GPUs of a replica; null = the model's own
     tensor_parallel: int | None = number(None, at_least=1, at_most=64)
     # of the GPUs, for pipelines that split them; null = the best of a few
-    trainer_share: float | None = number(None, at_least=0.001, at_most=0.999)
+    trainer_share: float | None = number(None, at_least=0.001, at_most=1)
     # known trainer shares by PIPELINE or PIPELINE@GPUS; they go before the search
-    splits: dict[str, float] = field(default_factory=dict, metadata=bounds(at_least=0.001, at_most=0.999))
+    splits: dict[str, float] = field(default_factory=dict, metadata=bounds(at_least=0.001, at_most=1))
     pipelines: list[str] = field(
         default_factory=lambda: ["sync", "one_step", "stream", "partial", "laminar"],
         metadata=choices(*PIPELINES),

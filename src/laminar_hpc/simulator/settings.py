@@ -15,12 +15,12 @@ from laminar_hpc.config.load import compose_config, conf_directory
 from laminar_hpc.config.options import take_config_dir
 from laminar_hpc.config.words import Keys, Words
 from laminar_hpc.simulator import tables
-from laminar_hpc.simulator.constants import DEFAULT, GPUS_PER_MACHINE, Constants
+from laminar_hpc.simulator.constants import DEFAULT, Constants
 from laminar_hpc.simulator.cost import kv_capacity
 from laminar_hpc.simulator.rules import PIPELINES
 from laminar_hpc.simulator.schema import PlanConfig, PoolConfig, SimulationConfig
 from laminar_hpc.simulator.tables import GPUS, MODELS
-from laminar_hpc.simulator.trainer_fit import shards
+from laminar_hpc.simulator.trainer_fit import serves
 from laminar_hpc.simulator.workload import read_lengths
 
 Config = TypeVar("Config", SimulationConfig, PlanConfig)
@@ -221,7 +221,7 @@ def _work(config: SimulationConfig | PlanConfig) -> Iterator[str]:
 def _replicas(config: SimulationConfig) -> Iterator[str]:
     w, model, c = config.workload, MODELS[config.model], constants_of(config)
     tensor_parallel = config.tensor_parallel or model.tensor_parallel
-    if not shards(model, tensor_parallel):
+    if not serves(model, tensor_parallel):
         yield (
             f"tensor_parallel={tensor_parallel} does not divide the heads of {config.model}; use 1, 2 or 4, "
             "or 8 if it has as many"
@@ -305,9 +305,10 @@ def _plannable(config: PlanConfig) -> Iterator[str]:
             "which would go before the plan's; choose another"
         )
     for i, pool in enumerate(config.pools):
-        if pool.count > GPUS_PER_MACHINE and pool.count % GPUS_PER_MACHINE:
+        machine = GPUS[pool.gpu].machine
+        if pool.count > machine and pool.count % machine:
             yield (
-                f"pools[{i}].count={pool.count}: machines have {GPUS_PER_MACHINE} GPUs: give a multiple, or "
+                f"pools[{i}].count={pool.count}: machines have {machine} GPUs: give a multiple, or "
                 "the rest a pool of its own"
             )
     if sum(pool.count for pool in config.pools) == 1:

@@ -142,7 +142,8 @@ def updates_seconds(
     """Seconds of forward and backward over all updates: trajectories are dealt out at random, equally many to
     each data-parallel rank and update, and an update waits for its slowest rank. For 512 ragged ones on 8
     ranks that is some 1.3 times the mean; with more ranks it tends to the longest trajectory, and more GPUs
-    help no more. Ranks that are balanced by tokens take the mean, or the longest trajectory alone.
+    help no more. Ranks that are balanced by tokens take the mean, or the longest trajectory alone through all
+    stages.
 
     m micro-batches through p pipeline stages take (m + p - 1) / m times as long (the bubble, Narayanan et
     al., arXiv 2104.04473).
@@ -162,7 +163,7 @@ def updates_seconds(
         seconds *= 1.0 + (layout.stages - 1) / np.maximum(1.0, microbatches)
     if layout.balanced:
         longest = dealt.max(axis=(1, 2))
-        alone = longest * costs.train_token + longest * longest * costs.train_attention
+        alone = layout.stages * longest * (costs.train_token + longest * costs.train_attention)
         return float(np.maximum(seconds.mean(axis=1), alone).sum() * layout.ranks)
     return float(seconds.max(axis=1).sum() * layout.ranks)
 

@@ -37,6 +37,14 @@ def shards(model: Model, tensor: int) -> bool:
     )
 
 
+def serves(model: Model, tensor: int) -> bool:
+    """Whether an engine can split the model over `tensor` ranks, as config/rules.py asks: more ranks than
+    key-value heads hold the same ones."""
+    shape, heads = model.config, kv_heads(model.config)
+    whole = all(shape[name] % tensor == 0 for name in ("num_attention_heads", "intermediate_size"))
+    return whole and max(heads, tensor) % min(heads, tensor) == 0
+
+
 def fitting_trainer(model: Model, gpu: Gpu, gpus: int, w: WorkloadConfig) -> TrainerConfig | None:
     """For each TP within a machine the fewest pipeline stages that config/models.py's estimate puts into
     SHARE of the memory, with all activations kept where they fit, else recomputed; of these the fastest by
@@ -80,7 +88,7 @@ def _fewest_stages(model: Model, gpu: Gpu, gpus: int, tensor: int, w: WorkloadCo
 
 def layout_of(trainer: TrainerConfig) -> Layout:
     """The trainer's parallel sizes as the cost model wants them; its ranks get trajectories by their tokens
-    (trainer/step/packing.py)."""
+    (trainer/step/packing.py), and its last stage has the output layer beside its layers."""
     return Layout(
         trainer.tensor_parallel,
         trainer.pipeline_parallel,
@@ -88,4 +96,5 @@ def layout_of(trainer: TrainerConfig) -> Layout:
         trainer.tokens_per_microbatch,
         _REPEATED.get(trainer.recompute_activations, 0.0),
         balanced=True,
+        even=False,
     )

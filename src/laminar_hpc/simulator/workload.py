@@ -10,12 +10,15 @@ import math
 import sqlite3
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from statistics import NormalDist
 
 import numpy as np
 
 from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.controller.store_copy import ReadableStore, readable_store
+from laminar_hpc.report.run_files import config_of
 from laminar_hpc.simulator.schema import WorkloadConfig
 from laminar_hpc.simulator.turns.course import Course, Known, even
 
@@ -121,13 +124,16 @@ class Workload:
         return self._blocks[number]
 
 
+@cache
 def read_lengths(path: Path) -> list[list[int]]:
     """Real lengths, one list per group: of a run directory's or a store's trajectories, or of a file with one
-    JSON list per line.
+    JSON list per line. They are read once: all simulations of a command have the same, also of a run that
+    goes on.
 
     Raises LaminarError when there are none.
     """
-    store = path / "store.sqlite" if path.is_dir() else path
+    kept = readable_store(path, config_of(path).get("store_dir")) if path.is_dir() else ReadableStore(path)
+    store = kept.path
     try:
         if store.suffix == ".sqlite":
             database = sqlite3.connect(f"file:{store}?mode=ro", uri=True)
@@ -145,7 +151,7 @@ def read_lengths(path: Path) -> list[list[int]]:
             lengths = [
                 [int(n) for n in json.loads(line)] for line in store.read_text().splitlines() if line.strip()
             ]
-    except (OSError, sqlite3.Error, ValueError, TypeError) as error:
+    except (OSError, sqlite3.Error, ValueError, TypeError, OverflowError) as error:
         raise LaminarError(
             f"workload.lengths_file={path}: neither a run "
             f"directory nor lines of JSON lists of lengths ({error})"

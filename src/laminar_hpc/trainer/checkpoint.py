@@ -146,7 +146,7 @@ class Checkpointer:
         if copies is None:
             text = "no room for a copy of %.1f GB beside the training, which waits until %s is written"
             nbytes = sum(each.nbytes for each in wanted)
-            log.warning(text, nbytes / 1e9, partial.name.removeprefix("."))
+            log.warning(text, nbytes / 1e9, partial.stem.removeprefix("."))
         else:
             shards.copy_to(copies)
         hf, random = self._hf.collect(copies), io.BytesIO()
@@ -187,10 +187,12 @@ class Checkpointer:
         return target, state_hash
 
     def _open_folder(self, target: Path) -> Path:
-        """Where it is written; empty, and there for all ranks."""
-        partial = target.with_name(f".{target.name}")
+        """Where it is written; empty, and there for all ranks. A gang's own: one before may still write."""
+        partial = target.with_name(f".{target.name}.{self._welcome.gang}")
         if self._rank == 0:
-            shutil.rmtree(partial, ignore_errors=True)
+            self._check_fence(target)
+            for left in target.parent.glob(f".{target.name}.*"):
+                shutil.rmtree(left, ignore_errors=True)
             for folder in ("hf", "megatron", "rng"):
                 (partial / folder).mkdir(parents=True)
         self._ranks.meet(f"the folder of checkpoint {target}")

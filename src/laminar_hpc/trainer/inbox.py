@@ -67,6 +67,7 @@ class Inbox:
 
     def report(self, step: int, metrics: dict[str, float], mismatches: dict[int, tuple[float, int]]) -> bool:
         """Says that `step` is in the weights; False when the run is to end here."""
+        self._progress.has_trained()
         answer = self._ask(StepDone(step, metrics, mismatches), Continue, f"the answer to step {step}")
         if isinstance(answer, Leave):
             log.info("leaving after step %d: %s", step, answer.reason)

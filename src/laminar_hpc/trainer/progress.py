@@ -18,12 +18,18 @@ class Progress:
     def __init__(self, channel: Channel) -> None:
         self._channel, self._count = channel, 0
         self._phase: Phase = "load"
+        self._has_trained = False
         self.advance()
 
     def enter(self, phase: Phase) -> None:
-        """This rank does something else from here on."""
-        self._phase = phase
+        """This rank does something else from here on. Its first step still counts as loading: kernels are
+        compiled and groups of ranks meet then, whatever a step takes later."""
+        self._phase = "load" if phase == "train" and not self._has_trained else phase
         self.advance()
+
+    def has_trained(self) -> None:
+        """A step is done."""
+        self._has_trained = True
 
     def advance(self) -> None:
         """One more part of what it does is done."""

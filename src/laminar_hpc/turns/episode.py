@@ -25,9 +25,9 @@ def begins_again(tries: int, young: bool) -> bool:
 
 
 def patient(tries: int) -> bool:
-    """Whether each call has all of environment.timeout_seconds in this try, the first one 1: what is merely
-    slow fails no trajectory for good."""
-    return tries == TRIES
+    """Whether each call has all of environment.timeout_seconds in this try, the first one 1, at whichever
+    replica: what is merely slow fails no trajectory for good."""
+    return tries >= TRIES
 
 
 @dataclass

@@ -11,12 +11,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
 from safetensors import SafetensorError, safe_open
 
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.weights.manifest import SIDE_FILES, WEIGHTS_FILE, layout, safetensors_header
+
+if TYPE_CHECKING:  # a command line reads a shape, and does not wait for it
+    import torch
 
 _INDEX_FILE = "model.safetensors.index.json"
 
@@ -83,7 +86,10 @@ def read_shape(directory: str | Path) -> ModelShape:
             f"{file}: model_type {c.get('model_type')} is not supported; supported: "
             f"{', '.join(sorted(FAMILIES))}"
         )
-    rope = c.get("rope_parameters") or c.get("rope_scaling") or {}  # transformers 5 | 4
+    # of transformers 4 | 5, which takes the former where there are both
+    rope = c.get("rope_scaling") or c.get("rope_parameters") or {}
+    if c.get("quantization_config"):
+        raise LaminarError(f"{file}: quantized weights cannot be trained; name the model without them")
     if (
         c.get("use_sliding_window")
         or c.get("hidden_act", "silu") != "silu"
@@ -171,13 +177,13 @@ class TensorReader:
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._file_of[name].get_slice(name).get_shape())
 
-    def narrow(self, name: str, dim: int, start: int, length: int) -> torch.Tensor:
+    def narrow(self, name: str, dim: int, start: int, length: int) -> "torch.Tensor":
         """Elements [start, start + length) of dimension `dim` (0 or 1); only these are read."""
         part = self._file_of[name].get_slice(name)
         return part[start : start + length] if dim == 0 else part[:, start : start + length]
 
 
-def copy_side_files(source: str | Path, target: Path, dtype: torch.dtype) -> None:
+def copy_side_files(source: str | Path, target: Path, dtype: "torch.dtype") -> None:
     """Everything of a model directory but its weights: config.json (with its dtype set to `dtype`) and the
     tokenizer's files."""
     for name in SIDE_FILES:
@@ -189,9 +195,11 @@ def copy_side_files(source: str | Path, target: Path, dtype: torch.dtype) -> Non
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def safetensors_parts(tensors: Sequence[tuple[str, torch.Tensor]]) -> Iterator[bytes | memoryview]:
+def safetensors_parts(tensors: "Sequence[tuple[str, torch.Tensor]]") -> Iterator[bytes | memoryview]:
     """A safetensors file, part by part: safetensors' own writer would hold all bytes a second time. `tensors`
     in host memory, contiguous."""
+    import torch
+
     yield safetensors_header(layout(((name, t.shape, t.dtype) for name, t in tensors), 0, 0))
     for _, tensor in tensors:
         yield tensor.detach().reshape(-1).view(torch.uint8).numpy().data

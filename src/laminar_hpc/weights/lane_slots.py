@@ -28,7 +28,8 @@ from laminar_hpc.weights.lanes import join
 from laminar_hpc.weights.manifest import MANIFEST_FILE, Manifest, encode_manifest
 from laminar_hpc.weights.slots import LOCK_FILE, SlotsBusy, SlotWriter, by_age, write_atomically
 
-_TURN_SECONDS = 60.0  # the first turn of a slot takes its memory
+_TURN_SECONDS = 60.0
+_TAKEN_PER_SECOND = 0.5e9  # bytes, and more: the first turn of a slot takes its memory
 _POLL_SECONDS = 0.005
 _WRITING_FILE = "writing"
 
@@ -40,6 +41,7 @@ class LaneWriter(SlotWriter):
     def __init__(self, shm_dir: str, run_id: str, slots: int, model_dir: Path, lane: int, lanes: int) -> None:
         self._lanes, self._part = lanes, f"lane{lane}.json"
         self._sent_from: dict[int, list[int]] = {}  # slot -> lock descriptors
+        self._turn_seconds = _TURN_SECONDS  # the longest turn of another relay
         super().__init__(shm_dir, run_id, slots, model_dir)
 
     def _make_root(self, shm_dir: str) -> None:
@@ -59,14 +61,14 @@ class LaneWriter(SlotWriter):
         long."""
         descriptor, until = (
             os.open(self.root / "turn", os.O_RDWR | os.O_CREAT, 0o600),
-            time.monotonic() + _TURN_SECONDS,
+            time.monotonic() + self._turn_seconds,
         )
         try:
             while not _locked(descriptor, fcntl.LOCK_EX):
                 if time.monotonic() > until:
                     raise LaminarError(
                         "another relay of this machine has kept "
-                        f"{self.root}/turn for {_TURN_SECONDS:.0f} s; see its log"
+                        f"{self.root}/turn for {self._turn_seconds:.0f} s; see its log"
                     )
                 time.sleep(_POLL_SECONDS)
             yield
@@ -99,6 +101,7 @@ class LaneWriter(SlotWriter):
         No slot of a newer id is taken, and not the newest complete one.
         """
         whole = manifest.whole or manifest
+        self._turn_seconds = _TURN_SECONDS + whole.data_bytes / _TAKEN_PER_SECOND
         with self._turn():
             claim(self.root)  # the folder belongs to whoever lives
             index, descriptor = self._taken(manifest.weight_id, whole)

@@ -112,11 +112,13 @@ class SlotReader:
 
 def _is_usable(directory: Path, header: bytes, size: int) -> bool:
     """There is a slot for weights of this layout, all of it."""
-    file = directory / WEIGHTS_FILE
-    if not (directory / LOCK_FILE).exists() or file.stat().st_size != size:
+    if not (directory / LOCK_FILE).exists():
         return False
-    with open(file, "rb") as there:
-        return there.read(len(header)) == header
+    try:
+        with open(directory / WEIGHTS_FILE, "rb") as there:
+            return os.fstat(there.fileno()).st_size == size and there.read(len(header)) == header
+    except FileNotFoundError:  # whoever removed it was killed before it had removed the lock
+        return False
 
 
 class SlotWriter:

@@ -18,6 +18,13 @@ from laminar_hpc.config.schema import RunConfig
 HEAD_SIZES = (64, 128, 256)  # that all of SGLang's compiled attention backends have
 _MIN_NAMES = 100  # fewer mean that this version of SGLang declares them in another way
 _PRIVATE = ("host", "port", "api-key", "admin-api-key", "ssl-keyfile", "ssl-certfile")
+# of which the run has its own idea: two would give ranks without weights, or weights of another kind
+_OURS = {
+    **dict.fromkeys(("tp-size", "tensor-parallel-size"), "rollout.tensor_parallel"),
+    **dict.fromkeys(("dp-size", "data-parallel-size"), "rollout.replicas"),
+    **dict.fromkeys(("model", "model-path"), "model.path"),
+    "dtype": "model.dtype",
+}
 _FIELD = re.compile(r"^    ([a-z]\w+)\s*:", re.M)
 _FLAG = re.compile(r"[\"']--([a-z][\w-]+)[\"']")
 
@@ -38,8 +45,8 @@ def argument_names() -> set[str]:
 
 
 def unknown_arguments(config: RunConfig) -> list[str]:
-    """One line for each entry of rollout.engine_arguments that SGLang does not have, or that would open an
-    engine to others; its argparse takes unique beginnings too."""
+    """One line for each entry of rollout.engine_arguments that SGLang does not have, that has a key of ours,
+    or that would open an engine to others; its argparse takes unique beginnings too."""
     if not config.rollout.engine_arguments or config.rollout.engine != "sglang":
         return []
     names = argument_names()
@@ -50,7 +57,12 @@ def unknown_arguments(config: RunConfig) -> list[str]:
         for key, name in asked.items()
         if name in _PRIVATE or (name not in names and any(own.startswith(name) for own in _PRIVATE))
     ]
-    return private + [
+    ours = [
+        f"rollout.engine_arguments.{key}: set {_OURS[name]} and leave it out"
+        for key, name in asked.items()
+        if name in _OURS
+    ]
+    return [*private, *ours] + [
         f"rollout.engine_arguments.{key}: SGLang's server has no argument --{name}{did_you_mean(name, names)}"
         for key, name in asked.items()
         if names and not any(known.startswith(name.removeprefix("no-")) for known in names)

@@ -159,6 +159,8 @@ class EngineProcess:
             "HF_HUB_OFFLINE": "1",
             # a server that closes idle connections races with the next request on them
             "SGLANG_TIMEOUT_KEEP_ALIVE": "86400",
+            # else log-probs are those of temperature 1, and silently not of the distribution drawn from
+            "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",
             "TMPDIR": str(self.folder),
             "SGLANG_EXTERNAL_MODEL_PACKAGE": MODEL_PACKAGE,
             "PYTHONUNBUFFERED": "1",

@@ -52,8 +52,11 @@ class Zygote:
             while self._calls and self._ready and len(self._running) < self._at_once:
                 self._pass_on(self._calls.popleft(), self._ready.popleft())
             speakers = {orders.fileno(): pid for pid, orders in self._keepers.items()}
-            ready, _, _ = select.select([self._control.fileno(), waking, *speakers], [], [])
-            for keeper_that_speaks in (speakers[number] for number in ready if number in speakers):
+            poller = select.poll()  # not select(): a thousand calls may wait, and so numbers be above 1,023
+            for number in (self._control.fileno(), waking, *speakers):
+                poller.register(number, select.POLLIN)
+            ready = {number for number, _ in poller.poll()}
+            for keeper_that_speaks in (speakers[number] for number in ready & speakers.keys()):
                 self._listen(keeper_that_speaks)
             if waking in ready:
                 os.read(waking, 4096)

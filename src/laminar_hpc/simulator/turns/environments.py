@@ -164,7 +164,7 @@ class Environments:
 
     def _takes(self, play: Play, replica: int, what: str, now: float, took: Took) -> Took:
         """What takes longer than its deadline is given up then."""
-        limit = self._deadlines[replica, what].limit(not self.bound or patient(play.tries))
+        limit = self._deadlines[replica, what].limit(not self.bound or patient(play.failures + 1))
         hangs = took.seconds > limit
         play.pending = _Pending(what, now, hangs)
         return Took(min(took.seconds, limit) * self.scale, self.bound and (took.failed or hangs))

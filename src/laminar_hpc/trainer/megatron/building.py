@@ -28,6 +28,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from laminar_hpc.config.check import derive
+from laminar_hpc.config.models import first_stage_layers
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.trainer.megatron.adam import fuse, prime
 from laminar_hpc.trainer.megatron.attention import PackedCausalAttention
@@ -58,18 +59,6 @@ def let_segments_grow() -> None:
     given = {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} & os.environ.keys()
     if torch.cuda.is_available() and not given:
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
-
-
-def first_stage_layers(layers: int, stages: int) -> int | None:
-    """Layers of the first pipeline stage where the stages cannot all have the same number: the others share
-    the rest evenly, and the first has as near to its share as that allows. None where they can. At least one
-    layer per stage is needed."""
-    if layers % stages == 0:
-        return None
-    others = range(1, (layers - 1) // (stages - 1) + 1)  # layers of each other stage
-    return min(
-        (layers - (stages - 1) * n for n in others), key=lambda first: (abs(first - layers / stages), -first)
-    )
 
 
 def transformer_config(shape: ModelShape, config: RunConfig, dtype: torch.dtype) -> TransformerConfig:

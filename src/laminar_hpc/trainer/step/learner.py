@@ -57,8 +57,8 @@ class Learner:
         self, config: RunConfig, policy: MegatronPolicy, progress: Callable[[], None] = lambda: None
     ) -> None:
         """`policy` still has the weights of config.model.path, which are those of the reference model: a
-        checkpoint is loaded later. `progress` is called after the forward pass of each micro-batch that this
-        rank ends, and after each update."""
+        checkpoint is loaded later. `progress` is called for each micro-batch of each pass over the batch, on
+        every pipeline stage, and after each update."""
         self.config, self.policy, self._progress = config, policy, progress
         self.skipped_in_a_row = 0
         self.mismatches: dict[int, tuple[float, int]] = {}
@@ -121,6 +121,8 @@ class Learner:
         mismatch of its trajectories in `mismatch` [batch], which stays 0 where another rank has it."""
 
         def micro_batch(number: int) -> MicroBatch:
+            if number:  # a stage without a loss asks for the next one when it has handed one on
+                self._progress()
             return make_microbatch([examples[i] for i in share.plan[number]], self.policy.device, share.size)
 
         collected = self.policy.accumulate(Lazily(len(share.plan), micro_batch), self._loss)
@@ -148,10 +150,10 @@ class Learner:
         texts = {i: Text(planned[i].prompt, of) for i, of in zip(own, responses, strict=True)}
         proximal = reference = penalties = None
         if a.proximal == "recomputed":
-            proximal = own_logprobs(self.policy, texts, shares)
+            proximal = own_logprobs(self.policy, texts, shares, self._progress)
         if self._reference is not None:
             with self._reference.in_place():
-                reference = own_logprobs(self.policy, texts, shares)
+                reference = own_logprobs(self.policy, texts, shares, self._progress)
         if a.kl_in_reward and reference is not None:
             sampled = proximal or {i: behaviour_logprobs(text.response) for i, text in texts.items()}
             penalties = self._penalties(own, sampled, reference)
@@ -238,9 +240,9 @@ class Learner:
     def _count_skipped(self, skipped: bool, step: int) -> None:
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
         limit = self.config.optimizer.max_skipped_updates
-        if self.skipped_in_a_row >= limit:
+        if skipped and self.skipped_in_a_row >= limit:
             raise LaminarError(
-                f"{limit} optimizer updates in a row had gradients that are not finite, the last at step "
-                f"{step}: lower optimizer.lr, "
-                "or look for non-finite log-probs of the engine; optimizer.max_skipped_updates allows more"
+                f"{self.skipped_in_a_row} optimizer updates in a row had gradients that are not finite, the "
+                f"last at step {step}: lower optimizer.lr, or look for non-finite log-probs of the engine; "
+                "optimizer.max_skipped_updates allows more"
             )

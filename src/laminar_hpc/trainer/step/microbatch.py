@@ -97,11 +97,12 @@ def text_pack(texts: Sequence[Text], device: torch.device, size: int = 0) -> Pac
 
 def make_microbatch(examples: Sequence[Example], device: torch.device, size: int = 0) -> MicroBatch:
     """Either all examples have a `proximal` or none has, and so for `reference`. No examples give an empty
-    micro-batch. Filled up to `size` tokens."""
+    micro-batch, without a reference: a KL estimate that overflows is not finite at weight 0 either. Filled up
+    to `size` tokens."""
     pack = text_pack([e.text for e in examples], device, size)
     if not examples:
         zero = torch.zeros(1, device=device)
-        return MicroBatch(pack, TrainedTokens(zero, zero, zero, zero, zero.long(), 0, zero))
+        return MicroBatch(pack, TrainedTokens(zero, zero, None, zero, zero.long(), 0, zero))
 
     def moved(parts: Sequence[torch.Tensor]) -> torch.Tensor:
         return torch.cat(list(parts)).to(device, non_blocking=True)

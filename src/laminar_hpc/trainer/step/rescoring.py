@@ -1,12 +1,13 @@
 """Log-probs of a step's batch by other weights than those that generated it. Called by
 trainer/step/learner.py before the updates."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
+from laminar_hpc.trainer.megatron.packs import Pack
 from laminar_hpc.trainer.megatron.policy import MegatronPolicy
 from laminar_hpc.trainer.step.microbatch import Lazily, Text, text_pack
 from laminar_hpc.trainer.step.parallel import Share
@@ -34,15 +35,23 @@ class ReferenceWeights:
                 parameter.data = data
 
 
-def own_logprobs(policy: MegatronPolicy, texts: Mapping[int, Text], shares: list[Share]) -> dict[int, Tensor]:
+def own_logprobs(
+    policy: MegatronPolicy, texts: Mapping[int, Text], shares: list[Share], progress: Callable[[], None]
+) -> dict[int, Tensor]:
     """By the weights in place, at the sampling temperature, of this rank's texts: float32 [trained tokens] of
-    each on the CPU; zeros on a pipeline stage that has none. In the micro-batches in which they are trained.
-    Collective."""
+    each on the CPU; zeros on a pipeline stage that has none. In the micro-batches in which they are trained;
+    `progress` is called between them. Collective."""
     plan = [part for share in shares for part in share.plan]
     size = max(share.size for share in shares)  # pipeline stages pass on tensors of one shape
     counts = {i: text.response.trained for i, text in texts.items()}
     logprobs = {i: torch.zeros(count) for i, count in counts.items()}
-    packs = Lazily(len(plan), lambda n: text_pack([texts[i] for i in plan[n]], policy.device, size))
+
+    def pack(number: int) -> Pack:
+        if number:
+            progress()
+        return text_pack([texts[i] for i in plan[number]], policy.device, size)
+
+    packs = Lazily(len(plan), pack)
     for part, of_pack in zip(plan, policy.score(packs), strict=False):  # another stage has none
         if part:
             own = of_pack.cpu().split([counts[i] for i in part])

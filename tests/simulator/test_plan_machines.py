@@ -1,0 +1,46 @@
+"""`laminar plan` on machines with another number of GPUs than eight."""
+
+import pytest
+
+from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.simulator import plan, plan_command
+from laminar_hpc.simulator.plan import candidates
+from laminar_hpc.simulator.plan_files import rollout_machines, trainer_machines
+from laminar_hpc.simulator.settings import load_plan
+
+SMALL = [
+    "workload.prompts_per_step=32",
+    "workload.samples_per_prompt=4",
+    "workload.updates_per_step=4",
+    "steps=3",
+    "warmup_steps=1",
+]
+
+
+def test_machines_of_four_gpus(tmp_path, monkeypatch):
+    """Promise: no part of a plan asks a machine for more GPUs than the table gives it, whole or divided."""
+    monkeypatch.setattr(plan, "_SIMULATED", 1)
+    config = load_plan("node", [*SMALL, "pools=[{gpu: GB200, count: 8}]"])
+    for candidate in candidates(config):
+        machines = [trainer_machines(config, candidate), *rollout_machines(config, candidate)]
+        assert all(part.gpus <= 4 for part in machines)
+        assert sum(part.count for part in machines) == 2
+    lines = plan_command.write(config, plan.search(config), tmp_path)
+    assert any("trainer machine N = 0" in line for line in lines), "they are two machines, not one"
+    assert (tmp_path / "node.sbatch").read_text().count("--gpus-per-node=gb200:4") == 2
+    with pytest.raises(LaminarError, match=r"count=6: machines have 4 GPUs: give a multiple"):
+        load_plan("node", ["pools=[{gpu: GB200, count: 6}]"])
+
+
+def test_replicas_stay_inside_a_machine(tmp_path):
+    """Promise: of machines with six GPUs each replica is on one."""
+    (tmp_path / "tables").mkdir()
+    entry = "X6: {hbm: 3350, tflops: 989, memory: 80, nvlink: 450, nic: 43, pcie: 52, price: 2.5, machine: 6}"
+    (tmp_path / "tables" / "gpus.yaml").write_text(entry)
+    config = load_plan("node", [*SMALL, "--config-dir", str(tmp_path), "pools=[{gpu: X6, count: 12}]"])
+    found = list(candidates(config))
+    assert {candidate.trainer_gpus for candidate in found} == {6}
+    assert {candidate.tensor_parallel for candidate in found} == {1, 2}
+    for candidate in found:
+        assert [sum(part.processes) for part in rollout_machines(config, candidate)] == [candidate.replicas]
+        assert sum(part.count for part in rollout_machines(config, candidate)) == 1
