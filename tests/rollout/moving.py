@@ -47,6 +47,16 @@ async def decoding(
             await asyncio.sleep(0.005)
 
 
+async def detached(engine: SglangServer, name: str, move: str) -> int | None:
+    """The tokens sent in all; None when request `name` has ended since its snapshot."""
+    try:
+        return await engine.kv_detach(move, name)
+    except KvRefused as error:
+        if "is decoding here" not in str(error):
+            raise
+        return None
+
+
 async def moved(
     pair: Pair, number: int, parameters: dict, pause: float, way: str = "shm", source: int = 0
 ) -> tuple[Generation, Generation]:
@@ -59,10 +69,12 @@ async def moved(
     address = await theirs.kv_reserve(move, 0, len(prompt) + parameters["max_new_tokens"])
     if way == "tcp":
         address = json.dumps([inbox | {"machine": "another"} for inbox in json.loads(address)])
-    if not await decoding(ours, name, move, address, call):
-        await asyncio.gather(call, theirs.kv_abort(move))
+    sent = None
+    if await decoding(ours, name, move, address, call):
+        sent = await detached(ours, name, move)
+    if sent is None:
+        await asyncio.gather(call, ours.kv_abort(move), theirs.kv_abort(move))
         return await moved(pair, number, parameters, pause / 4, way, source)
-    sent = await ours.kv_detach(move, name)
     first = await call
     assert first.finish_reason == "moved" and sent == len(prompt) + len(first.tokens) - 1
     tokens = [*prompt, *first.tokens.tolist()]
