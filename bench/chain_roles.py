@@ -79,7 +79,8 @@ def controller(words: list[str], relays: int, namespace: str | None) -> None:
     hub = Hub(run_dir, RUN_ID, config.cluster.host, 0, "controller")
     store = Store(run_dir)
     book = TrajectoryTracker(store, [], GroupSize(1, 0, 1), lambda draw: 0)
-    members = Members("controller", config.cluster.heartbeat_timeout_seconds)
+    seconds = config.cluster.heartbeat_timeout_seconds
+    members = Members("controller", seconds, seconds)
     metrics, trace = MetricsWriter(run_dir), Trace(run_dir, "controller", 0)
     loop = Controller(
         config,

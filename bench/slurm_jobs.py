@@ -1,8 +1,8 @@
 """A run whose roles are Slurm jobs of their own (`laminar submit --apart`), for bench/chaos.py: where they
 are, their processes, and what becomes of the jobs.
 
-The controller's job takes any node, the trainers' is on n2, the rollouts' on the others. The controller's
-store is in its node's own memory, so that it goes with the node's power.
+The controller's job takes any node but n2, where the trainers' is; the rollouts' are on the others. The
+controller's store is in its node's own memory, so that it goes with the node's power.
 """
 
 import random
@@ -25,9 +25,10 @@ JOBS = ("controller", "trainer", "rollout")
 _JOB_NAMES = {"laminar-control": "controller", "laminar-trainer": "trainer", "laminar-rollouts": "rollout"}
 _JOB_OF = {"relay": "rollout", ENGINE: "rollout"}  # of processes that are in another role's job
 _ALIVE = ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "PREEMPTED", "REQUEUED")
+_NO_TRAINERS = "--exclude=n2"  # else a node's power takes both
 _OPTIONS = (
     "--slurm=--mem=1000 --oversubscribe --time=600",
-    "--controller=--cpus-per-task=1",
+    f"--controller=--cpus-per-task=1 {_NO_TRAINERS}",
     "--trainer=--nodelist=n2 --cpus-per-task=3",
 )
 END_SECONDS = 300.0
@@ -70,7 +71,7 @@ class SlurmRun:
         words = [f"run_dir={self.run_dir}", *self.words, *again]
         self.said = self.cluster.command(*command, *words, seconds=180, **self._settings())
         if self.spare:
-            self._again("control", " sbatch ", " sbatch --exclude=n1 ")
+            self._again("control", _NO_TRAINERS, f"{_NO_TRAINERS},n1")
         self.submissions += 1
 
     def add_rollouts(self, elements: str) -> None:

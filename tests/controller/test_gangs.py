@@ -30,7 +30,7 @@ class Entry:
     def __init__(self, run_dir: Path, store: Store, ranks: int = 2) -> None:
         config = RunConfig(run_dir=str(run_dir), role="controller")
         derived = SimpleNamespace(trainer_ranks=ranks)
-        self.members, self.outbox, self.records = Members("here", 10.0), Outbox(), []
+        self.members, self.outbox, self.records = Members("here", 10.0, 10.0), Outbox(), []
         metrics = SimpleNamespace(write=lambda kind, **fields: self.records.append((kind, fields)))
         self.lines: list[str] = []
         self.shared = Shared(

@@ -18,7 +18,7 @@ def hello(pid: int, machine: str = "here", life: str = "") -> Hello:
 
 @pytest.fixture
 def members() -> Members:
-    return Members("here", 10.0)
+    return Members("here", 10.0, 5.0)
 
 
 def test_a_live_process_keeps_its_place(members):
@@ -49,6 +49,19 @@ def test_silence_counts_only_while_all_were_heard(members):
     assert members.dead() == []
     members.listened_until(first.last_seen + 10.1)
     assert members.dead() == [first]
+
+
+def test_a_silent_rollout_s_work_goes_on_elsewhere_soon(members):
+    """docs/architecture.md, Outages: a rollout that can come back is given up earlier than others, after as
+    many pings as a busy machine may delay, and in one world none is."""
+    members.join("trainer:0:a", Hello("trainer", 0, "a", 7, "there"))
+    members.join("rollout:0:a", Hello("rollout", 0, "a", 8, "there"))
+    rollout = members.at("rollout")
+    members.listened_until(rollout.last_seen + 4.9)
+    assert members.dead() == []
+    members.listened_until(rollout.last_seen + 5.1)
+    assert members.dead() == [rollout]
+    assert [module.rollout_silence(seconds) for seconds in (3, 9, 30)] == [3, 5, 10]
 
 
 def test_a_death_on_this_machine_is_found_by_the_process(members):

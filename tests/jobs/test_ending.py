@@ -14,7 +14,7 @@ import pytest
 from laminar_hpc.cluster.address import ADDRESS_FILE
 from laminar_hpc.cluster.launch import DEAF, reason_of
 from laminar_hpc.cluster.run_end import goes_on
-from laminar_hpc.jobs.ending import has_more_to_do, lead_seconds, seconds_to_go_on
+from laminar_hpc.jobs.ending import Ended, controller_since, has_more_to_do, lead_seconds, seconds_to_go_on
 from laminar_hpc.jobs.machine_number import MachineNumber
 from laminar_hpc.jobs.node import Child, Node, Place
 
@@ -65,7 +65,7 @@ def test_who_is_requeued(tmp_path: Path, role: str, word: str, told: bool, lives
     run_dir = write(tmp_path / "run", {"kind": "start"}, *end)
     if lives:
         (run_dir / "controller.json").write_text("{}")
-    assert has_more_to_do(role, run_dir, told) is again
+    assert has_more_to_do(role, run_dir, Ended(True, told)) is again
 
 
 def test_a_node_that_has_not_begun_yet_leaves_term_to_the_script(tmp_path: Path) -> None:
@@ -95,6 +95,7 @@ def test_the_controller_s_last_record_is_awaited(tmp_path: Path) -> None:
     """Promise: who ends before the controller waits until it has said why the run ended."""
     run_dir = write(tmp_path / "run", {"kind": "start"})
     (run_dir / "controller.json").write_text("{}")
+    stamp = controller_since(run_dir)
     waits = []
 
     def sleep(seconds: float) -> None:
@@ -103,7 +104,33 @@ def test_the_controller_s_last_record_is_awaited(tmp_path: Path) -> None:
             write(run_dir, {"kind": "start"}, {"kind": "end", "reason": "SIGTERM"})
             (run_dir / "controller.json").unlink()
 
-    assert has_more_to_do("trainer", run_dir, False, sleep) and len(waits) == 5
+    assert has_more_to_do("trainer", run_dir, Ended(True, False, stamp), sleep) and len(waits) == 5
+
+
+@pytest.mark.parametrize(
+    ("word", "code", "again"), [("SIGTERM", 0, True), ("laminar stop", 0, False), ("SIGTERM", 3, False)]
+)
+def test_a_run_that_stops_while_a_process_starts_has_the_job_back(
+    word: str, code: int, again: bool, tmp_path: Path, handlers: None
+) -> None:
+    """Promise (docs/architecture.md#failure-domains): relays that were not there when the run stopped
+    join its next controller; their rollouts have left, so the job ends at once and is requeued, but not one
+    that failed, nor after a stop by the user."""
+    run_dir = write(tmp_path / "run", {"kind": "start"}, {"kind": "end", "reason": word})
+    (run_dir / "jobs").mkdir()
+    place = Place("rollouts", 0, 1, run_dir, "5.0", None)
+    relay, rollout = CHILD, f"raise SystemExit({code})"
+    node = Node(place, {"relay": [sys.executable, "-c", relay], "rollout": [sys.executable, "-c", rollout]})
+
+    def next_controller() -> None:
+        write(run_dir, {"kind": "start"}, {"kind": "end", "reason": word}, {"kind": "start"})
+        (run_dir / "controller.json").write_text("{}")
+
+    timer = threading.Timer(2.0, next_controller)
+    timer.start()
+    assert node.run() == code
+    timer.join()
+    assert has_more_to_do("rollouts", run_dir, node.ended, sleep=lambda _: None) is again
 
 
 def test_machines_have_the_lowest_free_number(tmp_path: Path) -> None:
@@ -141,9 +168,9 @@ def test_a_node_leaves_when_the_job_is_told(tmp_path: Path, handlers: None) -> N
     place = Place("rollouts", 0, 1, tmp_path, "5.0", None)
     node = Node(place, {"relay": [sys.executable, "-c", CHILD], "rollout": [sys.executable, "-c", CHILD]})
     os.kill(os.getpid(), signal.SIGTERM)
-    assert place.file("term").exists() and not node.told
+    assert place.file("term").exists()
     place.file("end").write_text("now\n")
-    assert node.run() == 0 and node.told
+    assert node.run() == 0 and node.ended == Ended(in_order=True, told=True)
 
 
 def test_a_preemption_while_it_goes_on_ends_it_at_once(tmp_path: Path, handlers: None) -> None:

@@ -13,6 +13,14 @@ def last_word(run_dir: Path) -> str:
     return str(last.get("reason", "")) if last.get("kind") == "end" else ""
 
 
+def last_end(run_dir: Path) -> str:
+    """Why the run ended the last time that it said so, though it may have begun again since."""
+    reason = ""
+    for record in jsonl.read(run_dir / "metrics.jsonl", "end"):
+        reason = str(record.get("reason", ""))
+    return reason
+
+
 def goes_on(run_dir: Path) -> bool:
     """Whether a controller serves the run, or is still to come back: while one starts again, which takes long
     on a full disk, there is no address."""

@@ -10,6 +10,7 @@ from laminar_hpc.messages.membership import Hello
 
 _ASLEEP_SECONDS = 5.0  # between two looks: this process stood still, not the members
 _LOOK_SECONDS = 0.1  # between two looks at the processes of this machine
+_PINGS_SECONDS = 5.0  # of silence at least, of one ping a second, before anybody counts as dead
 _SURELY_ALIVE_SECONDS = 2.0  # since its last ping, of one a second: no process is started again so fast
 
 
@@ -27,13 +28,20 @@ class Member:
         return self.hello.name
 
 
+def rollout_silence(heartbeat_seconds: float) -> float:
+    """After which a rollout counts as dead where it can come back: a third of what others have, as the
+    trainer waits for what it holds and an error costs that alone."""
+    return min(heartbeat_seconds, max(_PINGS_SECONDS, heartbeat_seconds / 3))
+
+
 @dataclass
 class Members:
     """`machine` is the controller's own: there a death is seen within _LOOK_SECONDS by the pid, elsewhere by
-    silence."""
+    silence, of rollouts and of others."""
 
     machine: str
     heartbeat_seconds: float
+    rollout_seconds: float
     by_place: dict[tuple[str, int], Member] = field(default_factory=dict)
     _by_identity: dict[str, Member] = field(default_factory=dict)
     _by_role: dict[str, dict[int, Member]] = field(default_factory=dict)
@@ -56,7 +64,7 @@ class Members:
         self.by_place[hello.role, hello.index] = self._by_identity[identity] = member
         self._by_role.setdefault(hello.role, {})[hello.index] = member
         self._by_machine.setdefault((hello.machine, hello.role), {})[hello.index] = member
-        heappush(self._silent_at, (member.last_seen + self.heartbeat_seconds, member.number, identity))
+        heappush(self._silent_at, (self._deadline(member), member.number, identity))
         if hello.machine == self.machine and hello.pid != os.getpid():
             self._processes.setdefault(hello.pid, {})[identity] = member
         return earlier
@@ -137,13 +145,17 @@ class Members:
             member = self._by_identity.get(identity)
             if member is None or member.number != number:
                 continue  # it has left
-            deadline = member.last_seen + self.heartbeat_seconds
+            deadline = self._deadline(member)
             later.append((deadline, number, identity))
             if deadline < self._listened:
                 silent.append(member)
         for entry in later:
             heappush(self._silent_at, entry)
         return silent
+
+    def _deadline(self, member: Member) -> float:
+        is_rollout = member.hello.role == "rollout"
+        return member.last_seen + (self.rollout_seconds if is_rollout else self.heartbeat_seconds)
 
     def _gone(self, now: float, look: bool) -> list[Member]:
         if not look and now - self._looked < _LOOK_SECONDS:

@@ -14,7 +14,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from laminar_hpc.controller.members import Member
+from laminar_hpc.controller.members import Member, rollout_silence
 from laminar_hpc.controller.migration import attempt_of
 from laminar_hpc.controller.replicas import Replicas
 from laminar_hpc.controller.rescuer import Rescuer
@@ -47,7 +47,9 @@ class Reattachment:
         self._shared, self._store, self._tracker = shared, store, tracker
         self._replicas, self._rescuer, self._lost = replicas, rescuer, lost
         self.awaited, self._last_seen = awaited, last_seen
-        self._until = time.monotonic() + shared.config.cluster.heartbeat_timeout_seconds
+        # as long as it takes to find this controller, and then to be silent
+        heartbeat = shared.config.cluster.heartbeat_timeout_seconds
+        self._until = time.monotonic() + min(heartbeat, 2 * rollout_silence(heartbeat))
         self._workers = 0  # that have outlived the last controller
         self._over = not last_seen
 

@@ -38,7 +38,7 @@ from laminar_hpc.controller.evaluations import Evaluations
 from laminar_hpc.controller.gang import StopCutShort
 from laminar_hpc.controller.journal import Journal
 from laminar_hpc.controller.loop import Controller
-from laminar_hpc.controller.members import Members
+from laminar_hpc.controller.members import Members, rollout_silence
 from laminar_hpc.controller.rewards import try_rewards
 from laminar_hpc.controller.rundir import (
     cause_of_death,
@@ -104,7 +104,7 @@ def build(
         tracker,
         evaluations,
         MetricsWriter(Path(config.run_dir), _mirror(config), lock.assure),
-        Members(machine, config.cluster.heartbeat_timeout_seconds),
+        _members(config, machine),
         relays,
         start.restored_step,
         slots,
@@ -114,6 +114,11 @@ def build(
     )
     _note_start(controller, start.restored_step, epoch)
     return controller
+
+
+def _members(config: RunConfig, machine: str) -> Members:
+    seconds = config.cluster.heartbeat_timeout_seconds
+    return Members(machine, seconds, seconds if config.role == "all" else rollout_silence(seconds))
 
 
 def _journal(config: RunConfig, begun: Begun, say: Callable[[str], None]) -> Journal | None:

@@ -7,10 +7,11 @@ run's last record says whether there is more to do.
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from laminar_hpc.cluster.address import ADDRESS_FILE
-from laminar_hpc.cluster.run_end import last_word
+from laminar_hpc.cluster.run_end import last_end, last_word
 from laminar_hpc.observability.durations import read_durations
 from laminar_hpc.policies.stopping import stop_seconds
 
@@ -41,20 +42,47 @@ def seconds_to_go_on(role: str, run_dir: Path, left: float | None) -> float:
     return max(0.0, left - needed)
 
 
-def has_more_to_do(role: str, run_dir: Path, told: bool, sleep: Callable[[float], None] = time.sleep) -> bool:
-    """Whether a job of `role` whose processes have ended in order is to run again. `told`: it was told of its
-    end itself.
+@dataclass(frozen=True)
+class Ended:
+    """How a job's processes have ended: in order, told of the job's end, and which controller was there when
+    the first of them did (`served_by`)."""
+
+    in_order: bool
+    told: bool
+    served_by: float | None = None
+
+    def has_begun_again(self, run_dir: Path) -> bool:
+        """Whether the run stopped, ended them, and goes on already with another controller."""
+        now = controller_since(run_dir)
+        return self.in_order and not self.told and now is not None and now != self.served_by
+
+
+def controller_since(run_dir: Path) -> float | None:
+    """When the run's controller wrote its address, by the file server's clock; None while there is none."""
+    try:
+        return (run_dir / ADDRESS_FILE).stat().st_mtime
+    except FileNotFoundError:
+        return None
+
+
+def has_more_to_do(
+    role: str, run_dir: Path, ended: Ended, sleep: Callable[[float], None] = time.sleep
+) -> bool:
+    """Whether a job of `role` whose processes have ended is to run again.
 
     A rollout that was told leaves a run that goes on. For all others the run has ended: it is done, was
-    stopped by the user, or has stopped because the time of one of its jobs was over."""
-    if role == "rollouts" and told and (run_dir / ADDRESS_FILE).exists():
+    stopped by the user, or has stopped because the time of one of its jobs was over. It may have begun again
+    since, while some process of this job took its time."""
+    if role == "rollouts" and ended.told and (run_dir / ADDRESS_FILE).exists():
         return True
     waited = 0.0
     while (run_dir / ADDRESS_FILE).exists() and waited < CLOSE_SECONDS:
+        if role != "controller" and ended.has_begun_again(run_dir):
+            return not is_final(last_end(run_dir))
         sleep(0.5)
         waited += 0.5
     word = last_word(run_dir)
-    return not is_final(word) and (told or word.startswith("SIG"))
+    return not is_final(word) and (ended.told or word.startswith("SIG"))
 
 
 def is_final(word: str) -> bool:

@@ -38,7 +38,14 @@ from laminar_hpc.config.errors import LaminarError, print_lines
 from laminar_hpc.config.file_systems import NETWORK_FILE_SYSTEMS, file_system
 from laminar_hpc.config.load import load_config
 from laminar_hpc.config.schema import RunConfig
-from laminar_hpc.jobs.ending import has_more_to_do, is_final, is_near, seconds_to_go_on
+from laminar_hpc.jobs.ending import (
+    Ended,
+    controller_since,
+    has_more_to_do,
+    is_final,
+    is_near,
+    seconds_to_go_on,
+)
 from laminar_hpc.jobs.machine_number import MachineNumber
 from laminar_hpc.jobs.network import await_own_address, use_interface
 from laminar_hpc.jobs.spare import ONE_WORLD_SECONDS, Turn, await_turn, hand_over, other_lives, spare_of
@@ -200,6 +207,7 @@ class Node:
 
     def __init__(self, place: Place, started: dict[str, list[str]], turn: Path | None = None) -> None:
         self._place, self._left, self.handed_over = place, False, False
+        self.ended = Ended(False, False)
         self._stop_at: float | None = None
         self._alone = False  # only this job is to end, as far as one can know
         self._reason = "SIGUSR1"  # of the stop
@@ -207,10 +215,6 @@ class Node:
         for number in (signal.SIGINT, signal.SIGUSR1):
             signal.signal(number, lambda *_: None)  # not ignored, which the children would inherit
         self._children = [Child(role, command, turn) for role, command in started.items()]
-
-    @property
-    def told(self) -> bool:
-        return self._stop_at is not None
 
     @property
     def has_ended(self) -> bool:
@@ -224,20 +228,30 @@ class Node:
     def run(self) -> int:
         """Until all have ended; the first exit code that is not 0, the rollouts' before the relays'."""
         codes: dict[str, int] = {}
-        alone_at = math.inf
+        alone_at, served_by, begun_again = math.inf, None, False
         while len(codes) < len(self._children):
             self._look_for_the_end()
             for child in self._children:
                 if child.role not in codes and (code := child.code(self._left, self._again)) is not None:
+                    if not codes:
+                        served_by = controller_since(self._place.run_dir)
                     codes[child.role] = code
                     alone_at = min(alone_at, time.monotonic() + _ALONE_SECONDS)
-            if time.monotonic() > alone_at:
+            code = codes.get("rollout", next((code for code in codes.values() if code), 0))
+            if codes:
+                self.ended = Ended(code == 0, self._is_told, served_by)
+                begun_again = begun_again or self.ended.has_begun_again(self._place.run_dir)
+            if begun_again or time.monotonic() > alone_at:
                 self._leave()  # relays without replicas, or the other way round, are of no use
             time.sleep(_LOOK_SECONDS)
-        return codes.get("rollout", next((code for code in codes.values() if code), 0))
+        return code
+
+    @property
+    def _is_told(self) -> bool:
+        return self._stop_at is not None
 
     def _again(self) -> bool:
-        return not self.told and goes_on(self._place.run_dir)
+        return not self._is_told and goes_on(self._place.run_dir)
 
     def _look_for_the_end(self) -> None:
         told = "" if self._left else self._told_by_the_script()
@@ -292,7 +306,7 @@ def run_in_turn(place: Place, started: Callable[[], dict[str, list[str]]]) -> tu
             if place.role == "controller" and word != before and is_final(word):  # nobody waits for it
                 put(place.run_dir / "jobs" / ("failed" if word.startswith("failed") else "ended"))
             if code != REFUSED:
-                return code, place.node == 0 and has_more_to_do(place.role, place.run_dir, node.told)
+                return code, place.node == 0 and has_more_to_do(place.role, place.run_dir, node.ended)
             if place.role != "controller" or not other_lives(place.run_dir):  # else both began at once
                 break
     return REFUSED, False
