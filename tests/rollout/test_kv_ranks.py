@@ -157,7 +157,7 @@ def test_a_program_error_on_one_rank(make: Make) -> None:
     source.ranks[1].port.kv.cache.slots = broken
     source.ask(send(source, reserved.address, seconds=1.0))
     # the ranks differ until rank 0 has heard of it
-    for _ in range(200):
+    for _ in range(4000):
         orders = source.ranks[0].port.orders()
         for rank in source.ranks:
             rank.port.turn([orders] if orders else [])
