@@ -55,6 +55,7 @@ from laminar_hpc.weights.stream import Span
 CLONE_NEWNET = 0x40000000
 RUN_ID = "chain"
 START_SECONDS = 180  # on a busy machine
+LOOK_SECONDS = 0.02  # between two looks at what the others have done
 CHANGED_EVERY = 100  # with relay.delta=auto one word in so many changes
 
 
@@ -312,13 +313,17 @@ class ChainRun:
 
     def publish(self) -> tuple[float, float] | None:
         """One publication more; returns when it is staged: (Ts, Tb) of the trainer's link, None while it has
-        none."""
+        none. `stall`: seconds that it took; `stall_seen`: without those in which this process stood still
+        too, as all of a busy machine may."""
         self.step += 1
         self._commands.send(self.step)
-        if not self._commands.poll(START_SECONDS):
-            raise TimeoutError(f"the trainer's stand-in was blocked for {START_SECONDS} s")
-        stall, link = self._commands.recv()
-        self.stall = stall
+        looks = 0
+        while not self._commands.poll(LOOK_SECONDS):
+            looks += 1
+            if looks * LOOK_SECONDS > START_SECONDS:
+                raise TimeoutError(f"the trainer's stand-in was blocked for {START_SECONDS} s")
+        self.stall, link = self._commands.recv()
+        self.stall_seen = (looks + 1) * LOOK_SECONDS
         return link
 
     def newest(self, index: int) -> tuple[int, int]:
@@ -354,14 +359,13 @@ class ChainRun:
 
     def wait(self, indices: list[int], step: int, seconds: float) -> float:
         """Until all of these relays hold the weights of `step` or newer ones; returns the seconds it took.
-        Fails after `seconds`."""
-        began = time.monotonic()
+        Fails after `seconds` of those in which this process could look."""
+        began, looks = time.monotonic(), 0
         while True:
             steps = {index: self.newest(index)[1] for index in indices}
-            took = time.monotonic() - began
             if all(each >= step for each in steps.values()):
-                return took
-            if took > seconds:
+                return time.monotonic() - began
+            if looks * LOOK_SECONDS > seconds:
                 for process in (self._others[1], *(self.relays[index] for index in indices)):
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(process.pid, signal.SIGUSR1)
@@ -369,12 +373,23 @@ class ChainRun:
                     f"after {seconds:.0f} s relays hold steps {steps} instead of {step}; "
                     f"chain {self.chains()[-1:]}"
                 )
-            time.sleep(0.02)
+            time.sleep(LOOK_SECONDS)
+            looks += 1
 
     def chains(self) -> list[dict]:
         """Every order that the chain has had: {time, chain}."""
         path = self.run_dir / "chains.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def until(self, true: Callable[[], bool], what: str) -> None:
+        """Waits until the controller, a process of its own, has told of what it has done."""
+        deadline = time.monotonic() + START_SECONDS
+        while not true():
+            assert time.monotonic() < deadline, f"{what}; chain {self.chains()[-1:]}"
+            time.sleep(LOOK_SECONDS)
+
+    def until_chain(self, order: list[int]) -> None:
+        self.until(lambda: self.chains()[-1]["chain"] == order, f"the chain is not {order}")
 
     def said(self) -> str:
         """What the controller told the user and logged."""

@@ -58,7 +58,7 @@ def across(link: tuple[Link, Link], sent: Stream, old: torch.Tensor) -> tuple[Ma
     finally:
         if not received.complete:
             downstream.close()
-        sender.join(10)
+        sender.join(60)
     return manifest, base_id, received
 
 

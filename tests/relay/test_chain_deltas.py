@@ -25,8 +25,13 @@ def chain(tmp_path):
 
 def bytes_over_full(run: ChainRun) -> list[float]:
     """Of each publication, as the metrics have it."""
-    lines = [json.loads(line) for line in (run.run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [line["bytes_over_full"] for line in lines if line["kind"] == "publish"]
+
+    def published() -> list[dict]:
+        lines = [json.loads(line) for line in (run.run_dir / "metrics.jsonl").read_text().splitlines()]
+        return [line for line in lines if line["kind"] == "publish"]
+
+    run.until(lambda: published()[-1]["step"] == run.step, "the newest publication is not in the metrics")
+    return [line["bytes_over_full"] for line in published()]
 
 
 @pytest.mark.slow
@@ -44,7 +49,7 @@ def test_changes_anchors_a_death_and_a_late_comer(chain):
 
     chain.start_relay(2)
     chain.wait([2], chain.step, START_SECONDS)
-    assert chain.chains()[-1]["chain"] == [0, 1, 2]
+    chain.until_chain([0, 1, 2])
     for _ in range(ANCHOR_EVERY):
         chain.publish()
         chain.wait([0, 1, 2], chain.step, SOON)
@@ -52,7 +57,7 @@ def test_changes_anchors_a_death_and_a_late_comer(chain):
     chain.relays[0].kill()
     chain.publish()
     chain.wait([1, 2], chain.step, SOON)
-    assert chain.chains()[-1]["chain"] == [1, 2]
+    chain.until_chain([1, 2])
     assert bytes_over_full(chain)[-1] == 1.0
     chain.publish()
     chain.wait([1, 2], chain.step, SOON)

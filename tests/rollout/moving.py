@@ -1,17 +1,22 @@
 """Requests that move between the engines of a pair in mid-answer."""
 
 import asyncio
+import itertools
 import json
 import random
 import time
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 import pytest
-from prompts import judged
+from prompts import Ended, before_its_end, judged
 
 from engines import EOS, Pair
 from laminar_hpc.engine.interface import Generation, sampling_parameters
 from laminar_hpc.engine.sglang.server import SglangServer
 from laminar_hpc.kv.errors import KvRefused
+
+R = TypeVar("R")
 
 
 def greedy(pair: Pair, length: int) -> dict:
@@ -27,34 +32,44 @@ def prompt_of(number: int, length: int = 60) -> list[int]:
     return [draw.randrange(250) for _ in range(length)]
 
 
-async def decoding(
-    engine: SglangServer, name: str, move: str, address: str, call: asyncio.Task | None = None
-) -> bool:
-    """Sends the snapshot as soon as request `name` decodes, within 60 s; `address` is the destination's.
-    Returns False when `call`, the request's own, has ended before that or meanwhile."""
-    deadline = time.monotonic() + 60
+async def decoding(engine: SglangServer, name: str, move: str, address: str, call: asyncio.Task) -> None:
+    """Sends the snapshot as soon as request `name` decodes, whose answer `call` awaits; `address` is the
+    destination's."""
     while True:
         try:
-            await engine.kv_send(move, name, address)
-            return True
+            return await engine.kv_send(move, name, address)
         except KvRefused as error:
-            if call is not None and "ended or was retracted while its KV was sent" in str(error):
-                return False
-            if "is decoding here" not in str(error) or time.monotonic() > deadline:
+            if "ended or was retracted while its KV was sent" in str(error):
+                raise Ended from None
+            if "is decoding here" not in str(error):
                 raise
-            if call is not None and call.done():
-                return False
+            if call.done():
+                raise Ended from None
             await asyncio.sleep(0.005)
 
 
-async def detached(engine: SglangServer, name: str, move: str) -> int | None:
-    """The tokens sent in all; None when request `name` has ended since its snapshot."""
+async def detached(engine: SglangServer, name: str, move: str) -> int:
+    """The tokens sent in all."""
     try:
         return await engine.kv_detach(move, name)
     except KvRefused as error:
-        if "is decoding here" not in str(error):
+        if "is decoding here" in str(error) or "ended by itself" in str(error):
+            raise Ended from None
+        raise
+
+
+async def in_its_middle(engines: list[SglangServer], name: str, attempt: Callable[[str], Awaitable[R]]) -> R:
+    """What `attempt` returns, with a name for its request and its move: made again where the request has
+    Ended."""
+
+    async def numbered(number: int) -> R:
+        try:
+            return await attempt(f"{name}-{number}")
+        except Ended:
+            await asyncio.gather(*(engine.kv_abort(f"{name}-{number}") for engine in engines))
             raise
-        return None
+
+    return await before_its_end(numbered)
 
 
 async def moved(
@@ -63,27 +78,27 @@ async def moved(
     """The two parts of an answer of which the second is drawn by the other engine, after at most `pause`
     seconds: an answer that has ended by then is asked for again and moved earlier."""
     ours, theirs = pair.engines[source], pair.engines[1 - source]
-    prompt, name, move = prompt_of(number), f"request-{number}", f"move-{number}"
-    call = asyncio.create_task(ours.generate(prompt, parameters, name, "0"))
-    await asyncio.sleep(pause)
-    address = await theirs.kv_reserve(move, 0, len(prompt) + parameters["max_new_tokens"])
-    if way == "tcp":
-        address = json.dumps([inbox | {"machine": "another"} for inbox in json.loads(address)])
-    sent = None
-    if await decoding(ours, name, move, address, call):
-        sent = await detached(ours, name, move)
-    if sent is None:
-        await asyncio.gather(call, ours.kv_abort(move), theirs.kv_abort(move))
-        return await moved(pair, number, parameters, pause / 4, way, source)
-    first = await call
-    assert first.finish_reason == "moved" and sent == len(prompt) + len(first.tokens) - 1
-    tokens = [*prompt, *first.tokens.tolist()]
-    assert await theirs.kv_import(move, tokens) == sent
-    left = {**parameters, "max_new_tokens": parameters["max_new_tokens"] - len(first.tokens)}
-    second = await theirs.generate(tokens, left, name, "0")
-    await asyncio.gather(ours.kv_commit(move), theirs.kv_commit(move))
-    assert second.cached_tokens == sent
-    return [first, second]
+    prompt, pauses = prompt_of(number), itertools.chain((pause, pause / 4, pause / 16), itertools.repeat(0))
+
+    async def attempt(move: str) -> tuple[Generation, Generation]:
+        call = asyncio.create_task(ours.generate(prompt, parameters, move, "0"))
+        await asyncio.sleep(next(pauses))
+        address = await theirs.kv_reserve(move, 0, len(prompt) + parameters["max_new_tokens"])
+        if way == "tcp":
+            address = json.dumps([inbox | {"machine": "another"} for inbox in json.loads(address)])
+        await decoding(ours, move, move, address, call)
+        sent = await detached(ours, move, move)
+        first = await call
+        assert first.finish_reason == "moved" and sent == len(prompt) + len(first.tokens) - 1
+        tokens = [*prompt, *first.tokens.tolist()]
+        assert await theirs.kv_import(move, tokens) == sent
+        left = {**parameters, "max_new_tokens": parameters["max_new_tokens"] - len(first.tokens)}
+        second = await theirs.generate(tokens, left, move, "0")
+        await asyncio.gather(ours.kv_commit(move), theirs.kv_commit(move))
+        assert second.cached_tokens == sent
+        return first, second
+
+    return await in_its_middle(pair.engines, f"move-{number}", attempt)
 
 
 async def same_answers(pair: Pair, numbers: range, length: int, way: str) -> None:

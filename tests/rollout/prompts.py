@@ -2,12 +2,20 @@
 
 import asyncio
 import time
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import pytest
 
 from engines import EOS, Pair
-from laminar_hpc.engine.interface import Engine, Generation, sampling_parameters
+from laminar_hpc.engine.interface import Generation, sampling_parameters
+from laminar_hpc.engine.sglang.server import SglangServer
+from laminar_hpc.kv.errors import KvRefused
 from laminar_hpc.messages.data import Partial
 from laminar_hpc.rollout.work import extended, objection
 
+R = TypeVar("R")
+TRIES = 10
 PROMPTS = [[(7 * i + j * j) % 250 for j in range(3 + 5 * i)] for i in range(12)]
 
 
@@ -31,9 +39,59 @@ def generate_all(pair: Pair, parameters: dict, namespace: str, engine: int = 0) 
     return pair.loop.run(run())
 
 
-async def until_running(engine: Engine, requests: int = 1, seconds: float = 30.0) -> None:
-    """Until the engine decodes so many requests."""
-    deadline = time.monotonic() + seconds
-    while (now := await engine.utilization()) is None or now.running < requests:
-        assert time.monotonic() < deadline, f"{engine.name} does not run {requests} requests: {now}"
-        await asyncio.sleep(0.01)
+async def quick(is_quick: Callable[[int], Awaitable[bool]]) -> bool:
+    """Whether two tries of six are: of what sleeps none is, and a busy machine holds some up."""
+    found = 0
+    for number in range(6):
+        found += await is_quick(number)
+        if found == 2:
+            return True
+    return False
+
+
+class Ended(Exception):
+    """The answer was complete before what was to befall it: a machine may stand still for longer than a tiny
+    model answers."""
+
+
+async def before_its_end(attempt: Callable[[int], Awaitable[R]]) -> R:
+    """What `attempt`, with its number, returns: another answer is begun where one has Ended."""
+    for number in range(TRIES):
+        try:
+            return await attempt(number)
+        except Ended:
+            continue
+    raise AssertionError(f"{TRIES} answers ended too early")
+
+
+async def decodes(engine: SglangServer, name: str) -> bool:
+    """Whether request `name` is prefilled and not complete; also in a paused engine."""
+    with pytest.raises(KvRefused) as refused:
+        await engine.kv_send(f"look-{name}", name, "nowhere")
+    return "is decoding here" not in str(refused.value)
+
+
+async def until_decoding(engine: SglangServer, name: str, call: asyncio.Task) -> None:
+    """Until request `name` decodes, whose answer `call` awaits."""
+    while not await decodes(engine, name):
+        if call.done():
+            raise Ended
+        await asyncio.sleep(0.005)
+
+
+async def paused(
+    engine: SglangServer, name: str, begin: Callable[[str], Awaitable[Generation]]
+) -> asyncio.Task[Generation]:
+    """The answer to a request that `begin` makes, in the middle of which the engine is paused."""
+
+    async def attempt(number: int) -> asyncio.Task[Generation]:
+        call = asyncio.ensure_future(begin(f"{name}-{number}"))
+        await until_decoding(engine, f"{name}-{number}", call)
+        await engine.pause()
+        if await decodes(engine, f"{name}-{number}"):
+            return call
+        await engine.resume()
+        await call
+        raise Ended
+
+    return await before_its_end(attempt)

@@ -12,7 +12,17 @@ import psutil
 import pytest
 import torch
 import zmq
-from prompts import PROMPTS, generate_all, judged, sampling, until_running
+from prompts import (
+    PROMPTS,
+    Ended,
+    before_its_end,
+    generate_all,
+    judged,
+    paused,
+    quick,
+    sampling,
+    until_decoding,
+)
 from safetensors.torch import load_file
 
 from engines import file_sums, fill_slot, hf_logprobs, reference
@@ -119,13 +129,13 @@ def test_a_tied_head_is_listed_once():
 def test_the_port_answers_an_idle_engine_in_milliseconds(pair):
     """--sleep-on-idle lets the scheduler sleep up to a second; the port wakes it."""
 
-    async def ping() -> float:
+    async def ping(_: int) -> bool:
         await asyncio.sleep(1.2)  # the scheduler is asleep by then
         t0 = time.monotonic()
-        await pair.engines[0].ping(seconds=5)
-        return time.monotonic() - t0
+        await pair.engines[0].ping(seconds=60)
+        return time.monotonic() - t0 < 0.05
 
-    assert sorted(pair.loop.run(ping()) for _ in range(3))[1] < 0.05
+    assert pair.loop.run(quick(ping))
 
 
 def test_the_port_refuses_what_is_not_a_request_and_lives_on(pair):
@@ -137,7 +147,7 @@ def test_the_port_refuses_what_is_not_a_request_and_lives_on(pair):
         socket.connect(f"ipc://{path}")
         for frame in (b"", b"\x80\x04K\x01.", protocol.encode(protocol.Refused("not a request"))):
             socket.send(frame)
-            assert socket.poll(5000)
+            assert socket.poll(60_000)
             assert isinstance(protocol.decode_reply(socket.recv()), protocol.Refused)
     pair.loop.run(pair.engines[0].ping())
 
@@ -167,9 +177,9 @@ def test_the_load_is_told_while_it_generates(pair):
         {**sampling(pair, 1.0, 400), "ignore_eos": True, "stop_token_ids": []},
     )
 
-    async def look() -> tuple:
+    async def look(number: int) -> tuple:
         calls = [
-            asyncio.create_task(engine.generate([7, 8, 9 + i], parameters, f"load-{i}", "load"))
+            asyncio.create_task(engine.generate([7, 8, 9 + i], parameters, f"load-{number}-{i}", "load"))
             for i in range(6)
         ]
         seen, seconds = [], []
@@ -179,11 +189,13 @@ def test_the_load_is_told_while_it_generates(pair):
             seen.append(await engine.utilization())
             seconds.append(time.monotonic() - t0)
         await asyncio.gather(*calls)
+        if len(seconds) < 3 or not any(load and load.running == 6 and load.kv_tokens > 100 for load in seen):
+            raise Ended
         return seen, sorted(seconds)[len(seconds) // 2]
 
-    seen, median = pair.loop.run(look())
+    seen, median = pair.loop.run(before_its_end(look))
     busiest = max((load for load in seen if load), key=lambda load: load.kv_tokens)
-    assert busiest.running == 6 and busiest.queued == 0 and busiest.kv_tokens > 100
+    assert busiest.running == 6 and busiest.queued == 0
     assert busiest.kv_capacity == pair.config.rollout.kv_cache_tokens
     assert median < 0.25, "a look takes milliseconds on an idle machine"
     assert pair.loop.run(SglangServer(pair.config, 9, Path("/nowhere")).utilization()) is None
@@ -220,12 +232,12 @@ def test_a_response_of_two_weight_ids_is_seen(pair, slots):
     async def mixed():
         parameters = sampling(pair, 1.0, 400) | {"ignore_eos": True, "stop_token_ids": []}
         await engine.load_weights(directory, 10)
-        request = asyncio.create_task(engine.generate(PROMPTS[3], parameters, "mixed", "10"))
-        await until_running(engine)
-        await engine.http.post("/pause_generation", {"mode": "in_place"}, 10)
+        request = await paused(
+            engine, "mixed", lambda name: engine.generate(PROMPTS[3], parameters, name, "10")
+        )
         payload = {"model_path": str(pair.models[1]), "weight_version": "11", "flush_cache": False}
-        await engine.http.post("/update_weights_from_disk", payload, 10)
-        await engine.http.post("/continue_generation", {}, 10)
+        await engine.http.post("/update_weights_from_disk", payload, 60)
+        await engine.resume()
         return await request
 
     generation = pair.loop.run(mixed())
@@ -239,11 +251,14 @@ def test_an_aborted_response_is_refused(pair):
     """What an abort leaves is no response to train on."""
     engine = pair.engines[0]
 
-    async def aborted():
+    async def aborted(number: int):
         parameters = sampling(pair, 1.0, 1500) | {"ignore_eos": True, "stop_token_ids": []}
-        request = asyncio.create_task(engine.generate(PROMPTS[3], parameters, "gone", "0"))
-        await until_running(engine)
-        await engine.abort("gone")
-        return await request
+        request = asyncio.create_task(engine.generate(PROMPTS[3], parameters, f"gone-{number}", "0"))
+        await until_decoding(engine, f"gone-{number}", request)
+        await engine.abort(f"gone-{number}")
+        generation = await request
+        if generation.finish_reason == "length":
+            raise Ended
+        return generation
 
-    assert "abort" in judged(pair.loop.run(aborted()), 0)
+    assert "abort" in judged(pair.loop.run(before_its_end(aborted)), 0)

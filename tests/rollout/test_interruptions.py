@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from prompts import until_running
+from prompts import Ended, before_its_end, paused, until_decoding
 
 from engines import LoopThread, engine_config, hf_logprobs, make_model, reference
 from laminar_hpc.engine.sglang.server import SglangServer
@@ -37,17 +37,20 @@ def test_a_stopped_request_goes_on_elsewhere(pair):
     same policy."""
     source, destination = pair.engines
 
-    async def move() -> Partial:
-        request = asyncio.create_task(source.generate(PROMPT, SAMPLING, "run-1-0-0", "0"))
-        await until_running(source)
-        await source.abort("run-1-0-0")
+    async def move(number: int) -> Partial:
+        name = f"run-1-0-{number}"
+        request = asyncio.create_task(source.generate(PROMPT, SAMPLING, name, "0"))
+        await until_decoding(source, name, request)
+        await source.abort(name)
         first = await request
+        if first.finish_reason == "length":
+            raise Ended
         assert first.finish_reason == "abort" and 0 < len(first.tokens) < 400
         left = {**SAMPLING, "max_new_tokens": 400 - len(first.tokens)}
         second = await destination.generate([*PROMPT, *first.tokens], left, "run-1-1-0", "0")
         return extended(extended(Partial(), first), second)
 
-    whole = pair.loop.run(move())
+    whole = pair.loop.run(before_its_end(move))
     assert whole.count == 400 and [(s.weight_id, s.start, s.end) for s in whole.spans] == [(0, 0, 400)]
     assert_is_of(pair.models[0], tokens_of(whole), logprobs_of(whole))
 
@@ -58,9 +61,7 @@ def test_a_paused_request_goes_on_with_other_weights(pair):
     engine = pair.engines[0]
 
     async def run():
-        request = asyncio.create_task(engine.generate(PROMPT, SAMPLING, "run-2-0-0", "0"))
-        await until_running(engine)
-        await engine.pause()
+        request = await paused(engine, "run-2-0", lambda name: engine.generate(PROMPT, SAMPLING, name, "0"))
         await pair.load(0, 1, paused=True)
         await engine.sums()
         await engine.resume()

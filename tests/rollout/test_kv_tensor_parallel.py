@@ -7,10 +7,11 @@ from collections.abc import Iterator
 
 import psutil
 import pytest
-from moving import decoding, greedy, prompt_of, same_answers
+from moving import decoding, detached, greedy, in_its_middle, prompt_of, same_answers
+from prompts import before_its_end
 
 from engines import Pair, start_pair
-from laminar_hpc.engine.interface import EngineDied
+from laminar_hpc.engine.interface import EngineDied, Generation
 from laminar_hpc.engine.sglang import move_calls
 from laminar_hpc.kv.errors import KvRefused
 
@@ -52,18 +53,25 @@ def test_one_rank_cannot_send(split_pair: Pair, monkeypatch: pytest.MonkeyPatch)
 
     async def run() -> None:
         whole = await ours.generate(prompt_of(30), parameters, "whole", "0")
-        call = asyncio.create_task(ours.generate(prompt_of(30), parameters, "tried", "0"))
-        inboxes = json.loads(await theirs.kv_reserve("half", 0, 1600))
-        broken = json.dumps([inboxes[0], inboxes[1] | {"port": 1}])
-        with pytest.raises(KvRefused, match=r"said nothing for 1 s \(tensor-parallel rank 1\)"):
-            await decoding(ours, "tried", "half", broken, call)
-        await theirs.kv_abort("half")
-        address = await theirs.kv_reserve("rest", 0, 1600)
-        await decoding(ours, "tried", "rest", address, call)
-        await theirs.kv_abort("rest")  # nobody takes the second part
-        with pytest.raises(KvRefused, match=r"\(tensor-parallel rank 0\)"):
-            await ours.kv_detach("rest", "tried")
-        first = await call
+
+        async def tried(rest: str) -> Generation:
+            call, half = (
+                asyncio.create_task(ours.generate(prompt_of(30), parameters, rest, "0")),
+                f"half-{rest}",
+            )
+            inboxes = json.loads(await theirs.kv_reserve(half, 0, 1600))
+            broken = json.dumps([inboxes[0], inboxes[1] | {"port": 1}])
+            with pytest.raises(KvRefused, match=r"said nothing for 1 s \(tensor-parallel rank 1\)"):
+                await decoding(ours, rest, half, broken, call)
+            await theirs.kv_abort(half)
+            address = await theirs.kv_reserve(rest, 0, 1600)
+            await decoding(ours, rest, rest, address, call)
+            await theirs.kv_abort(rest)  # nobody takes the second part
+            with pytest.raises(KvRefused, match=r"\(tensor-parallel rank 0\)"):
+                await detached(ours, rest, rest)
+            return await call
+
+        first = await in_its_middle(split_pair.engines, "rest", tried)
         assert first.finish_reason == "moved"
         left = parameters | {"max_new_tokens": 1500 - len(first.tokens)}
         second = await theirs.generate([*prompt_of(30), *first.tokens.tolist()], left, "again", "0")
@@ -93,15 +101,20 @@ def test_a_rank_of_the_destination_dies(split_pair: Pair, monkeypatch: pytest.Mo
 
     async def run() -> None:
         whole = await ours.generate(prompt_of(31), parameters, "whole-31", "0")
-        call = asyncio.create_task(ours.generate(prompt_of(31), parameters, "stays", "0"))
         address = await theirs.kv_reserve("dead", 0, 1600)
         members = psutil.Process(theirs.process.pid).children(recursive=True)
         next(p for p in members if p.cmdline()[0] == "sglang::scheduler_TP1").kill()
-        with pytest.raises(KvRefused, match=r"nothing for 1 s \(tensor-parallel rank 1\)|died"):
-            await decoding(ours, "stays", "dead", address, call)
+
+        async def stays(number: int) -> Generation:
+            name = f"stays-{number}"
+            call = asyncio.create_task(ours.generate(prompt_of(31), parameters, name, "0"))
+            with pytest.raises(KvRefused, match=r"nothing for 1 s \(tensor-parallel rank 1\)|died"):
+                await decoding(ours, name, name, address, call)
+            return await call
+
+        assert (await before_its_end(stays)).tokens.tolist() == whole.tokens.tolist()
         with pytest.raises(EngineDied):
             await theirs.kv_abort("dead")
-        assert (await call).tokens.tolist() == whole.tokens.tolist()
         await ours.kv_reserve("all", 0, CAPACITY)
         await ours.kv_abort("all")
 

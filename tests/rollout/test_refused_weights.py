@@ -1,13 +1,12 @@
 """Weights that must not be served: a real engine and its weight loader refuse them in one line, and name the
 tensor."""
 
-import asyncio
 import math
 import shutil
 from pathlib import Path
 
 import pytest
-from prompts import PROMPTS, generate_all, judged, sampling, until_running
+from prompts import PROMPTS, generate_all, judged, paused, sampling
 from safetensors.torch import load_file, save_file
 
 from engines import Pair, fill_slot, make_model
@@ -120,11 +119,13 @@ def test_a_load_is_refused_while_a_request_runs_and_for_another_model(pair, slot
 
     async def busy() -> None:
         parameters = sampling(pair, 1.0, 400) | {"ignore_eos": True, "stop_token_ids": []}
-        request = asyncio.create_task(engine.generate(PROMPTS[3], parameters, "busy", "0"))
-        await until_running(engine)
+        request = await paused(
+            engine, "busy", lambda name: engine.generate(PROMPTS[3], parameters, name, "0")
+        )
         with pytest.raises(LaminarError, match="requests are running"):
             load = protocol.LoadWeights(str(directory))
-            await engine.port.call(load, protocol.LiveSums, 10)
+            await engine.port.call(load, protocol.LiveSums, 60)
+        await engine.resume()
         await request
 
     pair.loop.run(busy())

@@ -6,12 +6,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from prompts import PROMPTS, sampling, until_running
+from prompts import PROMPTS, Ended, before_its_end, sampling, until_decoding
 
 from engines import Pair
 from laminar_hpc.engine.interface import RequestFailed
 from laminar_hpc.engine.sglang.plugin import columns as plugin
-from laminar_hpc.engine.sglang.replies import columns, decode, parse_generation
+from laminar_hpc.engine.sglang.replies import Reply, columns, decode, parse_generation
 
 LENGTH = 400
 
@@ -56,11 +56,18 @@ def test_events_of_a_stream_hold_what_is_new(pair):
         return [decode(event) async for event in engine.http.events("/generate", payload, 60)]
 
     async def run() -> tuple:
+        async def cut(number: int) -> Reply:
+            asked = request(pair, rid=f"cut-{number}")
+            call = asyncio.create_task(engine.http.post_for_bytes("/generate", asked, 60))
+            await until_decoding(engine, f"cut-{number}", call)
+            await engine.abort(f"cut-{number}")
+            reply = decode(await call)
+            if parse_generation([reply]).finish_reason == "length":
+                raise Ended
+            return reply
+
         whole = decode(await engine.http.post_for_bytes("/generate", request(pair), 60))
-        call = asyncio.create_task(engine.http.post_for_bytes("/generate", request(pair, rid="cut"), 60))
-        await until_running(engine)
-        await engine.abort("cut")
-        return whole, await streamed("all"), decode(await call)
+        return whole, await streamed("all"), await before_its_end(cut)
 
     whole, events, cut = pair.loop.run(run())
     expected = parse_generation([whole])
