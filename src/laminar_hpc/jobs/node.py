@@ -227,7 +227,7 @@ class Node:
 
     def run(self) -> int:
         """Until all have ended; the first exit code that is not 0, the rollouts' before the relays'."""
-        codes: dict[str, int] = {}
+        codes, result = dict[str, int](), 0
         alone_at, served_by, begun_again = math.inf, None, False
         while len(codes) < len(self._children):
             self._look_for_the_end()
@@ -237,14 +237,14 @@ class Node:
                         served_by = controller_since(self._place.run_dir)
                     codes[child.role] = code
                     alone_at = min(alone_at, time.monotonic() + _ALONE_SECONDS)
-            code = codes.get("rollout", next((code for code in codes.values() if code), 0))
+            result = codes.get("rollout", next((code for code in codes.values() if code), 0))
             if codes:
-                self.ended = Ended(code == 0, self._is_told, served_by)
+                self.ended = Ended(result == 0, self._is_told, served_by)
                 begun_again = begun_again or self.ended.has_begun_again(self._place.run_dir)
             if begun_again or time.monotonic() > alone_at:
                 self._leave()  # relays without replicas, or the other way round, are of no use
             time.sleep(_LOOK_SECONDS)
-        return code
+        return result
 
     @property
     def _is_told(self) -> bool:
