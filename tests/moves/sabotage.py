@@ -97,9 +97,11 @@ def sabotaged(saboteur: Saboteur, engine: type) -> type[RolloutWorker]:
 class Killer:
     """After every turn of the controller: kills the engine of a replica that is the only one to generate with
     the id before the newest, once `tokens` of its responses are known; `most` times, `every` seconds at most.
-    `kill(replica)` does it."""
+    `kill(replica, known)` does it, and says whether any of the `known` was still generated there."""
 
-    def __init__(self, kill: Callable[[int], None], most: int, tokens: int, every: float) -> None:
+    def __init__(
+        self, kill: Callable[[int, dict[int, int]], bool], most: int, tokens: int, every: float
+    ) -> None:
         self.kill, self.most, self.tokens, self.every = kill, most, tokens, every
         self.killed: list[
             tuple[int, dict[int, int]]
@@ -121,7 +123,8 @@ class Killer:
                 and newest is not None
                 and weight_id == newest.weight_id - 1
                 and sum(known.values()) >= self.tokens
+                and self.kill(replica, known)
             ):
                 self.killed.append((weight_id, known))
                 self._next = time.monotonic() + self.every
-                return self.kill(replica)
+                return

@@ -184,6 +184,19 @@ class Stand:
             await self.replicas[index].run()
             await asyncio.sleep(0.05)
 
+    def kill(self, index: int, known: dict[int, int]) -> bool:
+        """Ends the engine of a replica if it still generates one of the `known` trajectories."""
+
+        async def kill() -> bool:
+            worker = self.replicas[index].worker
+            works = worker.batch.works if worker is not None else {}
+            if any(i in works and works[i].request_id is not None for i in known):
+                self.engine(index).die()
+                return True
+            return False
+
+        return bool(self.loop.run(kill()))
+
     def engine(self, index: int) -> Mortal:
         """The engine of a replica."""
         worker = self.replicas[index].worker

@@ -159,9 +159,7 @@ def test_the_work_of_a_killed_engine_goes_on_with_older_weights(tmp_path, monkey
     models = [Path(config.model.path), make_model(tmp_path / "other", 1)]
     monkeypatch.setattr(stage, "relay", relay_of(models))
     stand = Stand(config, sabotaged(Saboteur(0, 0, 0.0, 0.0), Mortal))
-    killer = stand.each_turn = Killer(
-        lambda replica: stand.engine(replica).die(), most=2, tokens=800, every=5.0
-    )
+    killer = stand.each_turn = Killer(stand.kill, most=2, tokens=800, every=5.0)
     stand.run(840)
     found = {t.record.trajectory_id: t for t in assert_every_one_ended_once(config)}
     records, references = rundata.load(tmp_path / "run"), [reference(model) for model in models]

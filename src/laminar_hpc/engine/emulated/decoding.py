@@ -118,6 +118,8 @@ class EmulatedDecoding:
     def die(self) -> None:
         """As if its process had ended."""
         self._dead.set()
+        if self._timer is not None:
+            self._timer.cancel()
         for job in self._jobs.values():
             if not job.future.done():
                 job.future.set_exception(self._death())
@@ -126,6 +128,8 @@ class EmulatedDecoding:
         return EngineDied(f"{self.name} died (it is emulated)")
 
     async def utilization(self) -> Utilization | None:
+        if self._dead.is_set():
+            return None
         self._settle()
         replica = self._replica
         return Utilization(
@@ -147,7 +151,9 @@ class EmulatedDecoding:
 
     def _settle(self) -> None:
         """Brings the engine to now, event by event, so that a late timer changes nothing; then sets the next
-        one."""
+        one. A dead one stays as it was."""
+        if self._dead.is_set():
+            return
         replica, now = self._replica, self._now()
         while (when := replica.next_time()) <= now:
             replica.advance(when, at_event=True)
