@@ -47,9 +47,9 @@ class Reattachment:
         self._shared, self._store, self._tracker = shared, store, tracker
         self._replicas, self._rescuer, self._lost = replicas, rescuer, lost
         self.awaited, self._last_seen = awaited, last_seen
-        # as long as it takes to find this controller, and then to be silent
-        heartbeat = shared.config.cluster.heartbeat_timeout_seconds
-        self._until = time.monotonic() + min(heartbeat, 2 * rollout_silence(heartbeat))
+        # who has lost a controller looks for this one after 3 s (cluster/controller_watch.py)
+        silence = rollout_silence(shared.config.cluster.heartbeat_timeout_seconds)
+        self._until = time.monotonic() + silence
         self._workers = 0  # that have outlived the last controller
         self._over = not last_seen
 
