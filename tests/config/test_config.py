@@ -205,6 +205,8 @@ BAD = [
     ("evaluation.files=[/nowhere.jsonl]", "evaluation.files=/nowhere.jsonl: no such file"),
     ("evaluation.files=[openai/gsm8k@test,openai/gsm8k@test]", "two of them are called 'openai-gsm8k-test'"),
     ("algorithm.first_samples=9", "must be from 2 to algorithm.samples_per_prompt=8"),
+    ("algorithm.more_samples=4", "has no first samples to add to: set algorithm.first_samples too"),
+    ("environment.python=/usr/bin/python3", "runs nothing: set environment.factory, tools, agent or"),
     ("reward.function=", "reward.function is empty"),
     (
         "algorithm.minibatches_per_step=3",

@@ -81,6 +81,7 @@ VALUES = {
     "+rollout.foo=1": "rollout.foo: no such key; those of rollout are replicas",
     "trainer=4": "trainer is a section; set its keys: trainer.tensor_parallel, ",
     "evaluation.files=a.jsonl": "not a list; write 'evaluation.files=[a.jsonl]'",
+    "environment.tools=[[a]]": "environment.tools=[[a]]: must be a list of texts, written [a,b]",
     "rollout.engine_arguments=3": "not a table; write rollout.engine_arguments.NAME=VALUE",
     "data.train=${unclosed": "cannot be read; a reference is ${KEY}, or ${oc.env:NAME}",
     "model.path=/nowhere": "no config.json there",

@@ -190,6 +190,8 @@ def wrong_values(config: Any, prefix: str = "") -> list[str]:
                 lines.append(f"{name}={shown(entry)}: {requirement(field)}{nearest}")
             elif dataclasses.is_dataclass(entry):
                 lines += wrong_values(entry, f"{name}.")
+            elif plain_type(field)[0] == list[str] and not isinstance(entry, str):
+                lines.append(f"{name}={shown(value)}: {requirement(field)}")
             elif isinstance(limits, Bounds) and entry is not None and not limits.hold(entry):
                 given = f"{entry:g}" if isinstance(entry, float) else shown(entry)
                 lines.append(f"{name}={given}: must be {limits.words_for(entry)}{_or_default(field)}")

@@ -96,7 +96,8 @@ def _expand_home(config: RunConfig) -> None:
         owner = getattr(config, section) if section else config
         if isinstance(value := getattr(owner, name), str):
             setattr(owner, name, os.path.expanduser(value))
-    config.evaluation.files = [os.path.expanduser(file) for file in config.evaluation.files]
+    files = config.evaluation.files  # not looked at yet: an entry may be anything
+    config.evaluation.files = [os.path.expanduser(f) if isinstance(f, str) else f for f in files]
     kind, colon, folder = config.source.partition(":")
     config.source = kind + colon + os.path.expanduser(folder)
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from laminar_hpc.config.algorithm import algorithm_rules
-from laminar_hpc.config.schema import RunConfig
+from laminar_hpc.config.schema import AlgorithmConfig, RunConfig
 
 Rule = tuple[bool, str]
 _NEUTRAL = {
@@ -129,6 +129,11 @@ def _environment(config: RunConfig) -> Iterator[Rule]:
         "verifiers and the taskset",
     )
     yield (
+        bool(e.python) and not given,
+        f"environment.python={e.python} runs nothing: set environment.factory, tools, agent or verifiers "
+        "too, or leave it out",
+    )
+    yield (
         e.history != "refuse" and not e.several,
         f"environment.history={e.history}: a trajectory has one turn; set environment.tools, factory, "
         "agent or verifiers too, or leave it out",
@@ -198,6 +203,11 @@ def _batch(config: RunConfig) -> Iterator[Rule]:
         first is not None and first > a.samples_per_prompt,
         f"algorithm.first_samples={first}: must be from 2 to "
         f"algorithm.samples_per_prompt={a.samples_per_prompt}, or null",
+    )
+    yield (
+        first is None and a.more_samples != AlgorithmConfig.more_samples,
+        f"algorithm.more_samples={a.more_samples} has no first samples to add to: set "
+        "algorithm.first_samples too, or leave it out",
     )
     yield (
         first is not None and smallest < updates * ranks,
