@@ -56,6 +56,7 @@ CLONE_NEWNET = 0x40000000
 RUN_ID = "chain"
 START_SECONDS = 180  # on a busy machine
 LOOK_SECONDS = 0.02  # between two looks at what the others have done
+TOLD_SECONDS = 10.0  # after which the controller has written down what it has done
 CHANGED_EVERY = 100  # with relay.delta=auto one word in so many changes
 
 
@@ -313,17 +314,13 @@ class ChainRun:
 
     def publish(self) -> tuple[float, float] | None:
         """One publication more; returns when it is staged: (Ts, Tb) of the trainer's link, None while it has
-        none. `stall`: seconds that it took; `stall_seen`: without those in which this process stood still
-        too, as all of a busy machine may."""
+        none."""
         self.step += 1
         self._commands.send(self.step)
-        looks = 0
-        while not self._commands.poll(LOOK_SECONDS):
-            looks += 1
-            if looks * LOOK_SECONDS > START_SECONDS:
-                raise TimeoutError(f"the trainer's stand-in was blocked for {START_SECONDS} s")
-        self.stall, link = self._commands.recv()
-        self.stall_seen = (looks + 1) * LOOK_SECONDS
+        if not self._commands.poll(START_SECONDS):
+            raise TimeoutError(f"the trainer's stand-in was blocked for {START_SECONDS} s")
+        stall, link = self._commands.recv()
+        self.stall = stall
         return link
 
     def newest(self, index: int) -> tuple[int, int]:
@@ -359,13 +356,14 @@ class ChainRun:
 
     def wait(self, indices: list[int], step: int, seconds: float) -> float:
         """Until all of these relays hold the weights of `step` or newer ones; returns the seconds it took.
-        Fails after `seconds` of those in which this process could look."""
-        began, looks = time.monotonic(), 0
+        Fails after `seconds`."""
+        began = time.monotonic()
         while True:
             steps = {index: self.newest(index)[1] for index in indices}
+            took = time.monotonic() - began
             if all(each >= step for each in steps.values()):
-                return time.monotonic() - began
-            if looks * LOOK_SECONDS > seconds:
+                return took
+            if took > seconds:
                 for process in (self._others[1], *(self.relays[index] for index in indices)):
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(process.pid, signal.SIGUSR1)
@@ -374,7 +372,6 @@ class ChainRun:
                     f"chain {self.chains()[-1:]}"
                 )
             time.sleep(LOOK_SECONDS)
-            looks += 1
 
     def chains(self) -> list[dict]:
         """Every order that the chain has had: {time, chain}."""
@@ -383,7 +380,7 @@ class ChainRun:
 
     def until(self, true: Callable[[], bool], what: str) -> None:
         """Waits until the controller, a process of its own, has told of what it has done."""
-        deadline = time.monotonic() + START_SECONDS
+        deadline = time.monotonic() + TOLD_SECONDS
         while not true():
             assert time.monotonic() < deadline, f"{what}; chain {self.chains()[-1:]}"
             time.sleep(LOOK_SECONDS)

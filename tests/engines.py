@@ -85,7 +85,7 @@ def fill_slot(writer: SlotWriter, source: Path, weight_id: int, step: int) -> tu
     return writer.commit(manifest), manifest
 
 
-def ended(processes: list[psutil.Process], seconds: float = 60.0) -> bool:
+def ended(processes: list[psutil.Process], seconds: float = 5.0) -> bool:
     """Whether all of them end within `seconds`; a zombie has ended, its parent has only not asked."""
     deadline = time.monotonic() + seconds
     while any(process_is_alive(process.pid) for process in processes):

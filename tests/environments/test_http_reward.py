@@ -12,7 +12,6 @@ from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import RewardConfig, RunConfig
 from laminar_hpc.environments.preflight import first_call
 from laminar_hpc.environments.reward_pool import RewardPool, Score
-from stalls import but_for_a_stall
 
 KEY = "LAMINAR_TEST_REWARD_KEY"
 
@@ -67,7 +66,7 @@ async def server() -> AsyncIterator[Server]:
     await runner.cleanup()
 
 
-async def scores(rows: list[dict], timeout: float = 60.0, **entry) -> list[Score]:
+async def scores(rows: list[dict], timeout: float = 5.0, **entry) -> list[Score]:
     """Of responses "a", "aa", ... with these rows, all asked for at once."""
     pool = RewardPool(
         RewardConfig(functions={"judge": entry}, timeout_seconds=timeout, score_on_failure=-7.0)
@@ -143,7 +142,6 @@ async def test_a_bad_reply_is_an_error_of_that_call(server):
     assert {path for path, *_ in server.asked} == {"/score"}
 
 
-@but_for_a_stall
 async def test_the_time_limit_holds(server):
     """A server that never answers, and one that is not there: the URL is named, without its query, and the
     time is kept."""
@@ -160,8 +158,8 @@ async def test_the_time_limit_holds(server):
 async def test_before_a_run(server):
     """A server that refuses, or speaks otherwise, ends the start; one that is not up yet is a warning."""
 
-    def first(seconds: float = 60.0, **entry) -> list[str]:
-        config = RunConfig(reward=RewardConfig(functions={"judge": entry}, timeout_seconds=seconds))
+    def first(**entry) -> list[str]:
+        config = RunConfig(reward=RewardConfig(functions={"judge": entry}, timeout_seconds=2.0))
         return first_call(config, "1+1=", {"answer": "2", "do": entry.pop("do", "")})
 
     assert await asyncio.to_thread(first, url=f"{server.address}/score") == []
@@ -171,7 +169,7 @@ async def test_before_a_run(server):
         await asyncio.to_thread(first, url=f"{server.address}/score", do="forbidden")
     with pytest.raises(LaminarError, match="no 'reward' in its reply"):
         await asyncio.to_thread(first, url=f"{server.address}/score", do="no reward")
-    (warning,) = await asyncio.to_thread(first, 2.0, url="http://127.0.0.1:9/score")
+    (warning,) = await asyncio.to_thread(first, url="http://127.0.0.1:9/score")
     assert warning.startswith(
         "warning: reward.functions.judge=http://127.0.0.1:9/score failed on the first row"
     )

@@ -21,7 +21,6 @@ from laminar_hpc.environments.fork_server import MAX_OUTPUT, ForkServer
 from laminar_hpc.environments.reward_pool import RewardPool, Score
 from laminar_hpc.environments.reward_protocol import Setup
 from lives import found, living
-from stalls import but_for_a_stall
 
 FUNCTIONS = """
 import asyncio, json, os, re, sys, time
@@ -117,7 +116,7 @@ def user_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 async def scores(
-    function: str, rows: list[dict], timeout: float = 60.0, workers: int = 1, slots: int = 64
+    function: str, rows: list[dict], timeout: float = 5.0, workers: int = 1, slots: int = 64
 ) -> list[Score]:
     """Scores of responses "0", "1", ... with these rows, all asked for at once."""
     config = RewardConfig(
@@ -141,7 +140,6 @@ async def test_each_call_gets_its_own_answer():
     assert [s.reward for s in await scores("plain", rows, workers=2)] == list(range(30))
 
 
-@but_for_a_stall
 async def test_async_calls_overlap():
     """64 rewards that wait 0.2 s each take little more than 0.2 s: they are awaited together, with their
     parts."""
@@ -188,7 +186,6 @@ async def test_a_bad_call_scores_on_failure_and_harms_no_other(row, says):
 @pytest.mark.parametrize(
     ("function", "row"), [("plain", {"do": "hang"}), ("unkind", {"do": "hang"}), ("unkind", {"do": "block"})]
 )
-@but_for_a_stall
 async def test_a_call_that_hangs_is_given_up_in_time(function, row):
     """Plain (its thread cannot be ended: the process is replaced), async that refuses to be cancelled, async
     that blocks the whole loop."""
@@ -209,7 +206,6 @@ async def test_a_call_that_hangs_is_given_up_in_time(function, row):
         ("unkind", "block", 2.5),
     ],
 )
-@but_for_a_stall
 async def test_calls_that_never_end_cost_their_neighbours_nothing(function, do, most):
     """32 samples, 4 of which hang, compute for ever or hold the interpreter: all is over about when the time
     limit is, and nobody else is charged. Async calls share a loop, which is given up after a second of
@@ -240,8 +236,7 @@ async def test_calls_that_never_end_cost_their_neighbours_nothing(function, do, 
 @pytest.mark.parametrize("then", ["hang", "die", "return"])
 async def test_all_that_a_call_has_started_ends(then, tmp_path):
     """Sessions of their own and double forks: with the call that hangs or dies, and with the pool."""
-    seconds = 60.0 if then == "return" else 4.0
-    pool = RewardPool(RewardConfig(function=f"{MODULE}.plain", timeout_seconds=seconds))
+    pool = RewardPool(RewardConfig(function=f"{MODULE}.plain", timeout_seconds=3.0))
     await pool.start()
     try:
         await pool.score("", "1", {"do": "leave children", "folder": str(tmp_path), "then": then})
@@ -249,7 +244,7 @@ async def test_all_that_a_call_has_started_ends(then, tmp_path):
         if then == "return":
             await pool.close()
     started = found(map(int, os.listdir(tmp_path)))
-    _, alive = await asyncio.to_thread(psutil.wait_procs, started, 60)
+    _, alive = await asyncio.to_thread(psutil.wait_procs, started, 20)
     assert len(os.listdir(tmp_path)) >= 10
     assert living(alive) == []
     await pool.close()
@@ -267,7 +262,6 @@ async def test_functions_have_none_of_our_keys(tmp_path, monkeypatch):
         assert [s.reward for s in await scores("plain", rows)] == [0.0, 1.0]
 
 
-@but_for_a_stall
 async def test_the_crew_grows_when_all_hang():
     """32 of 32 compute for ever: they are ended together, not one after the other (which took 32 time
     limits)."""
@@ -276,7 +270,6 @@ async def test_the_crew_grows_when_all_hang():
     assert time.monotonic() - t0 < 16.0 and {s.error for s in results} == {"no result within 1 s"}
 
 
-@but_for_a_stall
 async def test_waiting_calls_overlap_and_computing_ones_do_not_multiply():
     """Plain functions that wait run side by side, up to reward.slots; quick ones that compute keep to
     reward.workers processes."""
@@ -287,7 +280,6 @@ async def test_waiting_calls_overlap_and_computing_ones_do_not_multiply():
     assert len({s.reward for s in quick}) <= 3  # one, but for a process that the machine held up
 
 
-@but_for_a_stall
 async def test_a_process_that_hangs_is_ended():
     """The call beside it and the next one are answered; the stuck process is gone, whatever it was doing."""
     pool = RewardPool(RewardConfig(function=f"{MODULE}.plain", timeout_seconds=0.5))
@@ -297,7 +289,7 @@ async def test_a_process_that_hangs_is_ended():
         stuck = await pool.score("", "", {"do": "hang"})
         after = (await pool.score("", "", {"do": "pid"})).reward
         assert stuck.error == "no result within 0.5 s" and before != after
-        for _ in range(1000):
+        for _ in range(100):
             if not psutil.pid_exists(int(before)):
                 break
             await asyncio.sleep(0.05)
@@ -309,12 +301,14 @@ async def test_a_process_that_hangs_is_ended():
 async def test_what_functions_print_is_bounded(capfd):
     """It goes to the log of the rollout, up to a limit; a function that prints without end neither fills the
     disk nor stalls."""
-    results = await scores("plain", [{"do": "print"}, {"do": "print"}, {}], timeout=60.0)
+    results = await scores("plain", [{"do": "print"}, {"do": "print"}, {}], timeout=20.0)
     assert [s.reward for s in results] == [0.0, 1.0, 2.0]
-    printed, deadline = "", time.monotonic() + 60
-    while "the rest is dropped" not in printed and time.monotonic() < deadline:
-        await asyncio.sleep(0.05)
+    printed = ""
+    for _ in range(100):
         printed += capfd.readouterr().err
+        if "the rest is dropped" in printed:
+            break
+        await asyncio.sleep(0.05)
     assert MAX_OUTPUT // 2 < len(printed) < 1.1 * MAX_OUTPUT and "the rest is dropped" in printed
 
 
@@ -324,7 +318,7 @@ async def test_what_functions_print_is_bounded(capfd):
 async def test_modules_with_threads(module):
     """A module that starts threads, or loads a library that may, is not forked into a lock that nobody holds
     any more."""
-    pool = RewardPool(RewardConfig(function=f"{module}.score", timeout_seconds=120.0))
+    pool = RewardPool(RewardConfig(function=f"{module}.score", timeout_seconds=20.0))
     await pool.start()
     try:
         assert [
@@ -336,7 +330,7 @@ async def test_modules_with_threads(module):
 
 async def test_the_fork_server_is_started_again():
     """A fork server that is killed, for want of memory for instance, costs nobody a reward."""
-    pool = RewardPool(RewardConfig(function=f"{MODULE}.plain", timeout_seconds=60.0))
+    pool = RewardPool(RewardConfig(function=f"{MODULE}.plain", timeout_seconds=5.0))
     await pool.start()
     try:
         await asyncio.gather(*(pool.score("", str(i), {"do": "sleep", "seconds": 0.5}) for i in range(8)))
@@ -351,17 +345,17 @@ async def test_the_fork_server_is_started_again():
 
 async def test_a_pool_that_is_closed_answers():
     """Whoever still waits for a score when the rollout leaves is told, and nothing is started any more."""
-    before = set(psutil.Process().children())
+    before = psutil.Process().children()
     for function in ("plain", "unkind"):
         pool = RewardPool(RewardConfig(function=f"{MODULE}.{function}", slots=4))
         await pool.start()
         waiting = [asyncio.create_task(pool.score("", "", {"do": "hang"})) for _ in range(8)]
         await asyncio.sleep(0.1)
         await pool.close()
-        assert {s.error for s in await asyncio.wait_for(asyncio.gather(*waiting), 60)} == {
+        assert {s.error for s in await asyncio.wait_for(asyncio.gather(*waiting), 5)} == {
             "its process died, twice"
         }
-        assert set(psutil.Process().children()) <= before
+        assert psutil.Process().children() == before
 
 
 def test_whoever_waits_for_the_fork_server_is_told_of_its_end():
@@ -370,7 +364,7 @@ def test_whoever_waits_for_the_fork_server_is_told_of_its_end():
     server = ForkServer(Setup([], 1.0, ""))
     server._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs, server._control.dup() as waits:
-        waits.settimeout(60.0)
+        waits.settimeout(10.0)
         server._end()
         assert waits.recv(1000) == b""
 
@@ -426,7 +420,7 @@ asyncio.run(main())
                 "torch" in m.path for m in process.memory_maps()
             )
         parent.send_signal(signal.SIGKILL)
-        _, alive = psutil.wait_procs(processes, timeout=60)
+        _, alive = psutil.wait_procs(processes, timeout=5)
         assert living(alive) == []
     finally:
         parent.kill()

@@ -56,7 +56,7 @@ def move(request, tmp_path):
     move = Move(tmp_path, request.param)
     yield move
     move.inbox.close()
-    assert move.inbox.ended(60)
+    assert move.inbox.ended(5)
 
 
 def test_two_parts_arrive_bit_by_bit(move):
@@ -142,14 +142,14 @@ def test_a_damaged_chunk_is_refused(tmp_path):
             chunks[1] = chunks[0]
         with (
             zmq.Context() as context,
-            transfer._connect(context, transfer.decode_address(move.inbox.address), 60.0) as stream,
+            transfer._connect(context, transfer.decode_address(move.inbox.address), 5.0) as stream,
         ):
             stream.linger = 0
             stream.send_multipart([b"part", encode_header(header)])
-            assert stream.poll(60_000) and stream.recv_multipart() == [b"go"]
+            assert stream.poll(5000) and stream.recv_multipart() == [b"go"]
             for chunk in chunks:
                 stream.send_multipart([b"rows", bytes(chunk)])
-            assert stream.poll(60_000)
+            assert stream.poll(5000)
             kind, line = stream.recv_multipart()
         assert kind == b"no" and b"refused: it is not one of those expected" in line and b"\n" not in line
         assert not move.inbox.complete
@@ -175,7 +175,7 @@ def test_only_the_holder_of_the_address_may_send(tmp_path):
 def test_a_destination_that_has_left(move):
     """Promise: the wait for a destination that gave the move up is bounded, and says on whom it waited."""
     move.inbox.close()
-    assert move.inbox.ended(60)
+    assert move.inbox.ended(5)
     with pytest.raises(
         KvRefused, match=r"the destination at 127\.0\.0\.1:\d+ (said|took) nothing for 0\.3 s"
     ):
@@ -258,7 +258,7 @@ def test_gpus_that_cannot_share_rows_go_through_the_host(tmp_path, monkeypatch, 
     assert move.inbox.complete and same(move.source, move.ours, move.target, move.theirs)
     assert cuda.taken == (0 if gives or takes else 2) and not cuda.shared and not list(tmp_path.iterdir())
     move.inbox.close()
-    assert move.inbox.ended(60)
+    assert move.inbox.ended(5)
 
 
 def test_shared_rows_are_refused_and_other_machines_get_none(tmp_path, monkeypatch):
@@ -277,13 +277,13 @@ def test_shared_rows_are_refused_and_other_machines_get_none(tmp_path, monkeypat
     move = Move(tmp_path, "here")
     with (
         zmq.Context() as context,
-        transfer._connect(context, transfer.decode_address(move.inbox.address), 60.0) as stream,
+        transfer._connect(context, transfer.decode_address(move.inbox.address), 5.0) as stream,
     ):
         stream.linger = 0
         stream.send_multipart([b"part", encode_header(move.header())])
-        assert stream.poll(60_000) and stream.recv_multipart() == [b"go"]
+        assert stream.poll(5000) and stream.recv_multipart() == [b"go"]
         stream.send_multipart([b"gpu", b"no ticket"])
-        assert stream.poll(60_000)
+        assert stream.poll(5000)
         kind, line = stream.recv_multipart()
     assert kind == b"no" and b"\n" not in line
     move.inbox.close()

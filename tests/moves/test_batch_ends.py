@@ -34,10 +34,8 @@ class OneBatch:
 
     def __init__(self, folder: Path) -> None:
         config, self.said = small_config(folder), list[Message]()
-        config.emulation.median_response_tokens, config.emulation.time_scale = (
-            1000.0,
-            0.5,
-        )  # it goes on and on
+        emulation = config.emulation
+        emulation.median_response_tokens, emulation.time_scale = 1000.0, 0.5  # it goes on and on
         context = RoleContext(
             config,
             "rollout",
@@ -74,7 +72,7 @@ class OneBatch:
         self.migration.arrived(Reserve(move_id, 8, GROUP, 0, 0, 100, False, 1.0, 1000))
 
     async def until_said(self, kind: type[Message]) -> None:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(10):
             while not self.said or not isinstance(self.said[-1], kind):
                 await asyncio.sleep(0)
 
@@ -211,7 +209,7 @@ async def test_a_message_does_not_keep_a_move_alive(tmp_path: Path) -> None:
         await asyncio.sleep(0)
     here.migration.arrived(Import("m", Partial()))
     running.cancel()
-    ended, _ = await asyncio.wait([running], timeout=60)
+    ended, _ = await asyncio.wait([running], timeout=5)
     assert ended, "the batch waits for the move"
     await here.engines.current.stop()
 

@@ -58,7 +58,7 @@ def across(link: tuple[Link, Link], sent: Stream, old: torch.Tensor) -> tuple[Ma
     finally:
         if not received.complete:
             downstream.close()
-        sender.join(60)
+        sender.join(10)
     return manifest, base_id, received
 
 

@@ -7,7 +7,7 @@ import torch
 from laminar_hpc.cluster.links import Link
 from laminar_hpc.cluster.meeting import host_store, reach_store
 
-HOST, SECONDS = "127.0.0.1", 60.0
+HOST, SECONDS = "127.0.0.1", 10.0
 
 
 @pytest.fixture

@@ -36,5 +36,5 @@ def pass_on(link: tuple[Link, Link], sent: Stream) -> Stream:
         receive_stream(link[1], received)
         return received
     finally:
-        sender.join(60)
+        sender.join(10)
         assert not sender.is_alive()

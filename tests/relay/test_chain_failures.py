@@ -36,7 +36,7 @@ def chain(tmp_path):
 
 def published(run: ChainRun, indices: list[int], seconds: float) -> float:
     run.publish()
-    assert min(run.stall, run.stall_seen) < 2, "the trainer waits for no relay"
+    assert run.stall < 2, "the trainer waits for no relay"
     return run.wait(indices, run.step, seconds)
 
 
@@ -52,7 +52,7 @@ def test_deaths_a_standstill_and_late_comers(chain):
 
     weight_id, step = chain.newest(1)
     chain.start_relay(0)
-    chain.wait([0], step, 60)
+    chain.wait([0], step, 20)
     assert chain.newest(0) == (weight_id, step), (
         "the late comer has the very id that the others have, so it was not published anew"
     )
@@ -95,9 +95,9 @@ def test_a_rollout_that_comes_late_is_told_of_the_newest_slot(chain):
     published(chain, [0, 1, 2], 60)
     machine = f"host1/{os.stat(chain.relay_memory(1)).st_dev}"
     hello = Hello("rollout", 0, "late", os.getpid(), machine)
-    channel = Channel(chain.run_dir, hello, 60, 60)
+    channel = Channel(chain.run_dir, hello, 10, 10)
     try:
-        told = channel.receive(60, "the newest weights")
+        told = channel.receive(5, "the newest weights")
     finally:
         channel.close()
     assert isinstance(told, WeightsAvailable) and (told.weight_id, told.weight_step) == chain.newest(1)
@@ -126,7 +126,7 @@ def test_a_publication_waits_while_every_slot_is_read(tmp_path):
         for handle in handles:
             run.check(handle)
         leases[1].close()
-        run.wait([0], 4, 60)
+        run.wait([0], 4, 10)
         assert {handle.step for handle in reader._complete()} == {
             1,
             3,

@@ -44,7 +44,7 @@ def test_nothing_is_put_into_the_slot_before_its_copy_has_ended(
 ) -> None:
     """A receiver whose copies from the device do not end gives up in time, and has said nothing of any
     byte."""
-    link[1].seconds = 2.0
+    link[1].seconds = 0.5
     copies = devices[1].copy
     devices[1].copy = lambda target, source: (devices[1].current.free.clear(), copies(target, source))
     manifest, data = publication()

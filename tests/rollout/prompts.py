@@ -39,16 +39,6 @@ def generate_all(pair: Pair, parameters: dict, namespace: str, engine: int = 0) 
     return pair.loop.run(run())
 
 
-async def quick(is_quick: Callable[[int], Awaitable[bool]]) -> bool:
-    """Whether two tries of six are: of what sleeps none is, and a busy machine holds some up."""
-    found = 0
-    for number in range(6):
-        found += await is_quick(number)
-        if found == 2:
-            return True
-    return False
-
-
 class Ended(Exception):
     """The answer was complete before what was to befall it: a machine may stand still for longer than a tiny
     model answers."""

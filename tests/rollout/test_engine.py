@@ -19,7 +19,6 @@ from prompts import (
     generate_all,
     judged,
     paused,
-    quick,
     sampling,
     until_decoding,
 )
@@ -129,13 +128,13 @@ def test_a_tied_head_is_listed_once():
 def test_the_port_answers_an_idle_engine_in_milliseconds(pair):
     """--sleep-on-idle lets the scheduler sleep up to a second; the port wakes it."""
 
-    async def ping(_: int) -> bool:
+    async def ping() -> float:
         await asyncio.sleep(1.2)  # the scheduler is asleep by then
         t0 = time.monotonic()
-        await pair.engines[0].ping(seconds=60)
-        return time.monotonic() - t0 < 0.05
+        await pair.engines[0].ping(seconds=5)
+        return time.monotonic() - t0
 
-    assert pair.loop.run(quick(ping))
+    assert sorted(pair.loop.run(ping()) for _ in range(3))[1] < 0.05
 
 
 def test_the_port_refuses_what_is_not_a_request_and_lives_on(pair):
@@ -147,7 +146,7 @@ def test_the_port_refuses_what_is_not_a_request_and_lives_on(pair):
         socket.connect(f"ipc://{path}")
         for frame in (b"", b"\x80\x04K\x01.", protocol.encode(protocol.Refused("not a request"))):
             socket.send(frame)
-            assert socket.poll(60_000)
+            assert socket.poll(5000)
             assert isinstance(protocol.decode_reply(socket.recv()), protocol.Refused)
     pair.loop.run(pair.engines[0].ping())
 
@@ -189,13 +188,13 @@ def test_the_load_is_told_while_it_generates(pair):
             seen.append(await engine.utilization())
             seconds.append(time.monotonic() - t0)
         await asyncio.gather(*calls)
-        if len(seconds) < 3 or not any(load and load.running == 6 and load.kv_tokens > 100 for load in seen):
+        if len(seconds) < 3:
             raise Ended
         return seen, sorted(seconds)[len(seconds) // 2]
 
     seen, median = pair.loop.run(before_its_end(look))
     busiest = max((load for load in seen if load), key=lambda load: load.kv_tokens)
-    assert busiest.running == 6 and busiest.queued == 0
+    assert busiest.running == 6 and busiest.queued == 0 and busiest.kv_tokens > 100
     assert busiest.kv_capacity == pair.config.rollout.kv_cache_tokens
     assert median < 0.25, "a look takes milliseconds on an idle machine"
     assert pair.loop.run(SglangServer(pair.config, 9, Path("/nowhere")).utilization()) is None
@@ -236,7 +235,7 @@ def test_a_response_of_two_weight_ids_is_seen(pair, slots):
             engine, "mixed", lambda name: engine.generate(PROMPTS[3], parameters, name, "10")
         )
         payload = {"model_path": str(pair.models[1]), "weight_version": "11", "flush_cache": False}
-        await engine.http.post("/update_weights_from_disk", payload, 60)
+        await engine.http.post("/update_weights_from_disk", payload, 10)
         await engine.resume()
         return await request
 

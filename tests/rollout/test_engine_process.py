@@ -139,7 +139,7 @@ def test_an_engine_that_does_not_answer_in_time(model, tmp_path):
         LaminarError, match=r"engine 4 did not answer within rollout\.engine_start_seconds=0\.2.*engine4\.log"
     ):
         asyncio.run(start())
-    assert time.monotonic() - t0 < 60
+    assert time.monotonic() - t0 < 10
 
 
 def test_an_engine_that_was_never_started_can_be_stopped(tmp_path, monkeypatch):

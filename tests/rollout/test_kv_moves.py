@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from moving import decoding, detached, greedy, in_its_middle, moved, prompt_of, same_answers
-from prompts import quick
 
 from engines import Pair
 from laminar_hpc.engine.interface import Generation
@@ -34,12 +33,9 @@ def logs(pair: Pair) -> list[int]:
 def test_moved_answers_are_the_answers(pair, way):
     """Promise: greedy continuation and log-probs are equal, of one version, with the whole prefix from the
     moved KV, either way."""
-    for _ in range(3):  # a machine that stands still holds up whatever is at work
-        before = sum(engine.kv_stalled_seconds for engine in pair.engines)
-        pair.loop.run(same_answers(pair, range(4) if way == "shm" else range(10, 12), 300, way))
-        stalled = sum(engine.kv_stalled_seconds for engine in pair.engines) - before
-        if stalled < 1.0:
-            break
+    stalled = sum(engine.kv_stalled_seconds for engine in pair.engines)
+    pair.loop.run(same_answers(pair, range(4) if way == "shm" else range(10, 12), 300, way))
+    stalled = sum(engine.kv_stalled_seconds for engine in pair.engines) - stalled
     assert 0 < stalled < 1.0, "of some seconds"
 
 
@@ -237,7 +233,7 @@ def test_a_move_that_nobody_ends(pair, monkeypatch):
     else to do."""
     monkeypatch.setattr(move_calls, "MOVE_SECONDS", 0.3)
     pair.loop.run(pair.engines[1].kv_reserve("forgotten", 0, CAPACITY))
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 10
     while True:
         try:
             pair.loop.run(pair.engines[1].kv_reserve("next", 0, CAPACITY))
@@ -264,16 +260,17 @@ def test_a_flush_ends_all_moves(pair):
 def test_an_idle_engine_answers_in_milliseconds(pair):
     """Promise: --sleep-on-idle lets the scheduler sleep up to a second; a move wakes it."""
 
-    async def reserve(number: int) -> bool:
+    async def reserve(number: int) -> tuple[float, float]:
         await asyncio.sleep(1.2)
         begin = time.monotonic()
         await pair.engines[1].kv_reserve(f"idle-{number}", 0, 50)
         reserved = time.monotonic()
         await pair.engines[1].kv_abort(f"idle-{number}")
-        # the room is back when its thread has ended, which looks up every 50 ms
-        return reserved - begin < 0.1 and time.monotonic() - reserved < 0.4
+        return reserved - begin, time.monotonic() - reserved
 
-    assert pair.loop.run(quick(reserve))
+    reserving, aborting = zip(*(pair.loop.run(reserve(i)) for i in range(3)), strict=True)
+    assert sorted(reserving)[1] < 0.1
+    assert sorted(aborting)[1] < 0.4, "the room is back when its thread has ended, which looks up every 50 ms"
 
 
 def test_the_logs_tell_of_no_leak(pair, logs):

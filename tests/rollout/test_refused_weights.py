@@ -124,7 +124,7 @@ def test_a_load_is_refused_while_a_request_runs_and_for_another_model(pair, slot
         )
         with pytest.raises(LaminarError, match="requests are running"):
             load = protocol.LoadWeights(str(directory))
-            await engine.port.call(load, protocol.LiveSums, 60)
+            await engine.port.call(load, protocol.LiveSums, 10)
         await engine.resume()
         await request
 

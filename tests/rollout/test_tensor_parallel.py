@@ -3,6 +3,7 @@ process's death is its own."""
 
 import asyncio
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +14,6 @@ from moving import decoding, detached, in_its_middle
 from safetensors.torch import load_file, save_file
 
 from engines import LoopThread, ended, engine_config, file_sums, fill_slot, hf_logprobs, make_model, reference
-from laminar_hpc.cluster.processes import process_is_alive
 from laminar_hpc.cluster.shared_memory import noted
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.engine.interface import EngineDied, Generation, sampling_parameters
@@ -145,19 +145,10 @@ def test_the_death_of_one_rank_is_the_engines(split):
     the others along, and the shared memory that they leave."""
     members = split.members()
     victim = next(p for p in members if p.cmdline()[0] == "sglang::scheduler_TP1")
-
-    async def looks() -> int:
-        """From its end on, of a hundredth of a second each that this process is there to look."""
-        victim.kill()
-        while process_is_alive(victim.pid):
-            await asyncio.sleep(0.01)
-        looks = 0
-        while not split.engine.process.dead.is_set():
-            await asyncio.sleep(0.01)
-            looks += 1
-        return looks
-
-    assert split.loop.run(looks(), seconds=60) < 100
+    t0 = time.monotonic()
+    victim.kill()
+    split.loop.run(split.engine.process.dead.wait(), seconds=5)
+    assert time.monotonic() - t0 < 1
     assert "its process sglang::scheduler_TP1 ended" in str(split.engine.process.death())
     with pytest.raises(EngineDied, match="sglang::scheduler_TP1"):
         split.loop.run(split.engine.sums())

@@ -390,7 +390,7 @@ def test_the_death_of_an_idle_engine_is_one_line(replica):
     engine = psutil.Process(replica.worker.engines.current.process.pid)
     family = [engine, *engine.children(recursive=True)]
     replica.scheduler().kill()
-    assert replica.ended()
+    assert replica.ended(4)
     assert isinstance(replica.error, LaminarError) and "\n" not in str(replica.error)
     assert (
         "engine 0 died" in str(replica.error)

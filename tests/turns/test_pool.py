@@ -13,7 +13,6 @@ from laminar_hpc.config.schema import EnvironmentConfig
 from laminar_hpc.policies import deadlines
 from laminar_hpc.turns.pool import EnvironmentPool, environment_of
 from laminar_hpc.turns.session import EnvironmentFailed
-from stalls import but_for_a_stall
 
 MODULE = '''
 import asyncio, os, time
@@ -160,7 +159,6 @@ def pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Envir
     return make
 
 
-@but_for_a_stall
 async def test_functions(pool) -> None:
     """Each call of a plain one is in a process; what it raises, and that it hung or died, the model reads."""
     tools = pool("double", "slowly")
@@ -186,7 +184,7 @@ async def test_functions(pool) -> None:
 async def test_tools_are_called_as_the_user_names_them(pool) -> None:
     """The model is told of the module's or class's own name, whatever the function calls itself: two that a
     decorator has made, an alias, a method under a second name."""
-    tools, environments = pool("twice", "alias", seconds=60.0), pool(factory="Counter", seconds=60.0)
+    tools, environments = pool("twice", "alias", seconds=20.0), pool(factory="Counter", seconds=20.0)
     await asyncio.gather(tools.start(), environments.start())
     try:
         assert [tool["function"]["name"] for tool in tools.tools[""]] == ["twice", "alias"]
@@ -205,7 +203,7 @@ async def test_tools_are_called_as_the_user_names_them(pool) -> None:
 @pytest.mark.parametrize("factory", ["Counter", "Waiting"])
 async def test_sessions(pool, factory: str) -> None:
     """Of the same class side by side, each with a state of its own; plain ones in a process each."""
-    environments = pool(factory=factory, seconds=60.0)
+    environments = pool(factory=factory, seconds=20.0)
     await environments.start()
     try:
         assert environments.rewards == [""] and len(environments.tools[""]) == (
@@ -228,7 +226,7 @@ async def test_sessions(pool, factory: str) -> None:
 async def test_a_row_names_its_environment(pool) -> None:
     """Of several factories each session is of its row's, plain or async, with tools of its own; two functions
     of one name are refused."""
-    environments = pool(factory={"plain": "Counter", "async": "Waiting"}, seconds=60.0)
+    environments = pool(factory={"plain": "Counter", "async": "Waiting"}, seconds=20.0)
     await environments.start()
     try:
         assert sorted(environments.rewards) == ["async", "plain"] and len(environments.tools) == 2
@@ -263,7 +261,6 @@ def test_a_row_without_an_environment_is_named(row: dict, said: str) -> None:
     assert environment_of(EnvironmentConfig("a.Math"), row) == ""
 
 
-@but_for_a_stall
 async def test_failures_are_told_apart(pool) -> None:
     """What a method raises the model reads; a process that dies, a call that hangs, a reset that raises and a
     reward that is none are nobody's answer, and others go on."""
@@ -287,7 +284,6 @@ async def test_failures_are_told_apart(pool) -> None:
         await environments.close()
 
 
-@but_for_a_stall
 async def test_an_async_call_that_hangs_leaves_the_others(pool) -> None:
     """They share a process."""
     environments = pool(factory="Waiting")
@@ -316,7 +312,6 @@ def learned(environments: EnvironmentPool, name: str, method: str) -> None:
         environments.deadline(name, method).took(0.001)
 
 
-@but_for_a_stall
 async def test_a_late_reset_and_a_hung_call(pool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A reset that does not end is begun in a second environment, whose session is the one that is given, and
     the first is ended. A call that hangs is found long before its limit; one that is patient is not cut

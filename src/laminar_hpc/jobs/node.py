@@ -228,7 +228,7 @@ class Node:
     def run(self) -> int:
         """Until all have ended; the first exit code that is not 0, the rollouts' before the relays'."""
         codes, result = dict[str, int](), 0
-        alone_at, served_by, begun_again = math.inf, None, False
+        alone_at, served_by = math.inf, None
         while len(codes) < len(self._children):
             self._look_for_the_end()
             for child in self._children:
@@ -240,8 +240,7 @@ class Node:
             result = codes.get("rollout", next((code for code in codes.values() if code), 0))
             if codes:
                 self.ended = Ended(result == 0, self._is_told, served_by)
-                begun_again = begun_again or self.ended.has_begun_again(self._place.run_dir)
-            if begun_again or time.monotonic() > alone_at:
+            if self.ended.has_begun_again(self._place.run_dir) or time.monotonic() > alone_at:
                 self._leave()  # relays without replicas, or the other way round, are of no use
             time.sleep(_LOOK_SECONDS)
         return result
