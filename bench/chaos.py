@@ -291,7 +291,9 @@ def main() -> None:
     options = options_of()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     if options.runs_dir:
-        options.runs_dir.mkdir(parents=True)
+        options.runs_dir.mkdir(parents=True, exist_ok=True)
+        if any(options.runs_dir.iterdir()):
+            raise SystemExit(f"--runs-dir: {options.runs_dir} is not empty: name another one, or remove it")
     folder = Path(tempfile.mkdtemp(prefix="chaos", dir="/tmp"))  # short: Slurm has unix sockets below it
     try:
         with SlurmCluster(folder, NODES, options.slurmd_timeout) as cluster:

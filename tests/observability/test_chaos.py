@@ -1,6 +1,8 @@
 """The arithmetic of bench/chaos.py; tests/slurm/test_short_chaos.py runs the bench itself."""
 
 import importlib
+import signal
+import sys
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -88,3 +90,14 @@ def test_a_bench_that_stops_says_the_faults_so_far(load, tmp_path: Path, capsys,
         said = capsys.readouterr().out.splitlines()
         assert [line.split()[:2] for line in said] == [["fault", "node"], ["kill-relay", "n3"]]
         assert len(ended) == ends
+
+
+def test_a_folder_with_runs_in_it_is_refused(load, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Promise: runs of an earlier command are not mixed with new ones; the line names the folder."""
+    chaos = load("chaos")
+    (tmp_path / "alone").mkdir()
+    monkeypatch.setattr(sys, "argv", ["chaos.py", "--runs-dir", str(tmp_path)])
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # the test's own process keeps its handlers
+    with pytest.raises(SystemExit, match=f"--runs-dir: {tmp_path} is not empty"):
+        chaos.main()
+    assert [path.name for path in tmp_path.iterdir()] == ["alone"]
