@@ -228,6 +228,10 @@ BAD = [
     ),
     ("algorithm.kl_in_reward=true", "does nothing while algorithm.kl_coefficient=0"),
     (
+        "algorithm.normalize_std=false algorithm.advantage=rloo",
+        "belongs to algorithm.advantage=grpo, not rloo",
+    ),
+    (
         "algorithm.loss=gspo algorithm.loss_aggregation=sequences algorithm.advantage=reinforce_pp "
         "algorithm.kl_coefficient=0.1 algorithm.kl_in_reward=true",
         "gspo has one advantage per sequence, reinforce_pp with kl_in_reward one per token",
@@ -310,6 +314,29 @@ def test_other_architectures_are_refused(words, tmp_path):
         LaminarError, match=r"MixtralForCausalLM is not supported; supported: Llama.*, none with experts"
     ):
         check(load_config(words))
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[1]", "is no JSON object"),
+        ("[" * 100_000, "cannot be read as JSON"),
+        ("{" * 3, "cannot be read as JSON"),
+        ({"architectures": "Qwen2ForCausalLM"}, "architecture unknown is not supported"),
+        ({"architectures": [{}]}, r"architecture \{\} is not supported"),
+        ({"hidden_size": True}, "does not say hidden_size"),
+        ({"num_key_value_heads": "two"}, "num_key_value_heads='two' is no number of 1 or more"),
+        ({"head_dim": -1}, "head_dim=-1 is no number of 1 or more"),
+        ({"max_position_embeddings": [4096]}, r"max_position_embeddings=\[4096\] is no number"),
+    ],
+)
+def test_an_odd_config_json_is_refused_in_one_line(words, tmp_path, text, says):
+    """A damaged config.json is refused by name in one line, whatever is in it."""
+    written = text if isinstance(text, str) else json.dumps({**MODEL, **text})
+    (tmp_path / "config.json").write_text(written)
+    with pytest.raises(LaminarError, match=says) as error:
+        check(load_config(words))
+    assert "\n" not in str(error.value) and str(tmp_path) in str(error.value)
 
 
 def test_port_in_use_and_too_little_shared_memory(words, tmp_path):

@@ -64,6 +64,10 @@ def _reward_rules(config: RunConfig) -> Iterator[tuple[bool, str]]:
             "without kl_in_reward and without overlong_buffer_tokens; use keep or filter",
         ),
         (
+            not a.normalize_std and a.advantage != "grpo",
+            f"normalize_std=false belongs to algorithm.advantage=grpo, not {a.advantage}: leave it out",
+        ),
+        (
             a.kl_in_reward and a.kl_coefficient == 0,
             "kl_in_reward=true does nothing while algorithm.kl_coefficient=0: set one of them",
         ),

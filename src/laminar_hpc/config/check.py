@@ -50,6 +50,7 @@ _NEEDED = (
     "intermediate_size",
     "vocab_size",
 )
+_MAY_BE_NULL = ("num_key_value_heads", "head_dim", "max_position_embeddings")
 _LONGEST_PER_MEAN = 8  # a response's greatest length is rarely less than so many times the mean
 
 
@@ -223,18 +224,28 @@ def memory_need(config: RunConfig, derived: Derived) -> Need:
 
 
 def supported_model(config: RunConfig) -> dict:
-    """The model's config.json. Raises LaminarError where it is missing, or of another family."""
+    """The model's config.json. Raises LaminarError where it is missing or of another family, and for numbers
+    that are none."""
     model = model_config(config.model.path, config.dry_run)
     file = f"{config.model.path}/config.json"
-    architecture = (model.get("architectures") or ["unknown"])[0]
+    named = model.get("architectures")
+    architecture = str(named[0]) if isinstance(named, list) and named else "unknown"
     if architecture not in _FAMILIES:
         raise LaminarError(
             f"{file}: architecture {architecture} is not supported; supported: "
             f"{', '.join(sorted(_FAMILIES))}, none with experts"
         )
-    if lacking := [key for key in _NEEDED if not isinstance(model.get(key), int) or model[key] < 1]:
+    if lacking := [key for key in _NEEDED if not _is_count(model.get(key))]:
         raise LaminarError(f"{file} does not say {', '.join(lacking)}; download the model again")
+    if odd := [key for key in _MAY_BE_NULL if model.get(key) is not None and not _is_count(model[key])]:
+        raise LaminarError(
+            f"{file}: {odd[0]}={model[odd[0]]!r} is no number of 1 or more; download the model again"
+        )
     return model
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def _derived_rules(config: RunConfig, derived: Derived) -> Iterator[tuple[bool, str]]:

@@ -53,16 +53,19 @@ def is_known(name: str) -> bool:
 
 def model_config(path: str, dry_run: bool = False) -> dict:
     """The model's config.json; with `dry_run` the table's entry where the directory is not there. Raises
-    LaminarError for neither."""
+    LaminarError for neither, and for a file that is no JSON object."""
     file = Path(path) / "config.json"
     if not path or not file.exists():
         if dry_run and Path(path).name in known_models():
             return known_models()[Path(path).name]
         raise LaminarError(f"model.path={path or '(empty)'}: {_cure(Path(path))}")
     try:
-        return json.loads(file.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise LaminarError(f"{file} is not JSON ({error}); download the model again") from None
+        config = json.loads(file.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise LaminarError(f"{file} cannot be read as JSON ({error}); download the model again") from None
+    if not isinstance(config, dict):
+        raise LaminarError(f"{file} is no JSON object; download the model again")
+    return config
 
 
 def is_downloaded(path: str) -> bool:

@@ -267,7 +267,7 @@ def _model(config: RunConfig, model: dict) -> Iterator[Rule]:
         f"rollout.tensor_parallel={ranks} does not divide the model's {heads} heads, {kv_heads} "
         f"key-value heads and intermediate size {width}; choose another, and scale with rollout.replicas",
     )
-    positions = model.get("max_position_embeddings", math.inf)
+    positions = model.get("max_position_embeddings") or math.inf
     yield (
         config.sampling.max_response_tokens >= positions,
         f"sampling.max_response_tokens={config.sampling.max_response_tokens} does "
