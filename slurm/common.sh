@@ -6,10 +6,13 @@
 #                                 `failed: ...`, what else of the job has
 #   jobs/term.JOB.RESTARTS        a node of it was sent TERM; only Slurm knows why
 #   jobs/again.JOB.RESTARTS       it has ended in order and has more to do, so it is requeued
+#   jobs/queued.trainer           Slurm has the trainers' job in its queue: the controller, which removes the file, waits for it
 #   jobs/failed, jobs/ended       the run has failed, or is complete or was stopped by the user: nobody waits for another job
 # What runs on the nodes is `python -m laminar_hpc.jobs.node`: it reads `end` and writes the last two.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/site.sh"
+
+QUEUE_SECONDS=20   # between two questions to Slurm, well below cluster.join_timeout_seconds
 
 say() { echo "$(date +%T) laminar: $*" || true; }   # the disk of the log may be full
 
@@ -63,7 +66,8 @@ run_job() {
   exit $code
 }
 
-tidy() { rm -f "$RUN_DIR"/jobs/*."$LAMINAR_LIFE"; }
+# What a life that Slurm has ended leaves says that there will be another; that one removes it.
+tidy() { [ -n "${is_over:-}" ] || rm -f "$RUN_DIR"/jobs/*."$LAMINAR_LIFE"; }
 
 # Seconds since 1970 when the time limit comes; empty without one.
 end_of_time() {
@@ -80,7 +84,7 @@ told() {
 # the others go on and wait for its next life.
 judge() {
   rm -f "$term"
-  if [ "$(job_field Restarts)" = "${SLURM_RESTART_COUNT:-0}" ]; then told now; else say "this life of the job is over"; fi
+  if [ "$(job_field Restarts)" = "${SLURM_RESTART_COUNT:-0}" ]; then told now; else is_over=1; say "this life of the job is over"; fi
 }
 
 # Whether a job of this role of the run goes on. A file that a killed job has left does not count, and goes.
@@ -95,6 +99,19 @@ goes_on() {
     esac
   done
   return 1
+}
+
+# Of the controller's job, now and then: whether the trainers' waits for nodes (cluster/waiting.py).
+note_queue() {
+  local file
+  [ $((SECONDS - ${noted:=0})) -ge "$QUEUE_SECONDS" ] || return 0
+  noted=$SECONDS
+  for file in "$RUN_DIR"/jobs/trainer.*; do
+    [ -e "$file" ] || continue
+    case $(squeue -h -o %T -j "$(basename "$file" | cut -d. -f2)" 2>/dev/null || true) in
+      *PENDING*) with_room put "$RUN_DIR/jobs/queued.trainer" "$(date)" ;;
+    esac
+  done
 }
 
 # Whether the run is over, as the file `failed` or `ended` says. Jobs that were submitted after that are to go on with it, but not
@@ -148,6 +165,7 @@ start_nodes() {
   fi
   while [ ${#steps[@]} -gt 0 ]; do
     if [ -e "$term" ]; then judge; fi
+    if [ "$role" = controller ]; then note_queue; fi
     for part in "${!steps[@]}"; do
       if kill -0 "${steps[$part]}" 2>/dev/null; then continue; fi
       code=0; wait "${steps[$part]}" || code=$?

@@ -182,6 +182,36 @@ def test_the_run_waits_for_trainers_no_longer_than_it_says(tmp_path: Path, store
     store.close()
 
 
+def test_trainers_whose_job_is_in_the_queue_are_awaited_longer(tmp_path: Path, store: Store) -> None:
+    """Promise (docs/architecture.md#failure-domains): as long as their job waits for nodes the run waits for
+    it, unless it is to stop. What was seen before they were lost does not count."""
+    entry, queued = Entry(tmp_path, store), tmp_path / "jobs" / "queued.trainer"
+    queued.parent.mkdir()
+    queued.touch()
+    entry.hello("a"), entry.hello("x", index=1)
+    entry.gang.end("trainer 0 has died")
+    assert not queued.exists()
+    now = time.monotonic()
+    for late in 301, 603, 905:
+        queued.touch()
+        entry.gang.tick(now + late)
+        entry.gang.tick(now + late + 299)
+        assert entry.lines[-1].endswith("their job is in Slurm's queue; the others go on")
+    assert len(entry.lines) == 4
+    entry.shared.state.gang = "a"
+    entry.shared.request_stop("SIGUSR1")
+    entry.gang.tick(now + 1202)
+    queued.touch()
+    with pytest.raises(StopCutShort, match="the trainers' job is in Slurm's queue, before the run could"):
+        entry.gang.tick(now + 1204)
+    with pytest.raises(StopCutShort, match="waited 300 s for trainers to start again .*, before the run"):
+        entry.gang.tick(now + 1306)
+    entry.shared.state.stopping = ""
+    with pytest.raises(LaminarError, match="are missing; start all roles again"):
+        entry.gang.tick(now + 1308)
+    store.close()
+
+
 def test_trainers_are_lost_while_the_run_stops(tmp_path: Path, store: Store) -> None:
     """Promise: a run that was to stop, and has lost its trainers, ends at once; what had asked it to stop
     decides whether its jobs are requeued (jobs/ending.py)."""

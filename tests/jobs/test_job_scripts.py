@@ -68,6 +68,21 @@ def test_a_signal_that_comes_before_the_script_can_hear_it_counts(tmp_path: Path
     assert firsts and all(first == line for first in firsts), firsts
 
 
+@pytest.mark.parametrize(("state", "queued"), [("PENDING", True), ("RUNNING", False), ("", False)])
+def test_the_controller_s_job_sees_that_the_trainers_wait(tmp_path: Path, state: str, queued: bool) -> None:
+    """Promise (docs/architecture.md#failure-domains): Slurm is asked now and then whether the trainers' job is
+    in its queue, also where its last life was told of its end before it went there."""
+    stubs = STUBS.replace("squeue() { :; }", f"squeue() {{ echo {state}; }}").replace("Restarts=0", "Restarts=1")
+    own = "export SLURM_JOB_ID=7 SLURM_JOB_NUM_NODES=1 SLURM_JOB_NODELIST=n1; VENV="
+    life = "touch $RUN_DIR/controller.json; srun() { kill -TERM $$; sleep 1; }; run_job trainer"
+    trainer = f"{stubs} {own}; {life}"
+    said, error = bash(tmp_path, trainer).communicate(timeout=60)
+    assert "this life of the job is over" in said and not error, said + error
+    controller = f"{stubs} QUEUE_SECONDS=0; noted=0; RUN_DIR={tmp_path}; note_queue"
+    said, error = bash(tmp_path, controller).communicate(timeout=60)
+    assert (said, error, (tmp_path / "jobs" / "queued.trainer").exists()) == ("", "", queued)
+
+
 def job(folder: Path, role: str, restarts: int, submitted: str) -> subprocess.Popen[str]:
     """Such a job, whose controller is not there, in a run that has ended an hour ago."""
     about = f"SubmitTime=$(date -Is -d '{submitted}') EndTime=Unknown JobState=RUNNING Restarts={restarts}"

@@ -2,6 +2,9 @@
 have lost their controller and wait for the next one show theirs in `run_dir/waiting/`, for whoever starts or
 stops a run without a live controller; spare controllers in `run_dir/jobs/` (jobs/spare.py).
 
+Trainers whose job waits in Slurm's queue can show none: the script of the controller's job does
+(slurm/common.sh), by a file that it writes again and again (`are_queued`).
+
 A sign is judged as the lock of a run is (lock_owner.py): by its process on this machine, elsewhere by its
 renewal.
 """
@@ -24,6 +27,7 @@ _LOOK_SECONDS = 0.25
 # machine after 3 s of silence
 SHOW_SECONDS = 6.0
 _FOLDER = "waiting"
+_QUEUED = Path("jobs") / "queued.trainer"
 
 
 def sign_of(run_dir: Path, hello: Hello) -> "Sign":
@@ -66,6 +70,15 @@ class Sign:
                 self._path.unlink(missing_ok=True)
             except OSError as error:
                 log.warning("%s could not be removed: %s", self._path, error)
+
+
+def are_queued(run_dir: Path) -> bool:
+    """Whether Slurm was seen to have the trainers' job in its queue since this was last asked."""
+    try:
+        (run_dir / _QUEUED).unlink()
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def who_waits(run_dir: Path, seconds: float = 0.0) -> list[str]:

@@ -5,7 +5,8 @@
 
 The number of the gang rises when it ends, so an earlier one is a stranger from then on: its messages change
 nothing, it gets no weight ids, its links are cut and its checkpoints get no name. Called by
-controller/membership.py, and once a tick. The run waits cluster.join_timeout_seconds for the next gang.
+controller/membership.py, and once a tick. The run waits cluster.join_timeout_seconds for the next gang, and
+as long again whenever Slurm has its job in the queue.
 """
 
 import logging
@@ -19,6 +20,7 @@ from typing import NamedTuple
 
 from laminar_hpc.cluster import checkpoints
 from laminar_hpc.cluster.processes import process_started
+from laminar_hpc.cluster.waiting import are_queued
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.system_schema import ClusterConfig, RelayConfig
 from laminar_hpc.controller.members import Member
@@ -26,6 +28,7 @@ from laminar_hpc.controller.shared import Shared
 from laminar_hpc.controller.store import Store
 from laminar_hpc.messages.membership import GangEnded, Hello, TrainerProgress
 from laminar_hpc.messages.training import TrainersMeet
+from laminar_hpc.observability import console
 from laminar_hpc.policies.hangs import HangWatch
 from laminar_hpc.policies.restarts import Restarts
 
@@ -157,6 +160,7 @@ class Gang:
         self._meeting = None
         self._watch.forget()
         self._forget()
+        are_queued(self._run_dir)  # what was seen before does not count
         self._awaited_until = now + self._shared.config.cluster.join_timeout_seconds
 
     def _rise(self) -> None:
@@ -173,19 +177,14 @@ class Gang:
     def tick(self, now: float) -> None:
         """Raises LaminarError when no other gang comes in time, or, in one torchrun, when a rank is stuck."""
         self._kill_those_who_stay(now)
-        state, derived = self._shared.state, self._shared.derived
+        state = self._shared.state
         if state.trainer_done or state.ending:
             return
-        if self._awaited_until is not None and now > self._awaited_until:
-            missing = derived.trainer_ranks - self._members.count("trainer")
-            raise LaminarError(
-                f"waited {self._shared.config.cluster.join_timeout_seconds:.0f} s for trainers to start "
-                f"again (cluster.join_timeout_seconds); {missing} of {derived.trainer_ranks} are missing; "
-                "start all roles again with resume=auto: the run goes on from its newest checkpoint"
-            )
         if now - self._looked < _LOOK_SECONDS:
             return
         self._looked = now
+        if self._awaited_until is not None:
+            self._look_for_the_next(now, self._awaited_until)
         if (stuck := self._watch.look(now)) is None:
             return
         normal = "" if stuck.longest is None else f" (at most {stuck.longest:.1f} s before)"
@@ -196,6 +195,27 @@ class Gang:
         if not self._shared.roles_apart:
             raise LaminarError(f"{text}; go on with the same command and resume=auto")
         self.end(text)
+
+    def _look_for_the_next(self, now: float, until: float) -> None:
+        """Another gang is awaited longer while its job waits for nodes, unless the run is to stop."""
+        shared, ranks = self._shared, self._shared.derived.trainer_ranks
+        stops, is_late = bool(shared.state.stopping), now > until
+        if not stops and not is_late:
+            return
+        queued, seconds = are_queued(self._run_dir), shared.config.cluster.join_timeout_seconds
+        text = f"waited {seconds:.0f} s for trainers to start again (cluster.join_timeout_seconds)"
+        if stops and (queued or is_late):
+            cause = "the trainers' job is in Slurm's queue" if queued else text
+            raise StopCutShort(f"{cause}, before the run could stop; go on with resume=auto")
+        if queued:
+            self._awaited_until = now + seconds
+            shared.say(console.line("waits", f"{text}: their job is in Slurm's queue; the others go on"))
+        elif is_late:
+            missing = ranks - self._members.count("trainer")
+            raise LaminarError(
+                f"{text}; {missing} of {ranks} are missing; start all roles again with resume=auto: the run "
+                "goes on from its newest checkpoint"
+            )
 
     def _kill_those_who_stay(self, now: float) -> None:
         """A stopped process cannot leave, and torchrun waits for it."""

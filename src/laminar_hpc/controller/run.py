@@ -26,7 +26,7 @@ from laminar_hpc.cluster.hub import Hub
 from laminar_hpc.cluster.launch import DEAF
 from laminar_hpc.cluster.run_lock import RunLock
 from laminar_hpc.cluster.stop import forget_request, left_request, request_is_left
-from laminar_hpc.cluster.waiting import who_waits
+from laminar_hpc.cluster.waiting import are_queued, who_waits
 from laminar_hpc.config.errors import LaminarError, PermanentFailure, before_it_begins
 from laminar_hpc.config.load import dump_config
 from laminar_hpc.config.schema import RunConfig
@@ -273,6 +273,9 @@ def loop(controller: Controller, received: list[str], lock: RunLock, watch: Stan
         missing = {} if joined else {role: n - members.count(role) for role, n in wanted.items()}
         joined = joined or not any(number > 0 for number in missing.values())
         if not joined and time.monotonic() > joining_until:
+            if missing["trainer"] > 0 and are_queued(Path(controller.config.run_dir)):
+                joining_until = time.monotonic() + cluster.join_timeout_seconds
+                continue
             ranks = ", ".join(f"{number} {role}" for role, number in missing.items() if number > 0)
             raise LaminarError(
                 f"after {cluster.join_timeout_seconds:.0f} s these ranks have not joined: {ranks}; see the "
