@@ -15,8 +15,10 @@ The bench fails when no step is trained for `--limit` seconds, or the audit obje
 ended (Ctrl-C, TERM) prints the faults so far; its Slurm ends with it, whatever it dies of.
 
 Figures: `effective_share` = steps per second in the history that led to the last weights, with faults over
-without; not of tokens, as responses grow while the policy learns, and the run without is shorter.
-`tokens_per_second`: response tokens trained on. `accuracy`: of the trained batches, the mean of the ten steps
+without. Responses, and with them steps, grow while the policy learns, so that without is the mean of two
+policies: `steps_per_second_before`, of the run without faults, whose policy is young; `_after`, of the run with
+faults once they are over, whose policy is old; both for `--alone-seconds`. `tokens_per_second`: response tokens
+trained on. `accuracy`: of the trained batches, the mean of the ten steps
 up to `accuracy_step`, which both runs have; beside it that of the run without faults. `audit_culprits`,
 `responses_lost` (stored, then given up). Columns: `over`, how long the fault lasted; `noticed`, when Slurm
 knew of it; `back`, from a death to the next step, controller or replica of that role, from the end of another
@@ -77,6 +79,7 @@ def running(options: argparse.Namespace, cluster: SlurmCluster, name: str) -> It
     try:
         run.submit()
         run.until_step(2, START_SECONDS)
+        Watch(run, options.limit).tend_for(options.calm)  # until all replicas are there
         yield run
     finally:
         if not isinstance(sys.exception(), KeyboardInterrupt):  # else the jobs end with their Slurm
@@ -138,8 +141,9 @@ def members(run: SlurmRun) -> tuple[int, int]:
     return len(pids), len(set(pids))
 
 
-def faulty(options: argparse.Namespace, cluster: SlurmCluster) -> tuple[list[dict], float, float, int]:
-    """The faults, when they began and ended, and how often the run was submitted."""
+def faulty(options: argparse.Namespace, cluster: SlurmCluster) -> tuple[list[dict], list[float], int]:
+    """The faults; when they began, when they were over, and when the time without faults after them was; how
+    often the run was submitted."""
     rows: list[dict] = []
     with running(options, cluster, "faults") as run, said_at_a_stop(run, rows):
         watch, start = Watch(run, options.limit), time.time()
@@ -152,12 +156,14 @@ def faulty(options: argparse.Namespace, cluster: SlurmCluster) -> tuple[list[dic
             rows[-1]["after"] = rows[-1]["time"] - start
             print(f"  {rows[-1]['after']:6.0f} s  {kind}  {rows[-1]['node']}", file=sys.stderr, flush=True)
         watch.tend_for(options.calm)
-        end = time.time()
+        moments = [start, time.time()]
         run.until_step(steps_done(run.run_dir) + 1, options.limit)
+        watch.tend_for(options.alone_seconds)
+        moments.append(time.time())
         counts = [*(row.pop("before") for row in rows), members(run)]
         for row, (joined, were), (joins, are) in zip(rows, counts, counts[1:], strict=False):
             row |= {"joins": joins - joined, "new": are - were}
-    return rows, start, end, run.submissions
+    return rows, moments, run.submissions
 
 
 def pace(run: Run, start: float, end: float) -> tuple[float, float]:
@@ -228,7 +234,7 @@ def options_of() -> argparse.Namespace:
         ("--seconds", 1800.0, "under faults"),
         ("--alone-seconds", 300.0, "without; 0: never"),
         ("--every", 20.0, "seconds between faults"),
-        ("--calm", 60.0, "seconds without faults at the end"),
+        ("--calm", 60.0, "seconds without faults, of a run that has just begun and after the last fault"),
         ("--limit", 400.0, "the longest time without a step"),
         ("--faults", 10**6, "at most"),
         ("--seed", 0, "of kinds, places and pauses"),
@@ -258,16 +264,21 @@ def options_of() -> argparse.Namespace:
 def report(options: argparse.Namespace, cluster: SlurmCluster) -> int:
     """Measures, and says what was found; the number of the audit's culprits."""
     beside = alone(options, cluster)
-    rows, start, end, submissions = faulty(options, cluster)
+    rows, (start, over, end), submissions = faulty(options, cluster)
     run = rundata.load(cluster.shared / "faults")
     rows = [row | aftermath(run, row) for row in rows]
     culprits, lost = audited(run.directory)
-    under = pace(run, start, end)
-    alone_run, without = beside or (None, (None, None))
+    under = pace(run, start, over)
+    alone_run, before = beside or (None, (None, None))
+    after = pace(run, over, end) if beside else (None, None)
     figures: dict[str, float | None] = {
-        "effective_share": under[0] / without[0] if without[0] else None,
+        "effective_share": under[0] / statistics.fmean([before[0], after[0]]) if beside else None,
+        "steps_per_second": under[0],
+        "steps_per_second_before": before[0],
+        "steps_per_second_after": after[0],
         "tokens_per_second": under[1],
-        "tokens_per_second_alone": without[1],
+        "tokens_per_second_before": before[1],
+        "tokens_per_second_after": after[1],
         "faults": len(rows),
         "steps": run.steps[-1]["step"] if run.steps else 0,
         **accuracies(run, alone_run),

@@ -195,7 +195,7 @@ def test_trainers_whose_job_is_in_the_queue_are_awaited_longer(tmp_path: Path, s
     for late in 301, 603, 905:
         queued.touch()
         entry.gang.tick(now + late)
-        entry.gang.tick(now + late + 299)
+        entry.gang.tick(now + late + 290)
         assert entry.lines[-1].endswith("their job is in Slurm's queue; the others go on")
     assert len(entry.lines) == 4
     entry.shared.state.gang = "a"

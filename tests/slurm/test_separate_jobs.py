@@ -157,12 +157,12 @@ def test_the_trainers_wait_in_the_queue(slurm_cluster, tmp_path: Path) -> None:
     """Promise (docs/architecture.md#failure-domains): the trainers' job is requeued and gets no nodes for longer
     than cluster.join_timeout_seconds: controller and rollouts go on, in one life each, and wait for it."""
     run_dir, seconds = tmp_path / "run", 60
-    jobs = submit(slurm_cluster, run_dir, "steps=12", f"cluster.join_timeout_seconds={seconds}")
+    jobs = submit(slurm_cluster, run_dir, "steps=60", f"cluster.join_timeout_seconds={seconds}")
     slurm_cluster.poll(lambda: steps_done(run_dir) >= 2, RUN_SECONDS, "two steps", jobs["control"])
     slurm_cluster.command("scontrol", "requeuehold", jobs["trainer"])
     said = "their job is in Slurm's queue"
     control = jobs["control"]
     slurm_cluster.poll(lambda: said in slurm_cluster.output(control), 3 * seconds, "the longer wait", control)
     slurm_cluster.command("scontrol", "release", jobs["trainer"])
-    check_end(slurm_cluster, run_dir, jobs, 12)
+    check_end(slurm_cluster, run_dir, jobs, 60)
     assert [restarts(slurm_cluster, jobs[name]) for name in ("control", "rollouts")] == [0, 0]
