@@ -66,8 +66,13 @@ run_job() {
   exit $code
 }
 
-# What a life that Slurm has ended leaves says that there will be another; that one removes it.
-tidy() { [ -n "${is_over:-}" ] || rm -f "$RUN_DIR"/jobs/*."$LAMINAR_LIFE"; }
+# `mine` of trainers that are requeued stays until their next life: by it the controller's job finds them in the queue.
+tidy() {
+  local file
+  for file in "$RUN_DIR"/jobs/*."$LAMINAR_LIFE"; do
+    [ -n "${comes_back:-}" ] && [ "$file" = "$mine" ] || rm -f "$file"
+  done
+}
 
 # Seconds since 1970 when the time limit comes; empty without one.
 end_of_time() {
@@ -84,7 +89,7 @@ told() {
 # the others go on and wait for its next life.
 judge() {
   rm -f "$term"
-  if [ "$(job_field Restarts)" = "${SLURM_RESTART_COUNT:-0}" ]; then told now; else is_over=1; say "this life of the job is over"; fi
+  if [ "$(job_field Restarts)" = "${SLURM_RESTART_COUNT:-0}" ]; then told now; else comes_back=1; say "this life of the job is over"; fi
 }
 
 # Whether a job of this role of the run goes on. A file that a killed job has left does not count, and goes.
@@ -197,6 +202,7 @@ requeue() {
   if [ "$state" != RUNNING ]; then say "not requeued: the job is $state"; return; fi
   say "requeued, to go on from here"
   trap '' USR1 TERM                               # that of the requeue itself
+  if [ "$role" = trainer ]; then comes_back=1; fi
   tidy
   scontrol requeue "${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}" ||
     say "not requeued: Slurm has refused it; submit again with resume=auto"

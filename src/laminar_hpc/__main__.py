@@ -204,7 +204,7 @@ class Rank:
 
     def _joined(self, mine: RoleOfRank) -> None:
         self._mine = mine
-        if self._config is not None and self._config.role == "rollout":
+        if self._config is not None and self._config.role in ("rollout", "trainer"):
             self._user.note(f"{JOINED_AS} {mine.role} {mine.index}")
 
     def _speaks(self) -> bool:

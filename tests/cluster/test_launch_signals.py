@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -51,6 +52,49 @@ def test_a_controller_in_a_long_turn_is_asked_to_stop(tmp_path, monkeypatch, liv
         lock.release()
     waits = lives and bool(store_id)
     assert launch.ended is not waits and looks == ([2.0, 4.0, 6.0, 8.0] if waits else [2.0])
+
+
+TRAINER = """import sys, time
+print(sys.argv[1], file=sys.stderr, flush=True)
+time.sleep(100)"""
+
+
+@pytest.mark.parametrize(
+    ("said", "first", "asks"),
+    [("laminar: joined as trainer 0", 0, True), ("laminar: joined as trainer 8", 8, False), ("", 0, False)],
+)
+def test_trainers_whose_job_is_to_end_leave_the_run(said, first, asks, tmp_path, monkeypatch):
+    """Promise (docs/architecture.md#failure-domains): the controller is asked, again and again, to let the
+    trainers of all nodes go after their step; those that have not joined yet end at once."""
+    asked: list[str] = []
+
+    class Life(launch_role.RoleLaunch):
+        def _runner(self) -> list[str]:
+            return ["trainer_life", said]
+
+        def _environment(self) -> dict[str, str]:
+            return {"PYTHONPATH": str(tmp_path)}
+
+    def ask(run_dir: Path, reason: str) -> None:
+        asked.append(reason)
+        if len(asked) == 2:
+            life._kill(signal.SIGKILL)
+
+    (tmp_path / "trainer_life.py").write_text(TRAINER)
+    monkeypatch.setenv(launch_role.LEAVES_ALONE, "1")
+    monkeypatch.setattr(launch_role, "ask_trainers_to_leave", ask)
+    monkeypatch.setattr(launch_role, "_ASK_SECONDS", 0.1)
+    life = Life(RunConfig(run_dir=str(tmp_path), role="trainer", first_index=first), [], 1)
+    until = time.monotonic() + 30
+    while said and not life.joined_as and time.monotonic() < until:
+        time.sleep(0.02)
+    life.on_signal(signal.SIGUSR1)
+    if said and not asks:
+        assert life._process.poll() is None and life.is_final, "another node's launcher asks for all"
+        life.end()
+    life.wait()
+    assert asked == (["SIGUSR1"] * 2 if asks else [])
+    assert life._process.returncode == (-signal.SIGKILL if asks else -signal.SIGTERM)
 
 
 LIFE = "import sys, time; sys.exit(1) if sys.argv[1] == '1' else time.sleep(100)"

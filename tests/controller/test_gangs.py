@@ -20,8 +20,15 @@ from laminar_hpc.controller.shared import Outbox, RunState, Shared
 from laminar_hpc.controller.store import Store
 from laminar_hpc.controller.training import Training
 from laminar_hpc.messages.data import Message
-from laminar_hpc.messages.membership import Failure, GangEnded, Hello, Welcome
-from laminar_hpc.messages.training import Restored, StepDone, TakeBatch, TrainersMeet
+from laminar_hpc.messages.membership import Failure, GangEnded, Goodbye, Hello, Welcome
+from laminar_hpc.messages.training import (
+    Leave,
+    Restored,
+    StepDone,
+    TakeBatch,
+    TrainerDone,
+    TrainersMeet,
+)
 
 
 class Entry:
@@ -198,17 +205,46 @@ def test_trainers_whose_job_is_in_the_queue_are_awaited_longer(tmp_path: Path, s
         entry.gang.tick(now + late + 290)
         assert entry.lines[-1].endswith("their job is in Slurm's queue; the others go on")
     assert len(entry.lines) == 4
-    entry.shared.state.gang = "a"
-    entry.shared.request_stop("SIGUSR1")
-    entry.gang.tick(now + 1202)
-    queued.touch()
-    with pytest.raises(StopCutShort, match="the trainers' job is in Slurm's queue, before the run could"):
-        entry.gang.tick(now + 1204)
+    entry.shared.state.stopping = "SIGUSR1"
     with pytest.raises(StopCutShort, match="waited 300 s for trainers to start again .*, before the run"):
-        entry.gang.tick(now + 1306)
+        entry.gang.tick(now + 1206)
     entry.shared.state.stopping = ""
     with pytest.raises(LaminarError, match="are missing; start all roles again"):
-        entry.gang.tick(now + 1308)
+        entry.gang.tick(now + 1208)
+    store.close()
+
+
+def test_trainers_leave_a_run_that_goes_on(tmp_path: Path, store: Store) -> None:
+    """Promise (docs/architecture.md#failure-domains): when their job is to end all ranks finish the step under
+    way and leave, and the run waits for the next gang. Who is asked before anybody has come, or is asked once
+    more, changes nothing; a stop of the run that comes meanwhile finds it stopped in order."""
+    for stopped in False, True:
+        entry = Entry(tmp_path, store)
+        state, nothing = entry.shared.state, SimpleNamespace()
+        continuation = Continuation(store, state, None)
+        training = Training(entry.shared, nothing, None, nothing, store, None, continuation, nothing, None)
+        entry.gang.ask_to_leave("SIGUSR1")
+        assert not state.trainers_leave
+        entry.hello(f"a{stopped}"), entry.hello(f"x{stopped}", index=1)
+        trainer, other = entry.members.all("trainer")
+        state.gang, state.groups_taken = trainer.identity, 8
+        training._request = TakeBatch(0, 1)
+        entry.gang.ask_to_leave("SIGUSR1")
+        entry.gang.ask_to_leave("SIGTERM")
+        state.groups_taken = 0
+        training.answer_trainer()
+        assert entry.answers(trainer.identity) == [Leave("SIGUSR1")]
+        training.on_trainer_done(trainer, TrainerDone(3))
+        assert not state.trainer_done and not state.finished
+        if stopped:
+            entry.shared.request_stop("SIGTERM")
+        number = entry.gang.number
+        entry.membership.on_goodbye(trainer, Goodbye())
+        assert entry.gang.number == number and not entry.answers(other.identity), "it leaves in order too"
+        entry.membership.on_goodbye(other, Goodbye())
+        assert state.finished is stopped and entry.gang.number == number + (not stopped)
+        assert bool(state.trainers_leave) is stopped
+    assert entry.lines[0] == "leaving      SIGUSR1: the trainers finish step 1, then a checkpoint; the others go on"
     store.close()
 
 

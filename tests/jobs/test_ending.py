@@ -49,6 +49,7 @@ def test_it_trains_on_as_long_as_a_stop_leaves_time_for(tmp_path: Path) -> None:
         ("controller", "SIGTERM", False, False, True),  # the trainers' time was over
         ("rollouts", "SIGUSR1", False, False, True),
         ("rollouts", "", True, True, True),  # it leaves a run that goes on
+        ("trainer", "", True, True, True),
         ("rollouts", "laminar stop", False, False, False),
         ("trainer", "laminar stop", False, False, False),
         ("trainer", "laminar stop", True, False, False),  # while it went on until its time was over
@@ -65,7 +66,8 @@ def test_who_is_requeued(tmp_path: Path, role: str, word: str, told: bool, lives
     run_dir = write(tmp_path / "run", {"kind": "start"}, *end)
     if lives:
         (run_dir / "controller.json").write_text("{}")
-    assert has_more_to_do(role, run_dir, Ended(True, told)) is again
+    ended = Ended(True, told, alone=Place(role, 0, 1, run_dir, "1.0", None).leaves_alone)
+    assert has_more_to_do(role, run_dir, ended) is again
 
 
 def test_a_node_that_has_not_begun_yet_leaves_term_to_the_script(tmp_path: Path) -> None:
@@ -170,7 +172,7 @@ def test_a_node_leaves_when_the_job_is_told(tmp_path: Path, handlers: None) -> N
     os.kill(os.getpid(), signal.SIGTERM)
     assert place.file("term").exists()
     place.file("end").write_text("now\n")
-    assert node.run() == 0 and node.ended == Ended(in_order=True, told=True)
+    assert node.run() == 0 and node.ended == Ended(in_order=True, told=True, alone=True)
 
 
 def test_a_preemption_while_it_goes_on_ends_it_at_once(tmp_path: Path, handlers: None) -> None:

@@ -69,9 +69,9 @@ def test_jobs_apart_train_to_the_end(slurm_cluster, tmp_path: Path) -> None:
 
 
 def test_the_trainers_time_is_over(slurm_cluster, tmp_path: Path) -> None:
-    """Promise (docs/architecture.md#failure-domains): USR1 to the trainers' job, as before its limit, stops
-    the run with a checkpoint; all its jobs are requeued, and train the rest without a word. TERM, as at
-    preemption, does the same."""
+    """Promise (docs/architecture.md#failure-domains): USR1 to the trainers' job, as before its limit, ends the
+    trainers with a checkpoint; that job is requeued, the others go on, and all train the rest without a word.
+    TERM, as at preemption, does the same. No step is trained twice."""
     run_dir = tmp_path / "run"
     jobs = submit(slurm_cluster, run_dir, "steps=60")
     for number, signal in enumerate((["--batch", "--signal=USR1"], ["--signal=TERM"]), 1):
@@ -80,16 +80,31 @@ def test_the_trainers_time_is_over(slurm_cluster, tmp_path: Path) -> None:
             lambda before=before: steps_done(run_dir) >= before + 2, RUN_SECONDS, "two steps", jobs["control"]
         )
         slurm_cluster.command("scancel", *signal, jobs["trainer"])
-        for job in jobs.values():
-            slurm_cluster.poll(
-                lambda job=job, number=number: restarts(slurm_cluster, job) >= number,
-                RUN_SECONDS,
-                f"requeue {number}",
-                job,
-            )
+        slurm_cluster.poll(
+            lambda number=number: restarts(slurm_cluster, jobs["trainer"]) >= number,
+            RUN_SECONDS,
+            f"requeue {number}",
+            jobs["trainer"],
+        )
     check_end(slurm_cluster, run_dir, jobs, 60)
-    ends = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    assert [line["reason"] for line in ends if line["kind"] == "end"] == ["SIGUSR1", "SIGTERM", "done"]
+    assert [restarts(slurm_cluster, jobs[name]) for name in ("control", "trainer", "rollouts")] == [0, 2, 0]
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    ended = [line["reason"] for line in records if line["kind"] == "gang_ended"]
+    assert ended == ["SIGUSR1: the trainers have left", "SIGTERM: the trainers have left"]
+    assert [line["step"] for line in records if line["kind"] == "step"] == list(range(1, 61))
+
+
+def test_the_controller_s_time_is_over(slurm_cluster, tmp_path: Path) -> None:
+    """Promise (docs/architecture.md#failure-domains): USR1 to a controller's job without a spare stops the run
+    with a checkpoint; all its jobs are requeued, and train the rest without a word."""
+    run_dir = tmp_path / "run"
+    jobs = submit(slurm_cluster, run_dir, "steps=60")
+    slurm_cluster.poll(lambda: steps_done(run_dir) >= 2, RUN_SECONDS, "two steps", jobs["control"])
+    slurm_cluster.command("scancel", "--batch", "--signal=USR1", jobs["control"])
+    check_end(slurm_cluster, run_dir, jobs, 60)
+    assert all(restarts(slurm_cluster, job) == 1 for job in jobs.values())
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [line["reason"] for line in records if line["kind"] == "end"] == ["SIGUSR1", "done"]
 
 
 def test_a_complete_run_is_not_requeued(slurm_cluster, tmp_path: Path) -> None:

@@ -37,6 +37,8 @@ REFUSED, PERMANENT = 2, 3  # exit codes of a rank: before the run began; failed,
 # in the environment of launchers that jobs/node.py starts: the file that says what its USR1 is for. They do
 # not hear TERM, which a Slurm may send to all processes of a job
 DEAF = "LAMINAR_DEAF_TO_TERM"
+# there too: its trainers leave a run that goes on, as their job is its own
+LEAVES_ALONE = "LAMINAR_LEAVES_ALONE"
 JOINED_AS = "laminar: joined as"  # ROLE INDEX, by a process that did not know its number when it started
 REPEAT_SECONDS = 2.0  # `timeout` and some terminals send the same signal twice at once
 # for a controller to take a stop: turns of seconds are normal, and the shared file system may stand still;

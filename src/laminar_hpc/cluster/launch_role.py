@@ -23,8 +23,17 @@ import psutil
 
 from laminar_hpc.cluster import terminal
 from laminar_hpc.cluster.full_disk import NO_ROOM, await_room
-from laminar_hpc.cluster.launch import DEAF, GONE_SECONDS, REFUSED, REPEAT_SECONDS, Launch
+from laminar_hpc.cluster.launch import (
+    DEAF,
+    GONE_SECONDS,
+    LEAVES_ALONE,
+    REFUSED,
+    REPEAT_SECONDS,
+    Launch,
+    reason_of,
+)
 from laminar_hpc.cluster.run_end import goes_on
+from laminar_hpc.cluster.stop import ask_trainers_to_leave
 from laminar_hpc.config.errors import LaminarError, print_lines
 from laminar_hpc.config.load import load_config
 from laminar_hpc.config.schema import RunConfig
@@ -47,6 +56,7 @@ AGAIN = {
 }
 # roles that are started again here: times per hour, with restarts=null
 _RESTARTS = {"controller": 10, "trainer": 10}
+_ASK_SECONDS = 3.0
 
 
 class RoleLaunch(Launch):
@@ -59,13 +69,29 @@ class RoleLaunch(Launch):
     def on_signal(self, number: int) -> None:
         if number == signal.SIGTERM and os.environ.get(DEAF):
             return None
-        if self._role in ("controller", "trainer") and not terminal.shared():
+        alone = self._role == "trainer" and os.environ.get(LEAVES_ALONE)
+        if self._role in ("controller", "trainer") and not (alone or terminal.shared()):
             return super().on_signal(number)
         now = time.monotonic()
         if not self._stops or now - self._asked >= REPEAT_SECONDS:
             self._stops, self._asked = self._stops + 1, now
-            (self.leave if self._stops == 1 else self.end)()
+            if self._stops > 1 or (alone and not self._is_at_work):
+                self.end()
+            elif alone:
+                threading.Thread(target=self._ask_to_leave, args=(reason_of(number),), daemon=True).start()
+            else:
+                self.leave()
         return None
+
+    @property
+    def _is_at_work(self) -> bool:
+        return bool(self.joined_as) and self._process.poll() is None
+
+    def _ask_to_leave(self, reason: str) -> None:
+        """For the trainers of all nodes, again and again: controllers change."""
+        while self._config.first_index == 0 and self._process.returncode is None:
+            ask_trainers_to_leave(Path(self._config.run_dir), reason)
+            time.sleep(_ASK_SECONDS)
 
     def hear_late(self, before: "RoleLaunch") -> None:
         """What the life before was told after its end, and nobody else has taken."""

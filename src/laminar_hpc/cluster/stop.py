@@ -35,7 +35,7 @@ def request_stop(run_dir: Path, reason: str, seconds: float = 15.0) -> bool:
         raise LaminarError(f"no job runs in {run_dir} (there is no controller.json)")
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        if address is not None and _is_sent(known := address, reason, seconds):
+        if address is not None and _is_sent(known := address, StopRequest(reason), seconds):
             return True
         if address is None:  # one is about to come
             time.sleep(0.1)
@@ -54,6 +54,13 @@ def request_stop(run_dir: Path, reason: str, seconds: float = 15.0) -> bool:
         f"the controller at {known.host}:{known.port} was not reached "
         f"within {seconds:.0f} s; is the job of {run_dir} still running?"
     )
+
+
+def ask_trainers_to_leave(run_dir: Path, reason: str) -> None:
+    """Tells the controller that the trainers' job is to end, if there is a controller at the moment."""
+    with suppress(OSError):
+        if address := read_address(run_dir):
+            _is_sent(address, StopRequest(reason, trainers_only=True), _LOOK_SECONDS)
 
 
 def left_request(run_dir: Path, store_id: str) -> str:
@@ -75,7 +82,7 @@ def forget_request(run_dir: Path) -> None:
     (run_dir / _LEFT).unlink(missing_ok=True)
 
 
-def _is_sent(address: ControllerAddress, reason: str, linger_seconds: float) -> bool:
+def _is_sent(address: ControllerAddress, request: StopRequest, linger_seconds: float) -> bool:
     """False when nobody answers there for _LOOK_SECONDS."""
     context = zmq.Context()
     dealer = context.socket(zmq.DEALER)
@@ -91,7 +98,7 @@ def _is_sent(address: ControllerAddress, reason: str, linger_seconds: float) -> 
         dealer.connect(f"tcp://{address.host}:{address.port}")
         if not dealer.poll(int(1000 * _LOOK_SECONDS), zmq.POLLOUT):
             return False
-        dealer.send_multipart([encode_header(Header("", 0, 0, 0)), encode(StopRequest(reason))])
+        dealer.send_multipart([encode_header(Header("", 0, 0, 0)), encode(request)])
         return True
     finally:
         dealer.close()

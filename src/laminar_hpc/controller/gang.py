@@ -2,6 +2,7 @@
 
     Hello -> admit -> of the present gang -> Restored, steps, ...
     a rank dies, fails or stands still -> end -> GangEnded to the others; the next Hellos make the next gang
+    their job is to end -> ask_to_leave -> step, checkpoint, Goodbye of all -> end
 
 The number of the gang rises when it ends, so an earlier one is a stranger from then on: its messages change
 nothing, it gets no weight ids, its links are cut and its checkpoints get no name. Called by
@@ -128,6 +129,28 @@ class Gang:
 
     # ---- who goes ------------------------------------------------------------------------------------------
 
+    def ask_to_leave(self, reason: str) -> None:
+        """Their job is to end: they finish the step and write a checkpoint, and the run waits for others."""
+        state = self._shared.state
+        ends = state.stopping or state.trainer_done or state.trainers_leave
+        if ends or not self._members.count("trainer"):
+            return
+        state.trainers_leave = reason
+        text = f"{reason}: the trainers finish step {state.trainer_step + 1}, then a checkpoint"
+        self._shared.say(console.line("leaving", f"{text}; the others go on"))
+
+    def left(self, name: str) -> None:
+        """A rank has left in order. All do where their job is to end; otherwise it is lost."""
+        state, reason = self._shared.state, self._shared.state.trainers_leave
+        if not reason:
+            self.end(f"{name} has left")
+        elif self._members.count("trainer"):
+            return  # with their checkpoint on the disk, the others are about to leave too
+        elif state.stopping:
+            state.finished = True
+        else:
+            self.end(f"{reason}: the trainers have left")
+
     def failed(self, name: str, text: str) -> None:
         """A rank ends by an error of its own. Raises LaminarError when another gang would meet the same."""
         cause = f"{name} failed: {text}"
@@ -159,6 +182,7 @@ class Gang:
         self._started.clear()
         self._meeting = None
         self._watch.forget()
+        self._shared.state.trainers_leave = ""
         self._forget()
         are_queued(self._run_dir)  # what was seen before does not count
         self._awaited_until = now + self._shared.config.cluster.join_timeout_seconds
@@ -183,8 +207,8 @@ class Gang:
         if now - self._looked < _LOOK_SECONDS:
             return
         self._looked = now
-        if self._awaited_until is not None:
-            self._look_for_the_next(now, self._awaited_until)
+        if self._awaited_until is not None and now > self._awaited_until:
+            self._await_longer(now)
         if (stuck := self._watch.look(now)) is None:
             return
         normal = "" if stuck.longest is None else f" (at most {stuck.longest:.1f} s before)"
@@ -196,26 +220,21 @@ class Gang:
             raise LaminarError(f"{text}; go on with the same command and resume=auto")
         self.end(text)
 
-    def _look_for_the_next(self, now: float, until: float) -> None:
-        """Another gang is awaited longer while its job waits for nodes, unless the run is to stop."""
+    def _await_longer(self, now: float) -> None:
+        """Another gang has not come in time: its job may wait for nodes."""
         shared, ranks = self._shared, self._shared.derived.trainer_ranks
-        stops, is_late = bool(shared.state.stopping), now > until
-        if not stops and not is_late:
-            return
-        queued, seconds = are_queued(self._run_dir), shared.config.cluster.join_timeout_seconds
+        seconds = shared.config.cluster.join_timeout_seconds
         text = f"waited {seconds:.0f} s for trainers to start again (cluster.join_timeout_seconds)"
-        if stops and (queued or is_late):
-            cause = "the trainers' job is in Slurm's queue" if queued else text
-            raise StopCutShort(f"{cause}, before the run could stop; go on with resume=auto")
-        if queued:
-            self._awaited_until = now + seconds
-            shared.say(console.line("waits", f"{text}: their job is in Slurm's queue; the others go on"))
-        elif is_late:
+        if shared.state.stopping:
+            raise StopCutShort(f"{text}, before the run could stop; go on with resume=auto")
+        if not are_queued(self._run_dir):
             missing = ranks - self._members.count("trainer")
             raise LaminarError(
                 f"{text}; {missing} of {ranks} are missing; start all roles again with resume=auto: the run "
                 "goes on from its newest checkpoint"
             )
+        self._awaited_until = now + seconds
+        shared.say(console.line("waits", f"{text}: their job is in Slurm's queue; the others go on"))
 
     def _kill_those_who_stay(self, now: float) -> None:
         """A stopped process cannot leave, and torchrun waits for it."""

@@ -185,7 +185,7 @@ class Controller:
         elif isinstance(message, Hello):
             self.membership.on_hello(identity, message)
         elif isinstance(message, StopRequest):
-            self.request_stop(message.reason)
+            (self.gang.ask_to_leave if message.trainers_only else self.request_stop)(message.reason)
         elif (member := self.members.of(identity)) is None:
             self.membership.on_stranger(identity, message)
         else:

@@ -153,7 +153,7 @@ class Membership:
     def on_goodbye(self, member: Member, _: Goodbye) -> None:
         self._leave(member)
         if self._ends_gang(member):
-            self._gang.end(f"{member.name} has left")
+            self._gang.left(member.name)
 
     def _ends_gang(self, member: Member) -> bool:
         """Whether its loss makes the run wait for other trainers."""

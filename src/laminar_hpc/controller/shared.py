@@ -52,6 +52,7 @@ class RunState:
     groups_taken: int = 0  # by the trainer, of its present step
     steps_done: int = 0  # since the trainers started
     stopping: str = ""  # why the run stops before its last step
+    trainers_leave: str = ""  # why its trainers leave a run that goes on
     failure: str = ""  # why a run that stops in order has failed all the same
     trainer_done: bool = False
     finished: bool = False

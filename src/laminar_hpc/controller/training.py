@@ -167,9 +167,9 @@ class Training:
         step = request.step
         stream = self._config.pipeline.consumption == "stream"
         size = algorithm.prompts_per_step // (algorithm.minibatches_per_step if stream else 1)
-        if self._state.stops_here:
+        if (reason := self._why_they_leave) and not self._state.groups_taken:
             self._request = None
-            self._shared.outbox.send(trainer, Leave(self._state.stopping))
+            self._shared.outbox.send(trainer, Leave(reason))
             return
         groups, reason = self._replayed(self._replay, step) if self._replay else self._take(request, size)
         if groups:
@@ -218,8 +218,12 @@ class Training:
         return self._answer_step(member, done)
 
     def _answer_step(self, member: Member, done: StepDone) -> None:
-        stopping = self._state.stopping
-        self._shared.outbox.send(member, Leave(stopping) if stopping else Continue(done.step))
+        reason = self._why_they_leave
+        self._shared.outbox.send(member, Leave(reason) if reason else Continue(done.step))
+
+    @property
+    def _why_they_leave(self) -> str:
+        return self._state.stopping or self._state.trainers_leave
 
     def _record(self, done: StepDone) -> None:
         """In the metrics, and as a line for the user."""
@@ -247,11 +251,13 @@ class Training:
             self._archiving.checkpointed()
         log.info("checkpoint of step %d in %.1f s: %s", saved.step, saved.seconds, saved.path)
 
-    def on_trainer_done(self, _: Member, __: TrainerDone) -> None:
-        if self._state.trainer_done:
+    def on_trainer_done(self, _: Member, done: TrainerDone) -> None:
+        state = self._state
+        leave = state.trainers_leave and not state.stopping and done.step < self._config.steps
+        if state.trainer_done or leave:
             return
-        self._state.trainer_done = True
-        if self._state.stopping or self._evaluations is None:
-            self._state.finished = True
+        state.trainer_done = True
+        if state.stopping or self._evaluations is None:
+            state.finished = True
         elif not any(evaluation.label == "after" for evaluation in self._evaluations.queue):
             self._evaluations.add("after", self._config.steps, self._crew.size)

@@ -44,12 +44,13 @@ def seconds_to_go_on(role: str, run_dir: Path, left: float | None) -> float:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a job's processes have ended: in order, told of the job's end, and which controller was there when
-    the first of them did (`served_by`)."""
+    """How a job's processes have ended: in order, told of the job's end, which controller was there when the
+    first of them did (`served_by`), and whether a job that is told leaves a run that goes on (`alone`)."""
 
     in_order: bool
     told: bool
     served_by: float | None = None
+    alone: bool = False
 
     def has_begun_again(self, run_dir: Path) -> bool:
         """Whether the run stopped, ended them, and goes on already with another controller."""
@@ -70,10 +71,10 @@ def has_more_to_do(
 ) -> bool:
     """Whether a job of `role` whose processes have ended is to run again.
 
-    A rollout that was told leaves a run that goes on. For all others the run has ended: it is done, was
+    Rollouts that were told leave a run that goes on, and so do trainers. For all others the run has ended: it is done, was
     stopped by the user, or has stopped because the time of one of its jobs was over. It may have begun again
     since, while some process of this job took its time."""
-    if role == "rollouts" and ended.told and (run_dir / ADDRESS_FILE).exists():
+    if ended.alone and ended.told and (run_dir / ADDRESS_FILE).exists():
         return True
     waited = 0.0
     while (run_dir / ADDRESS_FILE).exists() and waited < CLOSE_SECONDS:

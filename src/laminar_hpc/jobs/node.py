@@ -28,7 +28,7 @@ from itertools import count
 from pathlib import Path
 
 from laminar_hpc.cluster.full_disk import put
-from laminar_hpc.cluster.launch import DEAF, REFUSED
+from laminar_hpc.cluster.launch import DEAF, LEAVES_ALONE, REFUSED
 from laminar_hpc.cluster.lock_owner import Watched
 from laminar_hpc.cluster.processes import die_with_parent
 from laminar_hpc.cluster.run_end import goes_on, last_word
@@ -95,6 +95,11 @@ class Place:
             "SLURM_HET_SIZE" in given,
         )
 
+    @property
+    def leaves_alone(self) -> bool:
+        """Whether the run goes on when this job is told of its end."""
+        return self.role == "rollouts" or (self.role == "trainer" and not self.is_component)
+
     def file(self, kind: str) -> Path:
         return self.run_dir / "jobs" / f"{kind}.{self.life}"
 
@@ -153,10 +158,13 @@ def replicas_here(config: RunConfig) -> int:
 class Child:
     """One launcher of this node, started again after a death where nobody else does it."""
 
-    def __init__(self, role: str, command: list[str], turn: Path | None = None) -> None:
+    def __init__(
+        self, role: str, command: list[str], turn: Path | None = None, alone: bool = False
+    ) -> None:
         self._why = os.memfd_create("why")  # it is to leave
         told_in = f"/proc/{os.getpid()}/fd/{self._why}"
-        self._environment = {**os.environ, DEAF: told_in, **({VARIABLE: str(turn)} if turn else {})}
+        own = {LEAVES_ALONE: "1"} if alone else {}
+        self._environment = {**os.environ, DEAF: told_in, **own, **({VARIABLE: str(turn)} if turn else {})}
         self.role, self._command, self._restarts = role, command, Restarts(_RESTARTS_PER_HOUR)
         self._start()
 
@@ -214,7 +222,8 @@ class Node:
         signal.signal(signal.SIGTERM, lambda *_: pass_on_term(place))
         for number in (signal.SIGINT, signal.SIGUSR1):
             signal.signal(number, lambda *_: None)  # not ignored, which the children would inherit
-        self._children = [Child(role, command, turn) for role, command in started.items()]
+        alone = place.leaves_alone
+        self._children = [Child(role, command, turn, alone) for role, command in started.items()]
 
     @property
     def has_ended(self) -> bool:
@@ -239,7 +248,7 @@ class Node:
                     alone_at = min(alone_at, time.monotonic() + _ALONE_SECONDS)
             result = codes.get("rollout", next((code for code in codes.values() if code), 0))
             if codes:
-                self.ended = Ended(result == 0, self._is_told, served_by)
+                self.ended = Ended(result == 0, self._is_told, served_by, self._place.leaves_alone)
             if self.ended.has_begun_again(self._place.run_dir) or time.monotonic() > alone_at:
                 self._leave()  # relays without replicas, or the other way round, are of no use
             time.sleep(_LOOK_SECONDS)
@@ -274,7 +283,7 @@ class Node:
         return ""
 
     def _leave(self) -> None:
-        """Once. One node is enough to stop the run, as the trainers and one world do. A controller leaves the
+        """Once. One node is enough to stop the run, trainers leave it on all of theirs. A controller leaves the
         run to a spare, if there is one and the others' time is not over too."""
         if self._left:
             return
@@ -286,7 +295,8 @@ class Node:
             self.kill()
             hand_over(place.run_dir)
         else:
-            for child in self._children if place.node == 0 else []:
+            told = place.node == 0 or (place.role == "trainer" and place.leaves_alone)
+            for child in self._children if told else []:
                 child.leave(self._reason)
 
 
