@@ -16,16 +16,16 @@ ended (Ctrl-C, TERM) prints the faults so far; its Slurm ends with it, whatever 
 
 Figures: `effective_share` = steps per second in the history that led to the last weights, with faults over
 without. Responses, and with them steps, grow while the policy learns, so that without is the mean of two
-policies: `steps_per_second_before`, of the run without faults, whose policy is young; `_after`, of the run with
-faults once they are over, whose policy is old; both for `--alone-seconds`. `tokens_per_second`: response tokens
-trained on. `accuracy`: of the trained batches, the mean of the ten steps
-up to `accuracy_step`, which both runs have; beside it that of the run without faults. `audit_culprits`,
-`responses_lost` (stored, then given up). Columns: `over`, how long the fault lasted; `noticed`, when Slurm
-knew of it; `back`, from a death to the next step, controller or replica of that role, from the end of another
-fault to the next step; of a power cut of the trainers from their node's return. `published`: from the
-beginning of a fault to the end of the next publication that began after it. `joins`: of members until the
-next fault, of which `new` are new processes; the others were taken for dead. `trainer_share`: seconds per
-trained token until the lost replica is back, over those before. `load`: of the machine.
+policies, each for `--alone-seconds`: of a young one in the run without faults (`steps_per_second_before`),
+and of an old one in the run with faults once they are over (`_after`). `tokens_per_second`: response tokens
+trained on. `accuracy`: of the trained batches, the mean of the ten steps up to `accuracy_step`, which both
+runs have; beside it that of the run without faults. `audit_culprits`, `responses_lost` (stored, then given
+up). Columns: `over`, how long the fault lasted; `noticed`, when Slurm knew of it; `back`, from a death to
+the next step, controller or replica of that role, from the end of another fault to the next step; of a
+power cut of the trainers from their node's return. `published`: from the beginning of a fault to the end of
+the next publication that began after it. `joins`: of members until the next fault, of which `new` are new
+processes; the others were taken for dead. `trainer_share`: seconds per trained token until the lost replica
+is back, over those before. `load`: of the machine.
 Goals: 0.8, 0 culprits, 0 lost.
 """
 
@@ -200,7 +200,13 @@ def aftermath(run: Run, row: dict) -> dict[str, float | None]:
         return found | {
             "back": seconds_until_back(run, fault.target, over if fault.target == "trainer" else begun)
         }
-    if ends_a_job:  # all jobs end and start again
+    if ends_a_job and fault.target == "trainer":  # after the step under way
+        ends = (end["time"] for end in run.records.get("gang_ended", []) if end["time"] > begun)
+        if (left := min(ends, default=None)) is None:
+            return found | {"back": None}
+        back = seconds_until_back(run, "trainer", left)
+        return found | {"back": None if back is None else left - begun + back}
+    if ends_a_job:  # all jobs end and start again, or a spare takes over
         if (again := seconds_until_back(run, "controller", begun)) is None:
             return found | {"back": None}
         back = seconds_until_back(run, "trainer", begun + again)

@@ -5,10 +5,10 @@
 The nodes are those of a real Slurm on this machine (bench/slurm_cluster.py), the jobs those of
 `laminar submit --apart`. `--requeues` times the trainers' job is told of its end, by USR1 as before its time
 limit and by preemption in turn, each time when it has trained `--between` steps since the last one. Nobody
-submits anything again: the jobs requeue themselves until the run is done.
+submits anything again: that job requeues itself, the others go on.
 
 A row per requeue: `step` at which it struck, `reason` that the run recorded, seconds from the signal until
-the run had stopped (`stopped`), and until its next step was trained (`back`).
+the trainers had left (`left`), and until the next step was trained (`back`).
 
 steps, steps_alone          the last step of each; goal: as configured, both
 accuracy, accuracy_alone    of the trained batches, the mean of the last ten steps
@@ -35,7 +35,7 @@ from laminar_hpc.report import rundata
 from laminar_hpc.report.rundata import Run
 
 KINDS = ("usr1-trainer", "preempt-trainer")
-COLUMNS = ("requeue", "step", "reason", "stopped", "back", "load")
+COLUMNS = ("requeue", "step", "reason", "left", "back", "load")
 NODES, SLURMD_TIMEOUT = 4, 60
 
 
@@ -50,25 +50,25 @@ def trained(
     for kind in islice(cycle(KINDS), requeues):
         goal = steps_done(run.run_dir) + options.between
         watch.until(lambda goal=goal: steps_done(run.run_dir) >= goal)
-        stops = len(ends(run))
+        before = len(departures(run))
         rows.append({"requeue": kind, **watch.until_struck(kind, options.seed)})
         print(f"  {name}: {kind} at step {rows[-1]['step']}", file=sys.stderr, flush=True)
-        watch.until(lambda stops=stops: len(ends(run)) > stops)
+        watch.until(lambda before=before: len(departures(run)) > before)
     watch.until(lambda: run.is_done and not run.elements())
     found = rundata.load(run.run_dir)
-    return run, found, [row | aftermath(found, ends(run), row) for row in rows]
+    return run, found, [row | aftermath(found, departures(run), row) for row in rows]
 
 
-def ends(run: SlurmRun) -> list[dict]:
-    return list(jsonl.read(run.run_dir / "metrics.jsonl", "end"))
+def departures(run: SlurmRun) -> list[dict]:
+    return list(jsonl.read(run.run_dir / "metrics.jsonl", "gang_ended"))
 
 
-def aftermath(found: Run, stops: list[dict], row: dict) -> dict[str, object]:
-    end = next(end for end in stops if end["time"] > row["time"])
+def aftermath(found: Run, left: list[dict], row: dict) -> dict[str, object]:
+    end = next(end for end in left if end["time"] > row["time"])
     back = seconds_until_back(found, "trainer", end["time"])
     return {
         "reason": end["reason"],
-        "stopped": end["time"] - row["time"],
+        "left": end["time"] - row["time"],
         "back": None if back is None else end["time"] + back - row["time"],
     }
 

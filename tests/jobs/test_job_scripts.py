@@ -70,9 +70,10 @@ def test_a_signal_that_comes_before_the_script_can_hear_it_counts(tmp_path: Path
 
 @pytest.mark.parametrize(("state", "queued"), [("PENDING", True), ("RUNNING", False), ("", False)])
 def test_the_controller_s_job_sees_that_the_trainers_wait(tmp_path: Path, state: str, queued: bool) -> None:
-    """Promise (docs/architecture.md#failure-domains): Slurm is asked now and then whether the trainers' job is
-    in its queue, also where its last life was told of its end before it went there."""
-    stubs = STUBS.replace("squeue() { :; }", f"squeue() {{ echo {state}; }}").replace("Restarts=0", "Restarts=1")
+    """Promise (docs/architecture.md#failure-domains): Slurm is asked now and then whether the trainers' job
+    is in its queue, also where its last life was told of its end before it went there."""
+    stubs = STUBS.replace("squeue() { :; }", f"squeue() {{ echo {state}; }}")
+    stubs = stubs.replace("Restarts=0", "Restarts=1")
     own = "export SLURM_JOB_ID=7 SLURM_JOB_NUM_NODES=1 SLURM_JOB_NODELIST=n1; VENV="
     life = "touch $RUN_DIR/controller.json; srun() { kill -TERM $$; sleep 1; }; run_job trainer"
     trainer = f"{stubs} {own}; {life}"

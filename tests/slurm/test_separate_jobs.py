@@ -69,9 +69,9 @@ def test_jobs_apart_train_to_the_end(slurm_cluster, tmp_path: Path) -> None:
 
 
 def test_the_trainers_time_is_over(slurm_cluster, tmp_path: Path) -> None:
-    """Promise (docs/architecture.md#failure-domains): USR1 to the trainers' job, as before its limit, ends the
-    trainers with a checkpoint; that job is requeued, the others go on, and all train the rest without a word.
-    TERM, as at preemption, does the same. No step is trained twice."""
+    """Promise (docs/architecture.md#failure-domains): USR1 to the trainers' job, as before its limit, ends
+    the trainers with a checkpoint; that job is requeued, the others go on, and all train the rest without a
+    word. TERM, as at preemption, does the same. No step is trained twice."""
     run_dir = tmp_path / "run"
     jobs = submit(slurm_cluster, run_dir, "steps=60")
     for number, signal in enumerate((["--batch", "--signal=USR1"], ["--signal=TERM"]), 1):
@@ -95,8 +95,8 @@ def test_the_trainers_time_is_over(slurm_cluster, tmp_path: Path) -> None:
 
 
 def test_the_controller_s_time_is_over(slurm_cluster, tmp_path: Path) -> None:
-    """Promise (docs/architecture.md#failure-domains): USR1 to a controller's job without a spare stops the run
-    with a checkpoint; all its jobs are requeued, and train the rest without a word."""
+    """Promise (docs/architecture.md#failure-domains): USR1 to a controller's job without a spare stops the
+    run with a checkpoint; all its jobs are requeued, and train the rest without a word."""
     run_dir = tmp_path / "run"
     jobs = submit(slurm_cluster, run_dir, "steps=60")
     slurm_cluster.poll(lambda: steps_done(run_dir) >= 2, RUN_SECONDS, "two steps", jobs["control"])
@@ -169,8 +169,9 @@ def test_a_trainer_node_dies(slurm_cluster, tmp_path: Path) -> None:
 
 
 def test_the_trainers_wait_in_the_queue(slurm_cluster, tmp_path: Path) -> None:
-    """Promise (docs/architecture.md#failure-domains): the trainers' job is requeued and gets no nodes for longer
-    than cluster.join_timeout_seconds: controller and rollouts go on, in one life each, and wait for it."""
+    """Promise (docs/architecture.md#failure-domains): the trainers' job is requeued and gets no nodes for
+    longer than cluster.join_timeout_seconds: controller and rollouts go on, in one life each, and wait for
+    it."""
     run_dir, seconds = tmp_path / "run", 60
     jobs = submit(slurm_cluster, run_dir, "steps=60", f"cluster.join_timeout_seconds={seconds}")
     slurm_cluster.poll(lambda: steps_done(run_dir) >= 2, RUN_SECONDS, "two steps", jobs["control"])

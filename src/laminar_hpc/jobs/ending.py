@@ -71,9 +71,9 @@ def has_more_to_do(
 ) -> bool:
     """Whether a job of `role` whose processes have ended is to run again.
 
-    Rollouts that were told leave a run that goes on, and so do trainers. For all others the run has ended: it is done, was
-    stopped by the user, or has stopped because the time of one of its jobs was over. It may have begun again
-    since, while some process of this job took its time."""
+    Rollouts that were told leave a run that goes on, and so do trainers. For all others the run has ended: it
+    is done, was stopped by the user, or has stopped because the time of one of its jobs was over. It may have
+    begun again since, while some process of this job took its time."""
     if ended.alone and ended.told and (run_dir / ADDRESS_FILE).exists():
         return True
     waited = 0.0

@@ -158,9 +158,7 @@ def replicas_here(config: RunConfig) -> int:
 class Child:
     """One launcher of this node, started again after a death where nobody else does it."""
 
-    def __init__(
-        self, role: str, command: list[str], turn: Path | None = None, alone: bool = False
-    ) -> None:
+    def __init__(self, role: str, command: list[str], turn: Path | None = None, alone: bool = False) -> None:
         self._why = os.memfd_create("why")  # it is to leave
         told_in = f"/proc/{os.getpid()}/fd/{self._why}"
         own = {LEAVES_ALONE: "1"} if alone else {}
@@ -283,8 +281,8 @@ class Node:
         return ""
 
     def _leave(self) -> None:
-        """Once. One node is enough to stop the run, trainers leave it on all of theirs. A controller leaves the
-        run to a spare, if there is one and the others' time is not over too."""
+        """Once. One node is enough to stop the run, trainers leave it on all of theirs. A controller leaves
+        the run to a spare, if there is one and the others' time is not over too."""
         if self._left:
             return
         self._left = True

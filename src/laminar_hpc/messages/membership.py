@@ -121,8 +121,8 @@ class Rejoin(Message):
 
 
 class StopRequest(Message):
-    """From `laminar stop` or a signal: finish the step, checkpoint, leave. `trainers_only`: those, as their job
-    is to end; the run goes on, and waits for others."""
+    """From `laminar stop` or a signal: finish the step, checkpoint, leave. `trainers_only`: those, as their
+    job is to end; the run goes on, and waits for others."""
 
     reason: str
     trainers_only: bool = False
