@@ -15,11 +15,10 @@ from laminar_hpc.report import rundata, summary
 
 
 def refusals(tmp_path) -> int:
-    """The most that replicas refused of one trajectory."""
+    """The most often that one replica refused one trajectory."""
     records = rundata.load(tmp_path / "run").records.get("move_off", [])
-    return max(
-        Counter(record["trajectory_id"] for record in records if record["source"] is None).values(), default=0
-    )
+    refused = [(r["trajectory_id"], r["destination"]) for r in records if r["source"] is None]
+    return max(Counter(refused).values(), default=0)
 
 
 def run(tmp_path, most: int, slots: int) -> tuple[Killer, list[dict], dict]:

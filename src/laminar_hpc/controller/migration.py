@@ -217,8 +217,13 @@ class Migration:
     def _call_off(self, move: Move) -> None:
         for replica in (move.source, move.destination):
             self._send(replica, MoveAbort(move.move_id, move.reason))
-        fields = {"trajectory_id": move.trajectory_id, "source": move.source, "reason": move.reason}
-        self._shared.metrics.write("move_off", **fields)
+        self._shared.metrics.write(
+            "move_off",
+            trajectory_id=move.trajectory_id,
+            source=move.source,
+            destination=move.destination,
+            reason=move.reason,
+        )
 
     def _change_owner(self, progress: _Progress, now: float) -> None:
         """In the transaction of this turn; the messages leave after its commit."""

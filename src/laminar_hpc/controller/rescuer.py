@@ -136,8 +136,8 @@ class Rescuer:
         for trajectory_id, _ in orphans:
             self._migration.source_gives_up(trajectory_id, replica)
             self._tracker.owners.hold(trajectory_id)
-            fields = {"trajectory_id": trajectory_id, "source": None, "reason": reason}
-            self._shared.metrics.write("move_off", **fields)
+            fields = {"trajectory_id": trajectory_id, "source": None, "destination": replica}
+            self._shared.metrics.write("move_off", **fields, reason=reason)
         self._place(orphans)
 
     def place_orphans(self) -> None:
