@@ -177,6 +177,7 @@ def test_pack_more_than_one_tile(
     """Many tiles per program and one, several programs per slice, ends inside a tile."""
     monkeypatch.setattr(triton_pack, "PROGRAMS", programs)
     monkeypatch.setattr(triton_pack, "TILES", 4)
+    monkeypatch.setattr(triton_pack, "plan", triton_pack.plan.__wrapped__)
     for source, serving in CASTS:
         view = torch.randn(rows, columns + 7).to(source)[:, :columns]
         for start, total in ((0, columns), (5, columns + 9)):

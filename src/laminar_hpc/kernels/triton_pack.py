@@ -6,20 +6,22 @@ one 32-bit word that they share wherever every row begins on a word; else each i
 as kernels/sums.py does.
 """
 
+import functools
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from laminar_hpc.kernels.grid import Grid, common_grid
+from laminar_hpc.kernels.grid import common_grid
 from laminar_hpc.kernels.slices import LocalSlice
 
 TILE = 1024  # words: 8 per thread of 128, so that the sums of a thread stay in registers
 TILES = 16  # per program: one pair of atomic additions per 64 KB written
 PROGRAMS = 512  # at least, before any takes more than a tile: small slices spread over the device
 _COPY, _BFLOAT16, _FLOAT16 = 0, 1, 2
-_INTEGER = {2: torch.int16, 4: torch.int32}
+_INTEGER = {2: tl.int16, 4: tl.int32}
 
 
 @triton.jit
@@ -107,54 +109,75 @@ def pack(slices: Sequence[LocalSlice], targets: Sequence[torch.Tensor]) -> torch
 
 
 def _launch(local: LocalSlice, target: torch.Tensor, sums: torch.Tensor) -> None:
-    source, whole = local.view, _contiguous_strides(local.shape)
-    grid = common_grid(
-        [(source.shape, source.stride()), (target.shape, target.stride()), (local.slice_shape, whole)]
+    source = local.view
+    call = plan(
+        *(source.shape, source.stride(), source.dtype, source.data_ptr() % 4 == 0),
+        *(target.shape, target.stride(), target.dtype, target.data_ptr() % 4 == 0),
+        *(local.shape, local.dim, local.start, local.length),
     )
-    first, cast = local.start * whole[local.dim], _COPY
-    if source.dtype != target.dtype:
-        cast = _BFLOAT16 if target.dtype == torch.bfloat16 else _FLOAT16
-    pairs = target.element_size() == 2 and _on_words(grid, first, source, target, cast)
-    source_items, target_items = ((grid.rows - 1) * stride + grid.columns for stride in grid.strides[:2])
-    flat_source = source.as_strided((source_items,), (1,)).view(
-        _INTEGER[4 if pairs and not cast else source.element_size()]
-    )
-    flat_target = target.as_strided((target_items,), (1,)).view(
-        _INTEGER[4 if pairs else target.element_size()]
-    )
+    items = triton.reinterpret(source, call.source), triton.reinterpret(target, call.target)
+    pack_kernel[(call.programs,)](*items, sums, *call.sizes, **call.constants)
+
+
+class Call(NamedTuple):
+    """A launch of the kernel, but for its pointers."""
+
+    programs: int
+    source: tl.dtype
+    target: tl.dtype
+    sizes: tuple[int, ...]
+    constants: dict[str, Any]
+
+
+@functools.lru_cache(1 << 14)  # a publication's slices are those of the last one
+def plan(
+    source_shape: tuple[int, ...],
+    source_strides: tuple[int, ...],
+    source_dtype: torch.dtype,
+    source_on_word: bool,
+    target_shape: tuple[int, ...],
+    target_strides: tuple[int, ...],
+    target_dtype: torch.dtype,
+    target_on_word: bool,
+    shape: tuple[int, ...],
+    dim: int,
+    start: int,
+    length: int,
+) -> Call:
+    """`on_word`: whether the memory begins on a 32-bit word. The last four are a Slice's."""
+    whole = _contiguous_strides(shape)
+    slice_shape = (*shape[:dim], length, *shape[dim + 1 :])
+    grid = common_grid([(source_shape, source_strides), (target_shape, target_strides), (slice_shape, whole)])
+    first, cast = start * whole[dim], _COPY
+    if source_dtype != target_dtype:
+        cast = _BFLOAT16 if target_dtype == torch.bfloat16 else _FLOAT16
+    # Whether every row of 16-bit items begins and ends between two words, in memory and in the whole tensor;
+    # of a copy the source is read by words too.
+    counted = [grid.columns, first, *grid.strides[0 if cast == _COPY else 1 :]]
+    on_words = target_on_word and (source_on_word or cast != _COPY) and all(n % 2 == 0 for n in counted)
+    pairs = target_dtype.itemsize == 2 and on_words
     half = 2 if pairs else 1
     columns, own_stride = grid.columns // half, grid.strides[0] // (half if not cast else 1)
     BC = min(triton.next_power_of_2(columns), TILE if grid.rows == 1 else TILE // 2)
     BR = 1 if grid.rows == 1 else min(TILE // BC, triton.next_power_of_2(grid.rows))
     tiles = triton.cdiv(grid.rows, BR) * triton.cdiv(columns, BC)
     per_program = min(TILES, 1 << (max(1, tiles // PROGRAMS).bit_length() - 1))
-    farthest = max((grid.rows + BR) * max(grid.strides), _numel(local.shape)) + 2 * TILE
-    pack_kernel[(triton.cdiv(tiles, per_program),)](
-        flat_source,
-        flat_target,
-        sums,
-        grid.rows,
-        columns,
-        own_stride,
-        grid.strides[1] // half,
-        first // half,
-        grid.strides[2] // half,
-        CAST=cast,
-        PAIRS=pairs and cast != _COPY,
-        BR=BR,
-        BC=BC,
-        TILES=per_program,
-        WIDE=farthest >= 2**31,
+    farthest = max((grid.rows + BR) * max(grid.strides), _numel(shape)) + 2 * TILE
+    strides = grid.strides[1] // half, first // half, grid.strides[2] // half
+    return Call(
+        triton.cdiv(tiles, per_program),
+        _INTEGER[4 if pairs and not cast else source_dtype.itemsize],
+        _INTEGER[4 if pairs else target_dtype.itemsize],
+        (grid.rows, columns, own_stride, *strides),
+        {
+            "CAST": cast,
+            "PAIRS": pairs and cast != _COPY,
+            "BR": BR,
+            "BC": BC,
+            "TILES": per_program,
+            "WIDE": farthest >= 2**31,
+        },
     )
-
-
-def _on_words(grid: Grid, first: int, source: torch.Tensor, target: torch.Tensor, cast: int) -> bool:
-    """Whether every row of 16-bit items begins and ends between two words, in memory and in the whole
-    tensor."""
-    counted = [grid.columns, first, *grid.strides[1:]]
-    if cast == _COPY:  # then the source is read by words too
-        counted += [grid.strides[0], source.data_ptr() // 2]
-    return target.data_ptr() % 4 == 0 and all(items % 2 == 0 for items in counted)
 
 
 def _numel(shape: Sequence[int]) -> int:
