@@ -49,8 +49,9 @@ __global__ void __launch_bounds__(kThreads) move_rows(DeviceRows rows, uint8_t* 
     const int64_t plane = (first + r) / rows.tokens, token = (first + r) % rows.tokens;
     Item* const slot = reinterpret_cast<Item*>(rows.planes[plane] + rows.slots[token] * rows.stride);
     Item* const inside = reinterpret_cast<Item*>(image + (first + r) * rows.row_bytes);
-    const Item* const from = kGather ? slot : inside;
-    Item* const to = kGather ? inside : slot;
+    const Item* const __restrict__ from = kGather ? slot : inside;
+    Item* const __restrict__ to = kGather ? inside : slot;
+#pragma unroll 2  // both loads of a row of 1 KB before the first store
     for (int i = threadIdx.x % 32; i < per_row; i += 32) {
       const Item value = from[i];
       to[i] = value;

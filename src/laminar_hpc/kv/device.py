@@ -126,8 +126,7 @@ def scatter(pool: Pool, slots: torch.Tensor, image: torch.Tensor) -> None:
 def _run(kernel: str, pool: Pool, slots: torch.Tensor, image: torch.Tensor | int) -> list[int]:
     """One kernel over all planes in the current stream. `image` is contiguous on the GPU. Returns the sums,
     two per chunk."""
-    first, shape = pool.tensors[0], pool.shape
-    planes = torch.tensor([tensor.data_ptr() for tensor in pool.tensors], dtype=torch.int64).to(first.device)
+    first, shape, planes = pool.tensors[0], pool.shape, pool.addresses
     where = slots.to(device=first.device, dtype=torch.int64).contiguous()
     sums = torch.zeros(2 * shape.chunks(len(slots), CHUNK_BYTES), dtype=torch.int64, device=first.device)
     place = image if isinstance(image, int) else image.data_ptr()

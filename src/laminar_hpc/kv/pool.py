@@ -1,6 +1,7 @@
 """One engine's KV pool as the extension sees it, and the plan of one request's copy from or into it."""
 
 import ctypes
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -61,6 +62,12 @@ class Pool:
                 f"{list(first.shape)}; a slot's heads must lie together"
             )
         return cls(tensors, Shape(names[first.dtype], len(keys), heads, dim, page_size))
+
+    @functools.cached_property
+    def addresses(self) -> torch.Tensor:
+        """Where each tensor begins, int64 [2 * layers] on their device."""
+        found = torch.tensor([tensor.data_ptr() for tensor in self.tensors], dtype=torch.int64)
+        return found.to(self.tensors[0].device)
 
     def plan(
         self,
