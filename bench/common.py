@@ -212,9 +212,23 @@ def machine() -> dict[str, object]:
         "cpu": model,
         "cores": len(os.sched_getaffinity(0)),
         "ram_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1),
+        **gpu(),
         "python": platform.python_version(),
-        **{name: importlib.metadata.version(name) for name in ("torch", "megatron-core", "sglang")},
+        **{name: version(name) for name in ("torch", "megatron-core", "sglang")},
     }
+
+
+def gpu() -> dict[str, str]:
+    """The GPU that a bench in this process may have used."""
+    torch = sys.modules.get("torch")
+    return {"gpu": torch.cuda.get_device_name()} if torch and torch.cuda.is_available() else {}
+
+
+def version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:  # a bench that needs no engine runs without SGLang too
+        return "none"
 
 
 def cell(value: object) -> str:

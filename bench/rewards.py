@@ -1,15 +1,17 @@
-"""The arithmetic example's reward behind a wait, as if a judge or a sandbox had to answer first:
-reward.function=bench.rewards.waiting.
+"""Rewards of benches, imported by reward workers, which search the folder that `laminar` was started in.
 
-The wait is log-normal (median 0.2 s, 99th percentile 3 s), asleep and not at work, and each call draws its
+`reward.function=bench.rewards.waiting`: the arithmetic example's behind a wait, as if a judge or a sandbox
+had to answer first. The wait is log-normal (median 0.2 s, 99th percentile 3 s), asleep and not at work, and each call draws its
 own: the n-th call with the same prompt and response always waits equally long, so that runs can be compared.
-Imported by reward workers, which search the folder that `laminar` was started in.
+
+`reward.function=bench.rewards.drawn`: by chance.
 """
 
 import asyncio
 import collections
 import hashlib
 import math
+import random
 import statistics
 
 from laminar_hpc.environments import arithmetic
@@ -36,3 +38,9 @@ async def waiting(*, prompt: str, response: str, row: dict) -> dict[str, float]:
     _calls[prompt, response] += 1
     await asyncio.sleep(wait_seconds(prompt, response, call))
     return arithmetic.reward(prompt=prompt, response=response, row=row)
+
+
+def drawn(*, prompt: str, response: str, row: dict) -> float:
+    """For models with random weights: they answer nothing right, and where all rewards are equal no step
+    changes the weights."""
+    return random.random()

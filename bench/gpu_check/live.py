@@ -8,7 +8,7 @@
     python bench/gpu_check/live.py --part repack             two engines on one GPU, KV moves between them
     python bench/gpu_check/live.py --part resume             a checkpoint, a new start from it
 
-The model has random weights (--shape), the tasks are the example's. Each run must end by itself, and `laminar
+The model has random weights (--shape), the tasks are the example's, rewards are drawn. Each run must end by itself, and `laminar
 audit` must find nothing in it. `mismatch_over_limit` is the log-prob mismatch between engine and trainer,
 mean over a probe, the largest of all weight ids, over the limit that a run warns at.
 """
@@ -41,7 +41,12 @@ Figures = dict[str, float | None]
 def settings(options: argparse.Namespace, folder: Path) -> dict[str, object]:
     """What all runs have; a GPU's are a small model's, the CPU's a tiny one's."""
     model = shapes.make_model(folder / f"model-{options.shape}", shapes.shape(options.shape))
-    found: dict[str, object] = {"model.path": model, "evaluation.files": "[]", "optimizer.lr": 1e-6}
+    found: dict[str, object] = {
+        "model.path": model,
+        "evaluation.files": "[]",
+        "optimizer.lr": 1e-6,
+        "reward.function": "bench.rewards.drawn",
+    }
     if not torch.cuda.is_available():
         return found | {
             "algorithm.prompts_per_step": 4,
