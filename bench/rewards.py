@@ -1,8 +1,9 @@
 """Rewards of benches, imported by reward workers, which search the folder that `laminar` was started in.
 
 `reward.function=bench.rewards.waiting`: the arithmetic example's behind a wait, as if a judge or a sandbox
-had to answer first. The wait is log-normal (median 0.2 s, 99th percentile 3 s), asleep and not at work, and each call draws its
-own: the n-th call with the same prompt and response always waits equally long, so that runs can be compared.
+had to answer first. The wait is log-normal (median 0.2 s, 99th percentile 3 s), asleep and not at work, and
+each call draws its own: the n-th call with the same prompt and response always waits equally long, so that
+runs can be compared.
 
 `reward.function=bench.rewards.drawn`: by chance.
 """

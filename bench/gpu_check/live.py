@@ -8,9 +8,9 @@
     python bench/gpu_check/live.py --part repack             two engines on one GPU, KV moves between them
     python bench/gpu_check/live.py --part resume             a checkpoint, a new start from it
 
-The model has random weights (--shape), the tasks are the example's, rewards are drawn. Each run must end by itself, and `laminar
-audit` must find nothing in it. `mismatch_over_limit` is the log-prob mismatch between engine and trainer,
-mean over a probe, the largest of all weight ids, over the limit that a run warns at.
+The model has random weights (--shape), the tasks are the example's, rewards are drawn. Each run must end by
+itself, and `laminar audit` must find nothing in it. `mismatch_over_limit` is the log-prob mismatch between
+engine and trainer, mean over a probe, the largest of all weight ids, over the limit that a run warns at.
 """
 
 import argparse
