@@ -3,13 +3,15 @@ it."""
 
 import errno
 import os
+import signal
 import sqlite3
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from laminar_hpc.cluster.full_disk import await_room, full_disk_text, is_full_disk, put
+from laminar_hpc.cluster import launch_role
+from laminar_hpc.cluster.full_disk import NO_ROOM, await_room, full_disk_text, is_full_disk, put
 from laminar_hpc.cluster.launch import Launch
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.controller.store import Store
@@ -144,3 +146,35 @@ def test_curves_that_can_no_longer_be_written_do_not_block_the_controller(tmp_pa
     writer._worker.join(30)
     assert not writer._worker.is_alive()
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize(("room", "code", "started"), [(True, 0, 4), (False, 2, 1)])
+def test_a_controller_starts_again_whenever_there_is_room(tmp_path, monkeypatch, room, code, started):
+    """Promise (docs/architecture.md#failure-domains): however often a disk fills up after the same step, a
+    spare of Slurm's stays one; without room in time it ends."""
+    lives: list[object] = []
+
+    class Life:
+        """Finds no room three times."""
+
+        cause, is_final = f"{NO_ROOM} run_dir={tmp_path}: make room, or choose another", True
+
+        def __init__(self, *_: object) -> None:
+            lives.append(self)
+
+        def wait(self) -> int:
+            return launch_role.REFUSED if len(lives) < 4 else 0
+
+        def awaits_room(self) -> bool:
+            return room
+
+        def hear_late(self, before: "Life") -> None:
+            assert before is lives[-2]
+
+        def print_error(self, more: str = "") -> None:
+            assert not more
+
+    monkeypatch.setattr(launch_role, "RoleLaunch", Life)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # the test's own process keeps its handlers
+    assert launch_role.main(["controller", "1", "experiment=demo", f"run_dir={tmp_path}"]) == code
+    assert len(lives) == started

@@ -25,3 +25,10 @@ def test_the_same_death_twice_without_progress_is_the_last():
 def test_never_by_default():
     """Promise: restarts=0 starts nothing again."""
     assert Restarts(0).refusal("x", 0, 0.0)
+
+
+def test_a_cause_that_is_gone_says_nothing_about_another_try():
+    restarts = Restarts(3)
+    assert [restarts.refusal("no room", 7, float(now), gone=True) for now in range(3)] == [""] * 3
+    assert "so many restarts" in restarts.refusal("no room", 7, 3.0, gone=True)
+    assert "the same happened before" in restarts.refusal("no room", 7, 4.0)

@@ -250,9 +250,10 @@ def main(arguments: list[str]) -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, lambda got, _: launch.on_signal(got))
     while (code := launch.wait()) != 0:
-        if launch.is_final and not (restarts.per_hour and launch.awaits_room()):
+        has_room = launch.is_final and restarts.per_hour > 0 and launch.awaits_room()
+        if launch.is_final and not has_room:
             break
-        if why_not := restarts.refusal(launch.cause, _last_step(config), time.time()):
+        if why_not := restarts.refusal(launch.cause, _last_step(config), time.time(), gone=has_room):
             launch.print_error(f"; not started again: {why_not}" if restarts.per_hour else "")
             break
         count = f"{role}: {len(restarts.times)} of {restarts.per_hour} within an hour"

@@ -18,12 +18,12 @@ class Restarts:
     times: list[float] = field(default_factory=list)  # of the restarts in the last hour, in seconds
     last: tuple[str, int] | None = None  # cause and step of the newest death
 
-    def refusal(self, cause: str, step: int, now: float) -> str:
-        """Counts a death after trainer step `step` at time `now` (seconds). Returns why the run is not
-        started again, or "" if it is."""
+    def refusal(self, cause: str, step: int, now: float, gone: bool = False) -> str:
+        """Counts a death after trainer step `step` at time `now` (seconds); `gone`: its cause is there no
+        more. Returns why the run is not started again, or "" if it is."""
         self.times = [time for time in self.times if now - time < HOUR_SECONDS]
         death = (re.sub(r"\d+", "#", cause), step)  # process ids and times differ between two equal deaths
-        repeated, self.last = death == self.last, death
+        repeated, self.last = death == self.last and not gone, death
         if self.per_hour == 0:
             return "restarts=0"
         if repeated:
