@@ -92,6 +92,7 @@ STAGES = (
             Goal("scatter_over_copy", "the extension is built for another GPU: rm -r build, make setup", 0.7),
             Goal("stage_out_over_copy", "pinned memory is short, or the link to the host is shared", 0.8),
             Goal("stage_in_over_copy", "pinned memory is short, or the link to the host is shared", 0.8),
+            Goal("stage_over_sglang", "if the two above are met, SGLang's own copy is fast here", 3.0),
         ),
     ),
     Stage(
