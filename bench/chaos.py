@@ -10,7 +10,8 @@ Faults come in shuffled rounds, each kind once a round, after pauses of half to 
 seconds, whatever the run has made of the last one; --seed gives the same kinds, places and pauses. What each
 kind does, and what cannot be had on one machine: bench/chaos_faults.py. The run beside it has no faults.
 
-A run whose jobs have all ended is submitted again, as its user would (`submissions`).
+A run whose jobs have all ended is submitted again, as its user would (`submissions`); `jobs_ended`: those of
+the last submission that are over when the faults are, though the run is not.
 The bench fails when no step is trained for `--limit` seconds, or the audit objects. One that fails or is
 ended (Ctrl-C, TERM) prints the faults so far; its Slurm ends with it, whatever it dies of.
 
@@ -141,9 +142,11 @@ def members(run: SlurmRun) -> tuple[int, int]:
     return len(pids), len(set(pids))
 
 
-def faulty(options: argparse.Namespace, cluster: SlurmCluster) -> tuple[list[dict], list[float], int]:
-    """The faults; when they began, when they were over, and when the time without faults after them was; how
-    often the run was submitted."""
+def faulty(
+    options: argparse.Namespace, cluster: SlurmCluster
+) -> tuple[list[dict], list[float], dict[str, float]]:
+    """The faults; when they began, when they were over, and when the time without faults after them was; what
+    became of the jobs."""
     rows: list[dict] = []
     with running(options, cluster, "faults") as run, said_at_a_stop(run, rows):
         watch, start = Watch(run, options.limit), time.time()
@@ -160,10 +163,11 @@ def faulty(options: argparse.Namespace, cluster: SlurmCluster) -> tuple[list[dic
         run.until_step(steps_done(run.run_dir) + 1, options.limit)
         watch.tend_for(options.alone_seconds)
         moments.append(time.time())
+        jobs: dict[str, float] = {"submissions": run.submissions, "jobs_ended": run.ended()}
         counts = [*(row.pop("before") for row in rows), members(run)]
         for row, (joined, were), (joins, are) in zip(rows, counts, counts[1:], strict=False):
             row |= {"joins": joins - joined, "new": are - were}
-    return rows, moments, run.submissions
+    return rows, moments, jobs
 
 
 def pace(run: Run, start: float, end: float) -> tuple[float, float]:
@@ -270,7 +274,7 @@ def options_of() -> argparse.Namespace:
 def report(options: argparse.Namespace, cluster: SlurmCluster) -> int:
     """Measures, and says what was found; the number of the audit's culprits."""
     beside = alone(options, cluster)
-    rows, (start, over, end), submissions = faulty(options, cluster)
+    rows, (start, over, end), jobs = faulty(options, cluster)
     run = rundata.load(cluster.shared / "faults")
     rows = [row | aftermath(run, row) for row in rows]
     culprits, lost = audited(run.directory)
@@ -288,7 +292,7 @@ def report(options: argparse.Namespace, cluster: SlurmCluster) -> int:
         "faults": len(rows),
         "steps": run.steps[-1]["step"] if run.steps else 0,
         **accuracies(run, alone_run),
-        "submissions": submissions,
+        **jobs,
         "audit_culprits": len(culprits),
         "responses_lost": lost,
     }
