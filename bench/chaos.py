@@ -10,8 +10,8 @@ Faults come in shuffled rounds, each kind once a round, after pauses of half to 
 seconds, whatever the run has made of the last one; --seed gives the same kinds, places and pauses. What each
 kind does, and what cannot be had on one machine: bench/chaos_faults.py. The run beside it has no faults.
 
-A run whose jobs have all ended is submitted again, as its user would (`submissions`); `jobs_ended`: those of
-the last submission that are over when the faults are, though the run is not.
+A run whose jobs have all ended is submitted again, as its user would (`submissions`). `jobs_ended`: those
+that are over though the run is not, a while after the last fault.
 The bench fails when no step is trained for `--limit` seconds, or the audit objects. One that fails or is
 ended (Ctrl-C, TERM) prints the faults so far; its Slurm ends with it, whatever it dies of.
 
@@ -27,7 +27,7 @@ power cut of the trainers from their node's return. `published`: from the beginn
 the next publication that began after it. `joins`: of members until the next fault, of which `new` are new
 processes; the others were taken for dead. `trainer_share`: seconds per trained token until the lost replica
 is back, over those before. `load`: of the machine.
-Goals: 0.8, 0 culprits, 0 lost.
+Goals: 0.8, 0 culprits, 0 lost, 0 ended.
 """
 
 import argparse
@@ -144,12 +144,12 @@ def members(run: SlurmRun) -> tuple[int, int]:
 
 def faulty(
     options: argparse.Namespace, cluster: SlurmCluster
-) -> tuple[list[dict], list[float], dict[str, float]]:
-    """The faults; when they began, when they were over, and when the time without faults after them was; what
-    became of the jobs."""
+) -> tuple[list[dict], list[float], dict[str, int]]:
+    """The faults; when they began, when they were over, and when the time without faults after them was; the
+    figures of the jobs."""
     rows: list[dict] = []
     with running(options, cluster, "faults") as run, said_at_a_stop(run, rows):
-        watch, start = Watch(run, options.limit), time.time()
+        watch, start, jobs = Watch(run, options.limit), time.time(), len(run.elements())
         for pause, kind, seed in sequence(options.kinds, options.seed, options.every):
             watch.tend_for(pause)
             if len(rows) == options.faults or time.time() - start > options.seconds:
@@ -163,11 +163,11 @@ def faulty(
         run.until_step(steps_done(run.run_dir) + 1, options.limit)
         watch.tend_for(options.alone_seconds)
         moments.append(time.time())
-        jobs: dict[str, float] = {"submissions": run.submissions, "jobs_ended": run.ended()}
+        of_jobs = {"submissions": run.submissions, "jobs_ended": jobs - len(run.elements())}
         counts = [*(row.pop("before") for row in rows), members(run)]
         for row, (joined, were), (joins, are) in zip(rows, counts, counts[1:], strict=False):
             row |= {"joins": joins - joined, "new": are - were}
-    return rows, moments, jobs
+    return rows, moments, of_jobs
 
 
 def pace(run: Run, start: float, end: float) -> tuple[float, float]:
@@ -274,7 +274,7 @@ def options_of() -> argparse.Namespace:
 def report(options: argparse.Namespace, cluster: SlurmCluster) -> int:
     """Measures, and says what was found; the number of the audit's culprits."""
     beside = alone(options, cluster)
-    rows, (start, over, end), jobs = faulty(options, cluster)
+    rows, (start, over, end), of_jobs = faulty(options, cluster)
     run = rundata.load(cluster.shared / "faults")
     rows = [row | aftermath(run, row) for row in rows]
     culprits, lost = audited(run.directory)
@@ -292,7 +292,7 @@ def report(options: argparse.Namespace, cluster: SlurmCluster) -> int:
         "faults": len(rows),
         "steps": run.steps[-1]["step"] if run.steps else 0,
         **accuracies(run, alone_run),
-        **jobs,
+        **of_jobs,
         "audit_culprits": len(culprits),
         "responses_lost": lost,
     }

@@ -98,10 +98,6 @@ class SlurmRun:
         found = [Element(i, _JOB_NAMES[j], node, state) for i, j, node, state in fields if j in _JOB_NAMES]
         return [each for each in found if role in (None, each.role) and each.state in _ALIVE]
 
-    def ended(self) -> int:
-        """How many of the jobs are over."""
-        return 1 + 1 + self.rollouts + self.spare - len(self.elements())
-
     def where(self, target: str, draw: random.Random) -> Element | None:
         """A running job of this role, or with this kind of process; None between two lives."""
         role = _JOB_OF.get(target, target)

@@ -30,3 +30,4 @@ def test_five_minutes_of_faults(slurm_cluster, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(figures.read_text())["figures"]
     assert found["faults"] >= 3 and found["audit_culprits"] == 0 and found["responses_lost"] == 0
+    assert found["jobs_ended"] == 0
