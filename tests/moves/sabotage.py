@@ -5,12 +5,12 @@ import asyncio
 import random
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 
 from laminar_hpc.controller.loop import Controller
 from laminar_hpc.kv.errors import KvRefused
-from laminar_hpc.messages.data import Message
+from laminar_hpc.messages.data import Message, Trajectory
 from laminar_hpc.rollout.worker import RolloutWorker
 
 CALLS = ("kv_reserve", "kv_send", "kv_detach", "kv_import", "kv_commit", "kv_abort")
@@ -99,13 +99,10 @@ class Killer:
     the id before the newest, once `tokens` of its responses are known; `most` times, `every` seconds at most.
     `kill(replica, known)` does it, and says whether any of the `known` was still generated there."""
 
-    def __init__(
-        self, kill: Callable[[int, dict[int, int]], bool], most: int, tokens: int, every: float
-    ) -> None:
+    def __init__(self, kill: Callable[[int, set[int]], bool], most: int, tokens: int, every: float) -> None:
         self.kill, self.most, self.tokens, self.every = kill, most, tokens, every
-        self.killed: list[
-            tuple[int, dict[int, int]]
-        ] = []  # weight id, response tokens by trajectory, as far as they were known
+        # weight id, response tokens by trajectory and attempt, as far as they were known
+        self.killed: list[tuple[int, dict[tuple[int, int], int]]] = []
         self._next = 0.0
 
     def __call__(self, controller: Controller) -> None:
@@ -116,15 +113,26 @@ class Killer:
         ids = {replica: controller.replicas.at(replica).weight_id for replica in owned}
         for replica, mine in owned.items():
             weight_id, newest = ids[replica], controller.weights.newest
-            known = {i: p.count for _, i, sample in mine if (p := controller.pool.get(i, sample.attempt))}
+            samples = [(i, sample.attempt) for _, i, sample in mine]
+            known = {sample: part.count for sample in samples if (part := controller.pool.get(*sample))}
             alone = all(ids[other] != weight_id for other in owned if other != replica)
             if (
                 alone
                 and newest is not None
                 and weight_id == newest.weight_id - 1
                 and sum(known.values()) >= self.tokens
-                and self.kill(replica, known)
+                and self.kill(replica, {i for i, _ in known})
             ):
                 self.killed.append((weight_id, known))
                 self._next = time.monotonic() + self.every
                 return
+
+    def lost(self, moves: list[dict], found: Mapping[int, Trajectory]) -> int:
+        """The known tokens that none of the `moves` took elsewhere. What kept its attempt had just ended."""
+        kept = {(move["trajectory_id"], move["weight_id"]) for move in moves}
+        return sum(
+            tokens
+            for weight_id, known in self.killed
+            for (i, attempt), tokens in known.items()
+            if (i, weight_id) not in kept and found[i].attempt > attempt
+        )

@@ -184,7 +184,7 @@ class Stand:
             await self.replicas[index].run()
             await asyncio.sleep(0.05)
 
-    def kill(self, index: int, known: dict[int, int]) -> bool:
+    def kill(self, index: int, known: set[int]) -> bool:
         """Ends the engine of a replica if it still generates one of the `known` trajectories."""
 
         async def kill() -> bool:

@@ -184,14 +184,8 @@ def test_the_work_of_a_killed_engine_goes_on_with_older_weights(tmp_path, monkey
         assert_is_the_models(references[t.record.weight_id % 2], t)
     for t in list(found.values())[::10]:
         assert_is_the_models(references[t.record.weight_id % 2], t)
-    kept = {(move["trajectory_id"], move["weight_id"]) for move in moves}
-    lost = [
-        tokens
-        for weight_id, known in killer.killed
-        for i, tokens in known.items()
-        if (i, weight_id) not in kept and found[i].record.attempt
-    ]
-    assert figures["tokens_discarded"] >= sum(lost) and figures["max_versions_per_trajectory"] == 1
+    lost = killer.lost(moves, {i: t.record for i, t in found.items()})
+    assert figures["tokens_discarded"] >= lost and figures["max_versions_per_trajectory"] == 1
     for move in by_load:
         pulls = [
             pull["weight_id"] for pull in records.records["pull"] if pull["replica"] == move["destination"]

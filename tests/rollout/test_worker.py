@@ -384,6 +384,28 @@ def test_older_weights_are_kept_from_the_grant_on(replica, monkeypatch):
     controller.until_asked(10)
 
 
+def test_it_asks_for_nothing_while_a_grant_waits(replica, monkeypatch):
+    """A grant that comes during a pull, as to a replica that starts, is begun first: what it was given beside
+    that would find other weights open, and be lost."""
+    controller, weights = replica.controller, replica.worker.weights
+    pull, grant = weights.pull, orphans_of(replica, 10, reference(replica.models[0]), length=8)
+
+    async def crossed(*words, **settings):
+        if not settings and grant.batch_id not in told:
+            told.append(grant.batch_id)
+            controller.tell(grant)
+        await pull(*words, **settings)
+
+    told: list[int] = []
+    monkeypatch.setattr(weights, "pull", crossed)
+    replica.publish(0, 11)
+    assert [controller.get(WeightsOpened, Lost).weight_id for _ in range(2)] == [11, 10]
+    assert {message.trajectory.weight_id for message in controller.collect(4, Generated, Lost)} == {10}
+    assert controller.requests.empty()
+    assert controller.get(WeightsOpened).weight_id == 11
+    controller.until_asked(11)
+
+
 def test_the_death_of_an_idle_engine_is_one_line(replica):
     """It is noticed at once, not at the next request; the error says how it died and where its log is;
     nothing stays behind."""
@@ -406,7 +428,8 @@ def test_what_the_replica_did_is_in_its_trace(replica):
     spans = read_spans(replica.folder)["rollout0"]
     kinds = [span.kind for span in spans]
     assert {"load", "pull", "generate", "score", "wait"} <= set(kinds)
-    assert [span.fields["weight_id"] for span in spans if span.kind == "pull"] == [0, 5, 7, 5, 7, 5, 10, 10]
-    assert [span.fields["restarts"] for span in spans if span.kind == "pull"] == [0, 0, 1, 0, 0, 0, 0, 0]
+    pulled = [0, 5, 7, 5, 7, 5, 10, 10, 11, 10, 11]
+    assert [span.fields["weight_id"] for span in spans if span.kind == "pull"] == pulled
+    assert [span.fields["restarts"] for span in spans if span.kind == "pull"] == [0, 0, 1, *[0] * 8]
     batches = [span for span in spans if span.kind == "generate"]
     assert batches[0].fields["trajectories"] == 24 and batches[0].fields["tokens"] > 24

@@ -251,6 +251,7 @@ class RolloutWorker:
                 await self.weights.until_first(time.monotonic())
             if self.state.weight_id is None or self.weights.newer():
                 await self.weights.pull()
+        if not self.grants:  # one that came during the pull is its work
             self.ask_again = False
             assert self.state.weight_id is not None
             self.context.channel.send(RequestWork(self.state.weight_id, self.grants.newest_batch))
