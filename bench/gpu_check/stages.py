@@ -119,7 +119,7 @@ STAGES = (
     Stage(
         "live",
         300,
-        "bench/gpu_check/live.py --part pair --steps 20 --runs-dir {out}/runs/pair",
+        "bench/gpu_check/live.py --part pair --steps 10 --runs-dir {out}/runs/pair",
         "bench/gpu_check/live.py --part pair --steps 3 --shape tiny --runs-dir {out}/runs/pair",
         LIVE,
         (AUDIT, MISMATCH),
@@ -174,7 +174,7 @@ STAGES = (
     ),
     Stage(
         "resume",
-        180,
+        300,
         "bench/gpu_check/live.py --part resume --steps 4 --runs-dir {out}/runs/resume",
         "bench/gpu_check/live.py --part resume --steps 4 --shape tiny --runs-dir {out}/runs/resume",
         LIVE,
@@ -183,7 +183,7 @@ STAGES = (
     ),
     Stage(
         "engine-killed",
-        180,
+        300,
         "bench/gpu_check/live.py --part engine_killed --steps 8 --runs-dir {out}/runs/killed",
         "bench/gpu_check/live.py --part engine_killed --steps 12 --shape tiny --runs-dir {out}/runs/killed",
         LIVE,
@@ -192,7 +192,7 @@ STAGES = (
     ),
     Stage(
         "relay-killed",
-        200,
+        300,
         "bench/gpu_check/live.py --part relay_killed --runs-dir {out}/runs/relay",
         "bench/gpu_check/live.py --part relay_killed --shape tiny --runs-dir {out}/runs/relay",
         LIVE,
@@ -201,8 +201,8 @@ STAGES = (
     ),
     Stage(
         "moves",
-        180,
-        "bench/kv_engines.py --model narrow --lengths 1024,8192 --repeats 1",
+        240,
+        "bench/kv_engines.py --model 7b --lengths 1024,8192 --repeats 1",
         "bench/kv_engines.py --model narrow --lengths 64 --repeats 1",
         "the log says at which step of a move; docs/kv.md",
         (Goal("reprefill_over_move_4k", "moves are slower than prefilling: pipeline.repack=reprefill", 1.0),),

@@ -55,6 +55,17 @@ def test_attention_without_a_kernel_of_its_own_is_tritons() -> None:
     assert list(chosen.values()) == ["triton", "triton", None, "triton", "fa3"]
 
 
+def test_few_graphs_of_prefills_and_all_of_decoding() -> None:
+    """Promise: an engine captures six prefill graphs and decoding up to all its requests; whoever names
+    any graph argument has SGLang's own choice for the rest."""
+    words = words_of(experiment("one_gpu", "rollout.max_concurrent=200"), Path("/m"))
+    graphs = json.loads(value(words, "cuda-graph-config") or "")
+    assert graphs == {"prefill": {"bs": [64, 128, 256, 512, 1024, 2048]}, "decode": {"max_bs": 200}}
+    for own in ("disable-prefill-cuda-graph=true", "cuda_graph_max_bs_decode=32"):
+        words = words_of(experiment("one_gpu", f"rollout.engine_arguments.{own}"), Path("/m"))
+        assert value(words, "cuda-graph-config") is None
+
+
 def model_folder(config: RunConfig, folder: Path) -> Path:
     """The model of the configuration, or a folder with the config.json that a public one has."""
     if (Path(config.model.path) / "config.json").exists():

@@ -5,6 +5,7 @@ names are read from SGLang's source text: importing it takes seconds.
 """
 
 import importlib.util
+import json
 import re
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from laminar_hpc.config.models import head_size, model_config
 from laminar_hpc.config.schema import RunConfig
 
 HEAD_SIZES = (64, 128, 256)  # that all of SGLang's compiled attention backends have
+# Tokens of a prefill that is one CUDA graph. SGLang's own choice has 58 sizes, a second of each engine's start each.
+PREFILL_GRAPHS = (64, 128, 256, 512, 1024, 2048)
 _MIN_NAMES = 100  # fewer mean that this version of SGLang declares them in another way
 _PRIVATE = ("host", "port", "api-key", "admin-api-key", "ssl-keyfile", "ssl-certfile")
 # of which the run has its own idea: two would give ranks without weights, or weights of another kind
@@ -96,6 +99,16 @@ def _memory_share(config: RunConfig) -> dict[str, str]:
     return {"mem-fraction-static": f"{min(share, USABLE):.3f}"}
 
 
+def _graphs(config: RunConfig) -> dict[str, str]:
+    """Which CUDA graphs an engine captures: few of prefills, and of decoding up to all requests that it may
+    have at once, where SGLang takes 8 to 48 on GPUs below 60 GB. Nothing where the user names any of them, as
+    this argument would come before the user's (cuda_graph_hook.py, `_parse_cuda_graph_config`)."""
+    if any("cuda-graph" in key.replace("_", "-") for key in config.rollout.engine_arguments):
+        return {}
+    graphs = {"prefill": {"bs": PREFILL_GRAPHS}, "decode": {"max_bs": config.rollout.max_concurrent}}
+    return {"cuda-graph-config": json.dumps(graphs)}
+
+
 def arguments(config: RunConfig, directory: Path, weight_version: str, seed: int) -> list[str]:
     """The words behind the program's name, without host, port and key."""
     rollout = config.rollout
@@ -118,7 +131,7 @@ def arguments(config: RunConfig, directory: Path, weight_version: str, seed: int
     if rollout.increment_tokens:
         values["incremental-streaming-output"] = "true"
     if has_cuda():
-        values |= _attention(config) | _memory_share(config)
+        values |= _attention(config) | _memory_share(config) | _graphs(config)
     else:
         # A whole batch of short prompts is prefilled at once; the KV cache is bounded by max-total-tokens,
         # not by a share of memory.

@@ -48,12 +48,11 @@ def sglang_units(shapes: tuple = SHAPES) -> Iterator[Unit]:
 
 
 def flashinfer_units() -> Iterator[Unit]:
-    """Those of flashinfer that every engine uses."""
+    """Those of flashinfer that every engine uses. Its sampling is not among them: top-k, top-p and min-p,
+    which alone need it, are refused."""
     from flashinfer.norm import get_norm_module
-    from flashinfer.sampling import get_sampling_module
 
     yield "norms", get_norm_module
-    yield "sampling", get_sampling_module
 
 
 def compile_units(units: list[Unit]) -> list[str]:
