@@ -14,7 +14,7 @@ from laminar_hpc.trainer.algorithms.corrections import behaviour_weights, kept_s
 from laminar_hpc.trainer.algorithms.kl import kl_estimate
 from laminar_hpc.trainer.algorithms.loss_aggregation import weights_and_count
 from laminar_hpc.trainer.algorithms.losses import aipo, cispo, clip, gspo
-from laminar_hpc.trainer.algorithms.objective import objective
+from laminar_hpc.trainer.algorithms.objective import SUMS, objective
 from laminar_hpc.trainer.algorithms.tokens import Tokens
 from laminar_hpc.trainer.step.microbatch import make_microbatch
 
@@ -221,6 +221,38 @@ def test_kl_estimates_by_hand_and_in_the_mean() -> None:
             assert gradient.abs().max() < 1e-12
         if estimator == "k2":
             assert torch.allclose(gradient, exact, atol=1e-12)
+        if estimator == "k3":
+            forward = torch.autograd.grad((p.exp() * (p - q)).sum(), logits, retain_graph=True)[0]
+            assert torch.allclose(gradient, forward, atol=1e-12)
+
+
+def verls_k3(logprobs: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+    """As verl's `low_var_kl` and, with its defaults, NeMo RL's k3 write it."""
+    log_r = (reference - logprobs).clamp(-20, 20)
+    return (log_r.exp() - log_r - 1).clamp(-10, 10)
+
+
+def test_one_token_far_from_the_reference_does_not_decide_the_update() -> None:
+    """Of reference - policy from -100 to 200 nats: the loss of k3 is 10 at most and its gradient finite, both
+    verl's; in the objective with the default settings, where the tokens at the bound are counted."""
+    nats = torch.tensor([-100.0, -20.0, -11.1, -3.0, 0.0, 1.0, 2.6, 2.7, 5.0, 10.0, 20.0, 88.0, 89.0, 200.0])
+    theirs, mine = (torch.zeros(len(nats)).requires_grad_(True) for _ in range(2))
+    verls_k3(theirs, nats).sum().backward()
+    batch = replace(tokens([0.0] * len(nats), [0.0] * len(nats), [len(nats)]), reference=nats)
+    found = objective(AlgorithmConfig(kl_coefficient=1.0), 8, batch, mine, torch.zeros(len(nats)))
+    found.total.backward()
+    assert found.total.item() == pytest.approx(verls_k3(torch.zeros(len(nats)), nats).sum().item(), rel=1e-6)
+    assert torch.allclose(mine.grad, theirs.grad, rtol=1e-5) and mine.grad.abs().max() < 13
+    assert dict(zip(SUMS, found.sums.tolist(), strict=True))["kl_bounded"] == 10
+
+
+def test_without_a_bound_k3_is_the_papers() -> None:
+    """kl_k3_max=null: at 5 nats the loss is 142, and nothing is counted."""
+    batch = replace(tokens([0.0], [0.0], [1]), reference=torch.tensor([5.0]))
+    settings = AlgorithmConfig(kl_coefficient=1.0, kl_k3_max=None)
+    found = objective(settings, 8, batch, torch.zeros(1), torch.zeros(1))
+    assert found.total.item() == pytest.approx(math.exp(5) - 6, rel=1e-6)
+    assert dict(zip(SUMS, found.sums.tolist(), strict=True))["kl_bounded"] == 0
 
 
 def test_a_behaviour_logprob_that_is_not_finite_shows_in_the_loss() -> None:
