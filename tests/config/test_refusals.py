@@ -358,7 +358,10 @@ def test_what_has_a_key_of_ours_is_set_by_that(word, key):
     assert line == f"rollout.engine_arguments.{word.partition('=')[0]}: set {key} and leave it out"
 
 
-@pytest.mark.parametrize("word", ["host=0.0.0.0", "port=80", "api_key=x", "hos=0.0.0.0"])
+@pytest.mark.parametrize(
+    "word",
+    ["host=0.0.0.0", "port=80", "api_key=x", "hos=0.0.0.0", "grpc-port=80", "tokenizer-worker-num=2"],
+)
 def test_engines_are_not_opened_by_an_argument(word):
     """Where an engine listens and with which key is not for rollout.engine_arguments to say."""
     (line,) = unknown_arguments(load_config([f"rollout.engine_arguments.{word}"]))

@@ -17,7 +17,10 @@ from laminar_hpc.config.schema import RunConfig
 
 HEAD_SIZES = (64, 128, 256)  # that all of SGLang's compiled attention backends have
 _MIN_NAMES = 100  # fewer mean that this version of SGLang declares them in another way
-_PRIVATE = ("host", "port", "api-key", "admin-api-key", "ssl-keyfile", "ssl-certfile")
+_PRIVATE = (
+    *("host", "port", "api-key", "admin-api-key", "ssl-keyfile", "ssl-certfile"),
+    *("grpc-port", "grpc-mode", "smg-grpc-mode", "tokenizer-worker-num"),  # servers that ask for no key
+)
 # of which the run has its own idea: two would give ranks without weights, or weights of another kind
 _OURS = {
     **dict.fromkeys(("tp-size", "tensor-parallel-size"), "rollout.tensor_parallel"),

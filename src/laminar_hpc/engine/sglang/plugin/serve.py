@@ -76,7 +76,7 @@ def main() -> None:
 
     load_plugins()
     hook_server()
-    from sglang.srt.entrypoints.http_server import launch_server
+    from sglang.srt.entrypoints.http_server import app, launch_server
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
 
@@ -84,6 +84,7 @@ def main() -> None:
     arguments = prepare_server_args([*sys.argv[1:], *(["--api-key", secret] if secret else [])])
     if secret:
         arguments.api_key = secret  # what was parsed is a plain text
+        app.add_middleware(key.KeyRequired, key=secret)
     try:
         launch_server(arguments)
     finally:
