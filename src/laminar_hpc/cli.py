@@ -212,7 +212,8 @@ COMMANDS: dict[str, Command] = {
         elsewhere("laminar_hpc.simulator.command"),
         "simulate pipelines and scales; needs no GPU",
         {
-            "laminar sim dora": "the pipelines of DORA's table at 64 and 128 GPUs",
+            "laminar sim small": "five pipelines on 16 and 32 GPUs, in half a minute",
+            "laminar sim dora": "the pipelines of DORA's table at 64 and 128 GPUs, in some minutes",
             "laminar sim laminar 'gpus=[64,256]' model=7B rollout_mtbf_hours=50": "scales, with failures",
             "laminar sim laminar workload.lengths_file=runs/demo": "the lengths of a run's own store",
             "laminar sim runs/demo": "that run predicted from its own measurements, and what would help most",
