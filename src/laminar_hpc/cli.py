@@ -15,7 +15,6 @@ from laminar_hpc import __version__
 from laminar_hpc.config.errors import LaminarError, Refused, did_you_mean, of_the_system, print_lines
 
 WIDE = 60  # columns of an example; what a longer one does follows right behind it
-_SIMULATOR_KEYS = "The keys are in src/laminar_hpc/simulator/schema.py."
 _RUN = "RUN_DIR is a finished run, which takes no keys."
 
 
@@ -41,16 +40,20 @@ def stop(arguments: list[str]) -> int:
 
 def sim_help() -> str:
     """What `laminar sim --help` adds to its usage."""
-    from laminar_hpc.simulator.settings import experiments
+    from laminar_hpc.simulator.schema import SimulationConfig
+    from laminar_hpc.simulator.settings import experiments, key_names
 
-    return f"\nEXPERIMENT is one of {', '.join(experiments())}. {_SIMULATOR_KEYS} {_RUN}"
+    names = f"EXPERIMENT is one of {', '.join(experiments())}. {_RUN}"
+    return f"\n{names}\nkeys: {key_names(SimulationConfig)}"
 
 
 def plan_help() -> str:
     """What `laminar plan --help` adds to its usage."""
-    from laminar_hpc.simulator.settings import questions
+    from laminar_hpc.simulator.schema import PlanConfig
+    from laminar_hpc.simulator.settings import key_names, questions
 
-    return f"\nQUESTION is one of {', '.join(questions())}. {_SIMULATOR_KEYS} {_RUN}"
+    names = f"QUESTION is one of {', '.join(questions())}. {_RUN}"
+    return f"\n{names}\nkeys: {key_names(PlanConfig)}"
 
 
 # those of jobs/submit.py, which is imported only when it is called

@@ -128,7 +128,10 @@ COMMANDS = {
     "sim dora steps=x": "steps=x: must be a whole number",
     "sim dora gpus=64": "write 'gpus=[64]'",
     "plan mixd": "no plan 'mixd' (did you mean mixed?)",
-    "plan mixed +foo=1": "foo: no such key; the keys are in src/laminar_hpc/simulator/schema.py",
+    "plan mixed +foo=1": "foo: no such key; the keys are name, out_dir, seed, model, pools, objective, ",
+    "plan node gpus=4": "gpus: GPUs are named in pools, for example 'pools=[{gpu: H100, count: 4}]'",
+    "plan node price=2": "price: GPUs are named in pools, for example 'pools=[{gpu: H100, count: 4}]'",
+    "sim dora foo=1": "foo: no such key; the keys are name, out_dir, seed, steps, warmup_steps, draws, ",
 }
 
 
