@@ -190,6 +190,34 @@ def test_sequences_outside_the_bounds_are_left_out_but_counted() -> None:
     assert logprobs.grad.tolist() == pytest.approx([0, 0, -1 / 3, 0, 0])
 
 
+def test_what_is_left_out_keeps_its_kl() -> None:
+    """docs/algorithms.md: a trajectory out of bounds loses its policy loss, but not its KL."""
+    batch = replace(tokens([0.0, 0.0], [1.0, 1.0], [1, 1]), reference=torch.tensor([0.5, 0.5]))
+    a = AlgorithmConfig(sequence_ratio_max=2.0, kl_coefficient=0.1, kl_estimator="k2")
+    logprobs = torch.tensor([math.log(4.0), 0.0]).requires_grad_(True)
+    objective(a, 8, batch, logprobs, torch.zeros(2)).total.backward()
+    assert logprobs.grad.tolist() == pytest.approx([0.1 * (math.log(4.0) - 0.5), -1 - 0.1 * 0.5])
+
+
+def test_gspo_takes_the_mean_of_its_behaviour_weights() -> None:
+    """docs/algorithms.md: with proximal=recomputed the weights 1/2 and 3/2, and 4 cut to 2, act by their mean
+    over the sequence, as in TRL: each token's gradient is mean(w) s A / |y|."""
+    weights = torch.tensor([0.5, 1.5, 4.0, 1.0])
+    batch = replace(tokens([0.0] * 4, [1.0, 1.0, -2.0, -2.0], [2, 2]), behaviour=-weights.log())
+    a = AlgorithmConfig(
+        loss="gspo",
+        loss_aggregation="sequences",
+        proximal="recomputed",
+        importance_weight_cap=2.0,
+        clip_high=9.0,
+        clip_low=1.0,
+    )
+    logprobs = torch.tensor([math.log(2.0), math.log(0.5), 0.0, 0.0]).requires_grad_(True)
+    found = objective(a, 8, batch, logprobs, torch.zeros(4))
+    (found.total / found.count).backward()
+    assert logprobs.grad.tolist() == pytest.approx([-1 / 4, -1 / 4, 2 * 1.5 / 4, 2 * 1.5 / 4])
+
+
 @pytest.mark.parametrize(
     ("loss_aggregation", "weights", "count"),
     [("tokens", [1, 1, 1, 1], 4), ("sequences", [1, 1 / 3, 1 / 3, 1 / 3], 3), ("constant", [0.1] * 4, 3)],
