@@ -2,8 +2,8 @@
 started by process.py.
 
 It is SGLang's own launcher, but: it dies with its parent; the API key comes from a file (arguments and
-environments stand in the process list); and a missing installation of our entry points is said in one line
-instead of by a crash deep inside SGLang.
+environments stand in the process list), and nothing is answered without it; and a missing installation of
+our entry points is said in one line instead of by a crash deep inside SGLang.
 """
 
 import os
