@@ -15,7 +15,6 @@ from laminar_hpc import __version__
 from laminar_hpc.config.errors import LaminarError, Refused, did_you_mean, of_the_system, print_lines
 
 WIDE = 60  # columns of an example; what a longer one does follows right behind it
-_SIMULATOR_KEYS = "The keys are in src/laminar_hpc/simulator/schema.py."
 _RUN = "RUN_DIR is a finished run, which takes no keys."
 
 
@@ -41,16 +40,20 @@ def stop(arguments: list[str]) -> int:
 
 def sim_help() -> str:
     """What `laminar sim --help` adds to its usage."""
-    from laminar_hpc.simulator.settings import experiments
+    from laminar_hpc.simulator.schema import SimulationConfig
+    from laminar_hpc.simulator.settings import experiments, key_names
 
-    return f"\nEXPERIMENT is one of {', '.join(experiments())}. {_SIMULATOR_KEYS} {_RUN}"
+    names = f"EXPERIMENT is one of {', '.join(experiments())}. {_RUN}"
+    return f"\n{names}\nkeys: {key_names(SimulationConfig)}"
 
 
 def plan_help() -> str:
     """What `laminar plan --help` adds to its usage."""
-    from laminar_hpc.simulator.settings import questions
+    from laminar_hpc.simulator.schema import PlanConfig
+    from laminar_hpc.simulator.settings import key_names, questions
 
-    return f"\nQUESTION is one of {', '.join(questions())}. {_SIMULATOR_KEYS} {_RUN}"
+    names = f"QUESTION is one of {', '.join(questions())}. {_RUN}"
+    return f"\n{names}\nkeys: {key_names(PlanConfig)}"
 
 
 # those of jobs/submit.py, which is imported only when it is called
@@ -212,7 +215,8 @@ COMMANDS: dict[str, Command] = {
         elsewhere("laminar_hpc.simulator.command"),
         "simulate pipelines and scales; needs no GPU",
         {
-            "laminar sim dora": "the pipelines of DORA's table at 64 and 128 GPUs",
+            "laminar sim small": "five pipelines on 16 and 32 GPUs, in half a minute",
+            "laminar sim dora": "the pipelines of DORA's table at 64 and 128 GPUs, in some minutes",
             "laminar sim laminar 'gpus=[64,256]' model=7B rollout_mtbf_hours=50": "scales, with failures",
             "laminar sim laminar workload.lengths_file=runs/demo": "the lengths of a run's own store",
             "laminar sim runs/demo": "that run predicted from its own measurements, and what would help most",

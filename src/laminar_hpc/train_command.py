@@ -56,7 +56,7 @@ def prepare(words: Sequence[str], say: Callable[[str], None]) -> tuple[RunConfig
     """(as the words have it, with the model's files resolved, what follows). Raises LaminarError for
     whatever can be refused without a look at this machine."""
     from laminar_hpc.emulation.constants import unknown_constants
-    from laminar_hpc.engine.sglang.command_line import unknown_arguments
+    from laminar_hpc.engine.sglang.command_line import refused_arguments
     from laminar_hpc.pretrained import resolve_model
     from laminar_hpc.weights.hf import read_shape
 
@@ -65,7 +65,7 @@ def prepare(words: Sequence[str], say: Callable[[str], None]) -> tuple[RunConfig
     derived = check(config)
     if (Path(config.model.path) / "config.json").is_file():  # a dry run may know it by name
         read_shape(config.model.path)
-    if lines := [*unknown_arguments(config), *unknown_constants(config)]:
+    if lines := [*refused_arguments(config), *unknown_constants(config)]:
         raise Refused(lines)
     return loaded, config, derived
 

@@ -7,6 +7,7 @@ import re
 import shutil
 import sqlite3
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from laminar_hpc.audit.records import read
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.payload.layout import pack, unpack
 from laminar_hpc.payload.writer import FOLDER
+from laminar_hpc.report import rundata, sections
 
 Damage = Callable[[Path], None]
 
@@ -294,6 +296,21 @@ def test_a_live_run_is_audited(tmp_path):
     script.trains(0)
     script.closes()
     assert audits > 30
+
+
+def test_accuracy_is_given_by_weight_id(run_dir):
+    """Each step says how right its trajectories of each weight id were; the report adds up what was trained
+    of an id in several steps, each trajectory once, also after a restore."""
+    run = rundata.load(run_dir)
+    with closing(sqlite3.connect(run_dir / "store.sqlite")) as database:
+        of = "SELECT weight_id, COUNT(*), AVG(accuracy) FROM trajectories WHERE state = 'consumed'"
+        for step in run.steps:
+            where = f"AND consumed_step = {step['step'] - 1} GROUP BY weight_id ORDER BY weight_id"
+            assert step["accuracy_by_weight_id"] == [list(row) for row in database.execute(f"{of} {where}")]
+        every = {i: mean for i, _, mean in database.execute(f"{of} GROUP BY weight_id")}
+    assert len(run.steps) == 3 and len({a for s in run.steps for a, _, _ in s["accuracy_by_weight_id"]}) > 1
+    assert dict(sections.accuracy_by_weight_id(run)) == pytest.approx(every)
+    assert "accuracy by the weights that generated" in sections.learning(run)
 
 
 def test_a_start_that_has_not_gone_back_yet(copy):

@@ -13,7 +13,7 @@ from laminar_hpc.config.errors import Refused
 from laminar_hpc.config.load import load_config, read_config
 from laminar_hpc.config.schema import RENAMED, RunConfig
 from laminar_hpc.emulation.constants import unknown_constants
-from laminar_hpc.engine.sglang.command_line import argument_names, unknown_arguments
+from laminar_hpc.engine.sglang.command_line import argument_names, refused_arguments
 from laminar_hpc.simulator.tables import GPUS, MODELS
 
 NOT_OURS = (
@@ -128,7 +128,10 @@ COMMANDS = {
     "sim dora steps=x": "steps=x: must be a whole number",
     "sim dora gpus=64": "write 'gpus=[64]'",
     "plan mixd": "no plan 'mixd' (did you mean mixed?)",
-    "plan mixed +foo=1": "foo: no such key; the keys are in src/laminar_hpc/simulator/schema.py",
+    "plan mixed +foo=1": "foo: no such key; the keys are name, out_dir, seed, model, pools, objective, ",
+    "plan node gpus=4": "gpus: GPUs are named in pools, for example 'pools=[{gpu: H100, count: 4}]'",
+    "plan node price=2": "price: GPUs are named in pools, for example 'pools=[{gpu: H100, count: 4}]'",
+    "sim dora foo=1": "foo: no such key; the keys are name, out_dir, seed, steps, warmup_steps, draws, ",
 }
 
 
@@ -239,7 +242,7 @@ def test_names_within_tables():
         "attention-backend=triton",
         "no-lora-strict-loading=true",
     ]
-    (line,) = unknown_arguments(load_config([f"rollout.engine_arguments.{word}" for word in words]))
+    (line,) = refused_arguments(load_config([f"rollout.engine_arguments.{word}" for word in words]))
     assert "--mem-fractoin-static (did you mean mem-fraction-static?)" in line
     (line,) = unknown_constants(load_config(["emulation.constants.mfu=1"]))
     assert "emulation.constants.mfu: no such constant" in line
@@ -354,12 +357,57 @@ def test_a_renamed_key_is_refused_with_its_new_name(earlier, now, tmp_path):
 )
 def test_what_has_a_key_of_ours_is_set_by_that(word, key):
     """Promise: no engine with another layout, dtype or model than the weights that it is sent."""
-    (line,) = unknown_arguments(load_config([f"rollout.engine_arguments.{word}"]))
+    (line,) = refused_arguments(load_config([f"rollout.engine_arguments.{word}"]))
     assert line == f"rollout.engine_arguments.{word.partition('=')[0]}: set {key} and leave it out"
 
 
-@pytest.mark.parametrize("word", ["host=0.0.0.0", "port=80", "api_key=x", "hos=0.0.0.0"])
+@pytest.mark.parametrize(
+    ("word", "why"),
+    [
+        ("quantization=fp8", "takes the trainer's weights as they are, in model.dtype"),
+        ("pp-size=2", "set rollout.tensor_parallel"),
+        ("pipeline_parallel_size=2", "set rollout.tensor_parallel"),
+        ("nnodes=2", "set rollout.tensor_parallel"),
+        ("enable-dp-attention=true", "set rollout.tensor_parallel"),
+        ("speculative-algorithm=EAGLE", "returns its own log-probs"),
+        ("speculative-num-steps=3", "returns its own log-probs"),
+        ("disaggregation-mode=prefill", "generates by itself"),
+        ("preferred-sampling-params={top_k: 1}", "drawn as `sampling` says"),
+        ("random-seed=1", "set seed"),
+        ("quantiz=fp8", "no argument --quantiz"),
+        ("speculative-algo=EAGLE", "returns its own log-probs"),
+    ],
+)
+def test_an_engine_that_could_serve_no_run_is_refused_at_once(word, why):
+    """Promise: what an engine would die of after minutes, or what would change what is drawn without a word,
+    is one line of the dry run, which says why and what to do."""
+    (line,) = refusal("train", "experiment=one_gpu", "dry_run=true", f"rollout.engine_arguments.{word}")
+    assert f"rollout.engine_arguments.{word.partition('=')[0]}: " in line
+    assert why in line and ("leave it out" in line or "did you mean quantization" in line)
+
+
+@pytest.mark.parametrize("word", ["kv-cache-dtype=fp8_e4m3", "page-size=128", "disable-radix-cache=true"])
+def test_a_kv_cache_that_cannot_move_is_refused_where_caches_move(word):
+    """Promise: with pipeline.repack=kv every move would fail; without moves, and with a cache that moves, the
+    argument is SGLang's affair."""
+    setting = f"rollout.engine_arguments.{word}"
+    (line,) = refused_arguments(load_config([setting, "pipeline.repack=kv"]))
+    assert "pipeline.repack=kv moves caches of 16 or 32 bits" in line
+    assert line.endswith("leave it out, or set pipeline.repack=reprefill")
+    assert not refused_arguments(load_config([setting, "pipeline.repack=reprefill"]))
+    fine = [f"rollout.engine_arguments.{x}" for x in ("kv-cache-dtype=bfloat16", "page-size=64")]
+    off = [
+        "rollout.engine_arguments.disable-radix-cache=false",
+        "rollout.engine_arguments.enable-dp-attention=false",
+    ]
+    assert not refused_arguments(load_config([*fine, *off, "pipeline.repack=kv"]))
+
+
+@pytest.mark.parametrize(
+    "word",
+    ["host=0.0.0.0", "port=80", "api_key=x", "hos=0.0.0.0", "grpc-port=80", "tokenizer-worker-num=2"],
+)
 def test_engines_are_not_opened_by_an_argument(word):
     """Where an engine listens and with which key is not for rollout.engine_arguments to say."""
-    (line,) = unknown_arguments(load_config([f"rollout.engine_arguments.{word}"]))
+    (line,) = refused_arguments(load_config([f"rollout.engine_arguments.{word}"]))
     assert line.startswith(f"rollout.engine_arguments.{word.partition('=')[0]}: ") and "leave it out" in line

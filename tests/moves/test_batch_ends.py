@@ -7,12 +7,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from sglang.srt.sampling.sampling_params import SamplingParams
 from stand import small_config
 
 from laminar_hpc.cluster.context import RoleContext
 from laminar_hpc.controller.partials import PartialPool
 from laminar_hpc.engine.factory import engine_factory
-from laminar_hpc.engine.interface import EngineDied, Generation
+from laminar_hpc.engine.interface import EngineDied, Generation, SamplingParameters
 from laminar_hpc.messages.data import Message, Partial, PromptGroup, Sample, VersionSpan
 from laminar_hpc.messages.membership import Welcome
 from laminar_hpc.messages.moves import Import, Imported, MoveCommit, MoveFailed, Reserve, Reserved
@@ -238,3 +239,47 @@ async def test_what_comes_while_the_engine_dies_is_handed_over(tmp_path: Path, t
     left = sorted(work.trajectory_id for work in here.batch.left)
     assert left == [7, 8] or (left == [7] and Lost(8, 1, "its engine failed while it came here") in here.said)
     await here.engines.current.stop()
+
+
+class Seeds(Late):
+    """An engine that notes how each request is to be drawn, and draws one token until it is told to abort."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._aborted.set()
+        self.asked: list[tuple[int, SamplingParameters]] = []
+
+    async def generate(self, *given: object) -> Generation:
+        sampling, request_id = given[1:3]
+        self.asked.append((int(str(request_id).split("-")[-3]), sampling))
+        return await super().generate()
+
+
+async def test_each_trajectory_is_drawn_with_a_seed_of_its_own(tmp_path: Path) -> None:
+    """With SGLang's enable-deterministic-inference equal seeds draw equal answers: the samples of one prompt
+    have different ones. Each keeps its own when it is interrupted and at another replica; a branch, and a run
+    with another seed, has another. They are what SGLang takes for seeds."""
+    found = []
+    for replica in range(3):
+        here, engine = OneBatch(tmp_path / str(replica)), Seeds()
+        here.batch.config.seed, here.batch.one_policy = 5 + replica // 2, False
+        running = await here.granted(tmp_path, TWO, 1000)
+        await here.engines.current.stop()
+        here.engines.current = engine
+        for requests in (2, 4):
+            while len(engine.ends) < requests:
+                await asyncio.sleep(0)
+            await here.batch.pause()
+            if requests == 2:
+                here.batch.resume()
+        seeds = [(trajectory, sampling["sampling_seed"]) for trajectory, sampling in engine.asked]
+        assert sorted(seeds[:2]) == sorted(seeds[2:])
+        found.append(dict(seeds))
+        for _, sampling in engine.asked:
+            SamplingParams(**sampling).verify(500)
+        work = here.batch.works[7]
+        work.branch()
+        assert work.sampling_seed(here.batch.config.seed) not in found[-1].values()
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+    assert found[0] == found[1] and len({*found[0].values(), *found[2].values()}) == 4

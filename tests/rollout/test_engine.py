@@ -213,14 +213,35 @@ def test_the_engine_is_private(pair):
     assert process.key not in logged and "'api_key': '***'" in logged
     assert not (process.folder / "key").exists()
 
-    async def without_key() -> int:
-        async with (
-            aiohttp.ClientSession() as http,
-            http.post(f"http://127.0.0.1:{process.port}/generate", json={}) as response,
-        ):
-            return response.status
 
-    assert pair.loop.run(without_key()) == 401
+def test_no_request_of_any_kind_is_answered_without_the_key(pair):
+    """SGLang lets health checks, one of which generates a token, metrics and web sockets pass; here each
+    wants the key, and who has it is told of the engine's health."""
+    process = pair.engines[0].process
+    paths = ("/health", "/health_generate", "/ready", "/metrics", "/metrics/", "/", "/nowhere")
+    asked = [*(("GET", path) for path in paths), ("POST", "/generate"), ("OPTIONS", "/generate")]
+
+    async def statuses(key: str) -> list[int]:
+        found, headers = [], {"Authorization": key} if key else {}
+        async with aiohttp.ClientSession(f"http://127.0.0.1:{process.port}", headers=headers) as http:
+            for method, path in asked:
+                async with http.request(method, path) as response:
+                    found.append(response.status)
+            with pytest.raises(aiohttp.WSServerHandshakeError) as refused:
+                await http.ws_connect("/v1/realtime")
+        assert refused.value.status in (401, 403)  # uvicorn without a library for web sockets: 401
+        return found
+
+    for key in ("", "Bearer ", f"Bearer {process.key[:-1]}", process.key):
+        assert pair.loop.run(statuses(key)) == [401] * len(asked)
+    asked = [("GET", "/health_generate"), ("GET", "/nowhere")]
+
+    async def with_key() -> list[int]:
+        headers = {"Authorization": f"Bearer {process.key}"}
+        async with aiohttp.ClientSession(f"http://127.0.0.1:{process.port}", headers=headers) as http:
+            return [(await http.request(method, path)).status for method, path in asked]
+
+    assert pair.loop.run(with_key()) == [200, 404]
 
 
 def test_a_response_of_two_weight_ids_is_seen(pair, slots):

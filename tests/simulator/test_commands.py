@@ -2,12 +2,19 @@
 the live pipelines."""
 
 import dataclasses
+import itertools
 import json
 import math
+import shlex
 import sqlite3
+import subprocess
+import sys
+from pathlib import Path
 
+import psutil
 import pytest
 
+from laminar_hpc.cli import COMMANDS
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.load import conf_directory, load_config
 from laminar_hpc.config.system_schema import PipelineConfig
@@ -80,6 +87,38 @@ def test_sim_writes_a_table_a_result_and_a_page(tmp_path, capsys):
         assert part in page
     assert command.main([*words, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["rows"] == rows, "the same seed gives the same result"
+
+
+def test_the_first_example_of_the_help_is_done_within_a_minute_and_says_how_far_it_is(tmp_path):
+    """In seconds of one core, so that others on the machine do not count: the first line within 5, a line for
+    each of at most 15 after it, all within 60. It is what README shows, too."""
+    example = next(iter(COMMANDS["sim"].examples))
+    assert f"`{example}`" in (Path(__file__).parents[2] / "README.md").read_text()
+    _, *words = shlex.split(example)
+    program = [sys.executable, "-m", "laminar_hpc.cli", *words, f"out_dir={tmp_path}"]
+    with subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        spent, said = [], []
+        for line in process.stderr:
+            times = psutil.Process(process.pid).cpu_times()
+            spent.append(times.user + times.system)
+            said.append(line)
+        table = process.stdout.read()
+    assert process.returncode == 0 and len(table.splitlines()) >= 5
+    assert spent[0] < 5 and spent[-1] < 60 and len(said) >= 10
+    assert all(after - before < 15 for before, after in itertools.pairwise(spent))
+    assert said[-1].startswith("10/10 ")
+
+
+def test_what_takes_long_says_what_it_is_trying(capsys, monkeypatch, tmp_path):
+    """While a split is searched and while constants are drawn, though not every short run is told of."""
+    monkeypatch.setattr(command, "_PROGRESS_SECONDS", 0.0)
+    words = ["small", *SMALL, f"out_dir={tmp_path}", "gpus=[32]", "pipelines=[one_step]", "draws=2"]
+    assert command.main(words) == 0
+    first, *lines, last = capsys.readouterr().err.splitlines()
+    assert first == "one_step on 32 GPUs, each with draws=2 short runs for its range"
+    assert sum(" of 32 GPUs train: " in line for line in lines) >= 3
+    assert sum(" of 2 draws for the range" in line for line in lines) == 2
+    assert last.startswith("1/1 one_step on 32 GPUs: ") and " to " in last
 
 
 @pytest.mark.parametrize(

@@ -115,7 +115,8 @@ def test_one_machine_is_divided(gpus, splits):
     if not splits:
         with pytest.raises(
             LaminarError,
-            match=r"fits on no division of 4 H100: it needs at least 4 H100 to train and 1 H100 beside",
+            match=r"fits on no division of 4 H100: it needs at least 4 H100 to train and 1 H100 beside "
+            "to generate; add GPUs, take a smaller model",
         ):
             search(config)
 
@@ -303,7 +304,14 @@ def test_a_model_that_fits_nowhere_is_refused():
     ("words", "text"),
     [
         (["max_staleness=-1"], "max_staleness=-1: must be at least 0"),
-        (["mtbf_hours=0"], "mtbf_hours: no such key"),
+        (
+            ["mtbf_hours=0"],
+            r"mtbf_hours: GPUs are named in pools, for example 'pools=\[{gpu: H100, count: 4}\]'",
+        ),
+        (
+            ["gpus=4"],
+            r"gpus: GPUs are named in pools, for example 'pools=\[{gpu: H100, count: 4}\]', with",
+        ),
         (["pools=[{gpu: H100, count: 8, mtbf_hours: 0}]"], r"pools\[0\].mtbf_hours=0: must be at least 0.25"),
         (["pools=[{gpu: H100, count: 8, price: -1}]"], r"pools\[0\].price=-1: must be above 0"),
         (["pools=[{gpu: H100, count: 8, mtbf: 3}]"], "with the keys gpu, count, price, preemptible, mtbf_h"),

@@ -14,7 +14,7 @@ from laminar_hpc.trainer.algorithms.corrections import behaviour_weights, kept_s
 from laminar_hpc.trainer.algorithms.kl import kl_estimate
 from laminar_hpc.trainer.algorithms.loss_aggregation import weights_and_count
 from laminar_hpc.trainer.algorithms.losses import aipo, cispo, clip, gspo
-from laminar_hpc.trainer.algorithms.objective import objective
+from laminar_hpc.trainer.algorithms.objective import SUMS, objective
 from laminar_hpc.trainer.algorithms.tokens import Tokens
 from laminar_hpc.trainer.step.microbatch import make_microbatch
 
@@ -190,6 +190,34 @@ def test_sequences_outside_the_bounds_are_left_out_but_counted() -> None:
     assert logprobs.grad.tolist() == pytest.approx([0, 0, -1 / 3, 0, 0])
 
 
+def test_what_is_left_out_keeps_its_kl() -> None:
+    """docs/algorithms.md: a trajectory out of bounds loses its policy loss, but not its KL."""
+    batch = replace(tokens([0.0, 0.0], [1.0, 1.0], [1, 1]), reference=torch.tensor([0.5, 0.5]))
+    a = AlgorithmConfig(sequence_ratio_max=2.0, kl_coefficient=0.1, kl_estimator="k2")
+    logprobs = torch.tensor([math.log(4.0), 0.0]).requires_grad_(True)
+    objective(a, 8, batch, logprobs, torch.zeros(2)).total.backward()
+    assert logprobs.grad.tolist() == pytest.approx([0.1 * (math.log(4.0) - 0.5), -1 - 0.1 * 0.5])
+
+
+def test_gspo_takes_the_mean_of_its_behaviour_weights() -> None:
+    """docs/algorithms.md: with proximal=recomputed the weights 1/2 and 3/2, and 4 cut to 2, act by their mean
+    over the sequence, as in TRL: each token's gradient is mean(w) s A / |y|."""
+    weights = torch.tensor([0.5, 1.5, 4.0, 1.0])
+    batch = replace(tokens([0.0] * 4, [1.0, 1.0, -2.0, -2.0], [2, 2]), behaviour=-weights.log())
+    a = AlgorithmConfig(
+        loss="gspo",
+        loss_aggregation="sequences",
+        proximal="recomputed",
+        importance_weight_cap=2.0,
+        clip_high=9.0,
+        clip_low=1.0,
+    )
+    logprobs = torch.tensor([math.log(2.0), math.log(0.5), 0.0, 0.0]).requires_grad_(True)
+    found = objective(a, 8, batch, logprobs, torch.zeros(4))
+    (found.total / found.count).backward()
+    assert logprobs.grad.tolist() == pytest.approx([-1 / 4, -1 / 4, 2 * 1.5 / 4, 2 * 1.5 / 4])
+
+
 @pytest.mark.parametrize(
     ("loss_aggregation", "weights", "count"),
     [("tokens", [1, 1, 1, 1], 4), ("sequences", [1, 1 / 3, 1 / 3, 1 / 3], 3), ("constant", [0.1] * 4, 3)],
@@ -221,6 +249,38 @@ def test_kl_estimates_by_hand_and_in_the_mean() -> None:
             assert gradient.abs().max() < 1e-12
         if estimator == "k2":
             assert torch.allclose(gradient, exact, atol=1e-12)
+        if estimator == "k3":
+            forward = torch.autograd.grad((p.exp() * (p - q)).sum(), logits, retain_graph=True)[0]
+            assert torch.allclose(gradient, forward, atol=1e-12)
+
+
+def verls_k3(logprobs: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+    """As verl's `low_var_kl` and, with its defaults, NeMo RL's k3 write it."""
+    log_r = (reference - logprobs).clamp(-20, 20)
+    return (log_r.exp() - log_r - 1).clamp(-10, 10)
+
+
+def test_one_token_far_from_the_reference_does_not_decide_the_update() -> None:
+    """Of reference - policy from -100 to 200 nats: the loss of k3 is 10 at most and its gradient finite, both
+    verl's; in the objective with the default settings, where the tokens at the bound are counted."""
+    nats = torch.tensor([-100.0, -20.0, -11.1, -3.0, 0.0, 1.0, 2.6, 2.7, 5.0, 10.0, 20.0, 88.0, 89.0, 200.0])
+    theirs, mine = (torch.zeros(len(nats)).requires_grad_(True) for _ in range(2))
+    verls_k3(theirs, nats).sum().backward()
+    batch = replace(tokens([0.0] * len(nats), [0.0] * len(nats), [len(nats)]), reference=nats)
+    found = objective(AlgorithmConfig(kl_coefficient=1.0), 8, batch, mine, torch.zeros(len(nats)))
+    found.total.backward()
+    assert found.total.item() == pytest.approx(verls_k3(torch.zeros(len(nats)), nats).sum().item(), rel=1e-6)
+    assert torch.allclose(mine.grad, theirs.grad, rtol=1e-5) and mine.grad.abs().max() < 13
+    assert dict(zip(SUMS, found.sums.tolist(), strict=True))["kl_bounded"] == 10
+
+
+def test_without_a_bound_k3_is_the_papers() -> None:
+    """kl_k3_max=null: at 5 nats the loss is 142, and nothing is counted."""
+    batch = replace(tokens([0.0], [0.0], [1]), reference=torch.tensor([5.0]))
+    settings = AlgorithmConfig(kl_coefficient=1.0, kl_k3_max=None)
+    found = objective(settings, 8, batch, torch.zeros(1), torch.zeros(1))
+    assert found.total.item() == pytest.approx(math.exp(5) - 6, rel=1e-6)
+    assert dict(zip(SUMS, found.sums.tolist(), strict=True))["kl_bounded"] == 0
 
 
 def test_a_behaviour_logprob_that_is_not_finite_shows_in_the_loss() -> None:

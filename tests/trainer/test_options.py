@@ -165,6 +165,27 @@ def test_the_reference_is_held_only_if_asked_for_and_never_moves(tied_model: Pat
     assert torch.equal(inside, torch.cat([p.data.flatten() for p in MegatronPolicy(config).gpt.parameters()]))
 
 
+@pytest.mark.parametrize("in_reward", [False, True])
+def test_tokens_at_the_bound_of_k3_are_counted(in_reward: bool, tied_model: Path, world: None) -> None:
+    """In the metrics of a step, whether the estimate is in the loss or in the reward; none at the usual bound
+    of 10 nats."""
+    for largest, counted in ((10.0, False), (1e-9, True)):
+        config = tiny.make_config(
+            tied_model,
+            algorithm__kl_coefficient=0.1,
+            algorithm__kl_in_reward=in_reward,
+            algorithm__kl_k3_max=largest,
+            optimizer__lr=1e-2,
+        )
+        learner = Learner(config, MegatronPolicy(config))
+        for step in range(2):
+            batch = tiny.make_batch(seed=step)
+            metrics = learner.train(tiny.step_batch(batch), step, lambda: None)
+        assert (metrics["kl_bounded_tokens"] > 0) == counted
+        assert metrics["kl_bounded_tokens"] <= sum(sum(t.loss_mask) for t in batch)
+        assert (metrics["kl"] <= 1.001e-9) == counted
+
+
 def test_a_trajectory_left_out_cannot_spoil_the_update(tied_model: Path, world: None) -> None:
     """A behaviour log-prob of minus infinity makes the ratio infinite: with a bound the trajectory is left
     out, and the update is that of the others."""

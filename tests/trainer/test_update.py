@@ -242,14 +242,15 @@ def test_staleness_by_hand() -> None:
     assert (metrics["staleness_generation_mean"], metrics["staleness_generation_max"]) == (1.0, 1)
 
 
-def test_reward_means_of_minibatches_are_merged() -> None:
-    """Each is weighted by its trajectories; a reward function that gave none to a mini-batch is in the
-    others'."""
+def test_metrics_of_minibatches_are_merged() -> None:
+    """A mean of rewards is weighted by its trajectories; a reward function that gave none to a mini-batch is
+    in the others'. Tokens whose KL estimate was bounded are added up."""
     parts = [
-        {"trajectories": 2.0, "reward_mean/a": 1.0},
-        {"trajectories": 6.0, "reward_mean/a": 0.0, "reward_mean/b": 3.0},
+        {"trajectories": 2.0, "reward_mean/a": 1.0, "kl_bounded_tokens": 1.0},
+        {"trajectories": 6.0, "reward_mean/a": 0.0, "reward_mean/b": 3.0, "kl_bounded_tokens": 4.0},
     ]
-    assert merged(parts) == {"trajectories": 8.0, "reward_mean/a": 0.25, "reward_mean/b": 3.0}
+    expected = {"trajectories": 8.0, "reward_mean/a": 0.25, "reward_mean/b": 3.0, "kl_bounded_tokens": 5.0}
+    assert merged(parts) == expected
 
 
 def test_each_trajectorys_gap_is_that_of_the_moment_it_was_trained(untied_model: Path, world: None) -> None:

@@ -64,7 +64,7 @@ def keys_of(own: Path | None = None) -> Keys:
     groups = {
         group: sorted({n for folder in folders for n in group_names(folder / group)}) for group in _GROUPS
     }
-    return Keys(RunConfig, groups, "docs/configuration.md")
+    return Keys(RunConfig, groups, "in docs/configuration.md")
 
 
 def read_words(words: Sequence[str]) -> tuple[Keys, Words, Path | None]:

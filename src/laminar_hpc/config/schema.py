@@ -225,6 +225,9 @@ class AlgorithmConfig:
     """weight of the KL divergence from the model of model.path, of which a copy is then held; 0 = none"""
     kl_estimator: str = choice("k1", "k2", "k3", default="k3")
     """estimate of the divergence from one token"""
+    kl_k3_max: float | None = number(10.0, above=0, at_most=1e30)
+    """largest k3 of one token, as in verl, slime and NeMo RL; beyond it the token has no KL gradient, and is
+    counted (`kl_bounded_tokens`); null = no bound"""
     kl_in_reward: bool = False
     """taken off the reward instead of added to the loss"""
     overlong_buffer_tokens: int = number(0, at_least=0)

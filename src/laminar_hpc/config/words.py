@@ -13,6 +13,7 @@ import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
+from types import MappingProxyType
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -45,12 +46,20 @@ class Words:
 class Keys:
     """The keys of a schema: settings, sections, tables (with any entries), and groups of files beside it."""
 
-    def __init__(self, schema: type, groups: Mapping[str, Sequence[str]], page: str) -> None:
+    def __init__(
+        self,
+        schema: type,
+        groups: Mapping[str, Sequence[str]],
+        place: str,
+        instead: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """`place`: where or what the keys are; `instead`: what to write for words that are none."""
         self.fields = dict(all_fields(schema))
         self.sections = {key.rpartition(".")[0] for key in self.fields} - {""}
         self.tables = {key for key, f in self.fields.items() if typing.get_origin(plain_type(f)[0]) is dict}
         self.groups = groups
-        self.page = page  # where the keys are documented
+        self.place = place
+        self.instead = instead
 
     def table_of(self, key: str) -> str | None:
         """The table that a key is an entry of."""
@@ -74,6 +83,8 @@ class Keys:
             return f"{key} is called {RENAMED[key]} now"
         if key.startswith("hydra"):
             return f"{key}: Hydra's own settings are not taken; a run writes to run_dir alone"
+        if key in self.instead:
+            return f"{key}: {self.instead[key]}"
         if theirs := peers.ours(key, self.fields):
             return f"{key}: {theirs}"
         section, _, last = key.rpartition(".")
@@ -89,7 +100,7 @@ class Keys:
         hint = f" (did you mean {' or '.join(near[:3])}?)" if near else ""
         if not near and section in self.sections:
             hint = f"; those of {section} are {', '.join(self.names_in(section))}"
-        return f"{key}: no such key{hint}; the keys are in {self.page}"
+        return f"{key}: no such key{hint}; the keys are {self.place}"
 
     def read(self, words: Sequence[str]) -> Words:
         parsed, index = Words(), 0

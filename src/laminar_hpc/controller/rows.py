@@ -188,6 +188,15 @@ class Rows:
         """Groups granted and not given up."""
         return self._db.execute("SELECT COUNT(*) FROM groups WHERE state != 'given_up'").fetchone()[0]
 
+    def accuracy_by_weight_id(self, step: int) -> list[tuple[int, int, float]]:
+        """(weight id, trajectories, mean accuracy) of what step `step` trained on."""
+        return self._db.execute(
+            "SELECT weight_id, COUNT(*), AVG(accuracy) FROM trajectories WHERE group_id IN "
+            "(SELECT id FROM groups WHERE state = 'consumed' AND consumed_step = ?) "
+            "GROUP BY weight_id ORDER BY weight_id",
+            (step,),
+        ).fetchall()
+
     def consumed_groups(self, step: int) -> list[int]:
         """Groups that step `step` trained on, in the order of the batch: by id."""
         return [

@@ -231,6 +231,8 @@ class Training:
         seconds = now - self._last_step_time if self._last_step_time else done.metrics.get("seconds", 0.0)
         self._last_step_time = now
         fields: dict[str, object] = {**done.metrics, "step": state.trainer_step, "seconds": seconds}
+        rows = (self._replay or self._store).rows
+        fields["accuracy_by_weight_id"] = rows.accuracy_by_weight_id(done.step)
         if self._replay is None:
             fields |= dataclasses.asdict(self._tracker.counts.take())
             self._store.rows.note_mismatches(done.mismatches)

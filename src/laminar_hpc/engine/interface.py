@@ -45,6 +45,7 @@ class SamplingParameters(TypedDict, total=False):
     presence_penalty: float
     repetition_penalty: float
     ignore_eos: bool
+    sampling_seed: int
 
 
 def sampling_parameters(

@@ -6,7 +6,14 @@ from laminar_hpc.messages.data import Trajectory
 
 ENVIRONMENT = "environment."  # what reward parts begin with that turns/episode.py gives
 _COUNTS = frozenset(
-    {"trajectories", "reward_error_count", "prompt_tokens", "response_tokens", "skipped_updates"}
+    {
+        "trajectories",
+        "reward_error_count",
+        "prompt_tokens",
+        "response_tokens",
+        "skipped_updates",
+        "kl_bounded_tokens",
+    }
 )
 
 

@@ -46,6 +46,9 @@ def learning(run: Run) -> str:
             *held_out(run, first, place),
         ]
         charts.append(figure(title, svg.lines(series, x_name, y_range=(0.0, 1.0))))
+    if by_weights := accuracy_by_weight_id(run):
+        plot = svg.lines([Series("accuracy", BLUE, by_weights)], "weight id", y_range=(0.0, 1.0))
+        charts.append(figure("accuracy by the weights that generated; the newest are not all trained", plot))
     names = [
         ("batch accuracy and its mean of 3 steps", BLUE),
         ("batch reward" + ("" if own_reward else ": equal to its accuracy"), GREY),
@@ -55,6 +58,16 @@ def learning(run: Run) -> str:
         plot = svg.lines(held_out(run, file, lambda e: e["step"]), "trainer step", y_range=(0.0, 1.0))
         charts.append(figure(f"held-out {file}: filled greedy, hollow sampled", plot))
     return section("Accuracy and reward", svg.legend(names) + grid("two", *charts))
+
+
+def accuracy_by_weight_id(run: Run) -> list[tuple[float, float]]:
+    """(weight id, mean accuracy) of all that was trained of it, in whichever steps."""
+    counts, sums = Counter[int](), Counter[int]()
+    for step in run.steps:
+        for weight_id, trajectories, accuracy in step.get("accuracy_by_weight_id", []):
+            counts[weight_id] += trajectories
+            sums[weight_id] += trajectories * accuracy
+    return [(weight_id, sums[weight_id] / counts[weight_id]) for weight_id in sorted(counts)]
 
 
 def held_out(run: Run, file: str, place: Callable[[dict], float]) -> list[Series]:

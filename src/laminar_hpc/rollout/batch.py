@@ -246,6 +246,8 @@ class LocalBatch:
     async def _request(self, work: Work, request_id: str) -> Generation:
         """One request to the engine for all the tokens that are left. Increments go to the controller."""
         sampling = sampling_parameters(self.config.sampling, work.temperature, work.room, self.stop_ids)
+        # an engine that is to be deterministic draws alike whatever has the same seed, or none
+        sampling["sampling_seed"] = work.sampling_seed(self.config.seed)
         weight_id, start = self.state.weight_id, work.partial.count
         assert weight_id is not None
 

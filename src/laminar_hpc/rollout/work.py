@@ -2,6 +2,7 @@
 pure functions, used by batch.py, migration.py and worker.py."""
 
 import asyncio
+import hashlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -81,6 +82,12 @@ class Work:
     def room(self) -> int:
         """Response tokens that it may still get."""
         return self.max_response_tokens - self.partial.count
+
+    def sampling_seed(self, seed: int) -> int:
+        """Of its present branch in the run of `seed`: the engine adds the place of each token. The same at
+        every replica and in every attempt, so that what goes on elsewhere is drawn as it would have been."""
+        name = f"{seed} {self.trajectory_id} {len(self.starts)}".encode()
+        return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest()) >> 1
 
     def streamed(self, weight_id: int, tokens: bytes, logprobs: bytes) -> None:
         """An increment of its present request, as columns."""

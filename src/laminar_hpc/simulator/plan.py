@@ -298,6 +298,7 @@ def _lengths(config: PlanConfig) -> list[int]:
 
 def why_nothing_fits(config: PlanConfig, c: Constants = DEFAULT) -> str:
     """What the pools lack: GPUs to train on, GPUs to generate on, or both at the same time."""
+    cure = "add GPUs, take a smaller model, or lower workload.max_response_tokens"
     model, pools = config.model, ", ".join(f"{pool.count} {pool.gpu}" for pool in config.pools)
     trains = {
         pool.gpu: n for pool in config.pools if not pool.only_generates and (n := _min_trainer(config, pool))
@@ -311,9 +312,8 @@ def why_nothing_fits(config: PlanConfig, c: Constants = DEFAULT) -> str:
         )
         return (
             f"plan: {model} fits on no division of {pools}: it needs at least {to_train} to train and "
-            f"{to_generate} beside to generate"
+            f"{to_generate} beside to generate; {cure}"
         )
-    cure = "add GPUs, take a smaller model, or lower workload.max_response_tokens"
     what = "generate" if trains else "train" if generates else "train or generate"
     kind = "pool"
     if what == "train" and any(pool.preemptible for pool in config.pools):

@@ -26,6 +26,12 @@ from laminar_hpc.simulator.workload import read_lengths
 Config = TypeVar("Config", SimulationConfig, PlanConfig)
 _TRAJECTORIES_MAX = 20_000_000  # of a simulated run, some 20 us each
 TRAINED = ("qwen2", "qwen3", "llama")  # families that laminar trains
+# a plan's GPUs have a type, and there may be several
+_INSTEAD = dict.fromkeys(
+    ("gpus", "trainer_gpu", "rollout_gpu", *(field.name for field in dataclasses.fields(PoolConfig))),
+    "GPUs are named in pools, for example 'pools=[{gpu: H100, count: 4}]', with the keys "
+    + ", ".join(field.name for field in dataclasses.fields(PoolConfig)),
+)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -51,6 +57,11 @@ def experiments() -> list[str]:
 def questions() -> list[str]:
     """Names of the planner's questions that laminar ships."""
     return _names("plan/question")
+
+
+def key_names(schema: type[SimulationConfig] | type[PlanConfig]) -> str:
+    """What may be set, for a line."""
+    return ", ".join(field.name for field in dataclasses.fields(schema)) + " (docs/simulator.md)"
 
 
 def _names(folder: str) -> list[str]:
@@ -103,7 +114,7 @@ def _with_model(name: str) -> None:
 def _compose(
     schema: type[Config], node: str, folder: str, group: dict[str, str], overrides: list[str]
 ) -> Config:
-    keys = Keys(schema, {}, "src/laminar_hpc/simulator/schema.py")
+    keys = Keys(schema, {}, key_names(schema), _INSTEAD if schema is PlanConfig else {})
     read: Words = keys.read(overrides)
     if read.broken:
         raise Refused(read.wrong)

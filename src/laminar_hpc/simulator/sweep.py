@@ -15,6 +15,8 @@ from laminar_hpc.simulator.tables import GPUS, MODELS, Gpu
 from laminar_hpc.simulator.trainer_cost import layouts
 from laminar_hpc.simulator.uncertainty import Rates, draw, quantiles
 
+Told = Callable[[str], None]  # is told how far the work has come
+
 _RANGE_STEPS = 2  # beyond the warm-up, while constants are drawn
 _SEARCH_STEPS = 3  # beyond the warm-up, while splits are compared
 
@@ -74,7 +76,11 @@ def point(
     return simulate_groups(made, groups, exchange_seconds(model, groups, c))
 
 
-def split(config: SimulationConfig, pipeline: str, gpus: int) -> int:
+def _silence(line: str) -> None:
+    """Nobody is told."""
+
+
+def split(config: SimulationConfig, pipeline: str, gpus: int, tried: Told = _silence) -> int:
     """The GPUs of a group's trainer: known, or the best of a few shares by a short run each."""
     if rules_of(config, pipeline).placement == "colocated":
         return gpus
@@ -89,10 +95,12 @@ def split(config: SimulationConfig, pipeline: str, gpus: int) -> int:
                 f"{share:g} leaves no GPUs to train or to generate"
             )
         return trainer
-    return best_split(config, pipeline, gpus, tensor_parallel)
+    return best_split(config, pipeline, gpus, tensor_parallel, tried)
 
 
-def best_split(config: SimulationConfig, pipeline: str, gpus: int, tensor_parallel: int) -> int:
+def best_split(
+    config: SimulationConfig, pipeline: str, gpus: int, tensor_parallel: int, tried: Told = _silence
+) -> int:
     """By short runs: every eighth of the GPUs first, then ever closer to the best, down to single replicas.
     Of the numbers at which the trainer's memory suffices, where there are any."""
     steps = min(config.steps, config.warmup_steps + _SEARCH_STEPS)
@@ -105,6 +113,7 @@ def best_split(config: SimulationConfig, pipeline: str, gpus: int, tensor_parall
         n = possible[place]
         if n not in rates:
             rates[n] = point(config, pipeline, gpus, n, steps).figures["tokens_per_second"]
+            tried(f"{n} of {gpus} GPUs train: {rates[n]:,.0f} tokens/s")
         return rates[n]
 
     last, width = len(possible) - 1, max(1, len(possible) // 8)
@@ -116,7 +125,13 @@ def best_split(config: SimulationConfig, pipeline: str, gpus: int, tensor_parall
 
 
 def rate_range(
-    config: SimulationConfig, pipeline: str, gpus: int, trainer_gpus: int, middle: float, rates: Rates
+    config: SimulationConfig,
+    pipeline: str,
+    gpus: int,
+    trainer_gpus: int,
+    middle: float,
+    rates: Rates,
+    tried: Told = _silence,
 ) -> tuple[float, float]:
     """Tokens/s that the constants allow, around the prediction `middle`: how a short run changes from draw to
     draw. What the configuration says of a constant is certain."""
@@ -133,26 +148,35 @@ def rate_range(
             key, lambda: point(other, pipeline, gpus, trainer_gpus, steps).figures["tokens_per_second"]
         )
 
-    base = short({})
-    drawn = [middle * short(draw(number, config.seed)) / base for number in range(config.draws)]
+    base, drawn = short({}), list[float]()
+    for number in range(config.draws):
+        drawn.append(middle * short(draw(number, config.seed)) / base)
+        tried(f"{middle:,.0f} tokens/s; {number + 1} of {config.draws} draws for the range")
     return quantiles(drawn, middle) if drawn else (middle, middle)
 
 
 def sweep(
-    config: SimulationConfig, say: Callable[[str], None] = lambda line: None, cache: Path | None = None
+    config: SimulationConfig, say: Told = _silence, cache: Path | None = None, progress: Told = _silence
 ) -> list[dict]:
-    """Rows of pipeline, gpus, the outcome and the range of its rate; `say` is told of each. `cache`: a file
-    for the rates that ranges are made of."""
+    """Rows of pipeline, gpus, the outcome and the range of its rate; `say` is told of each, `progress` of all
+    short runs on the way to it. `cache`: a file for the rates that ranges are made of."""
     rows, rates = [], Rates(cache)
-    for gpus in config.gpus:
-        for pipeline in config.pipelines:
-            each, groups = gpus // config.trainer_groups, config.trainer_groups
-            trainer_gpus = split(config, pipeline, each)
-            outcome = point(config, pipeline, each, trainer_gpus, config.steps, watch=True, groups=groups)
-            rate = outcome.figures["tokens_per_second"]
-            low, high = rate_range(config, pipeline, each, trainer_gpus, rate, rates)
-            outcome.figures |= {"tokens_per_second_low": low, "tokens_per_second_high": high}
-            say(f"{pipeline} on {gpus} GPUs: {rate:,.0f} tokens/s, {low:,.0f} to {high:,.0f}")
-            rows.append({"pipeline": pipeline, "gpus": gpus, "outcome": outcome})
+    points = [(gpus, pipeline) for gpus in config.gpus for pipeline in config.pipelines]
+    names, scales = ", ".join(config.pipelines), ", ".join(map(str, config.gpus))
+    say(f"{names} on {scales} GPUs, each with draws={config.draws} short runs for its range")
+    for number, (gpus, pipeline) in enumerate(points, 1):
+        name = f"{number}/{len(points)} {pipeline} on {gpus} GPUs"
+
+        def tried(line: str, name: str = name) -> None:
+            progress(f"{name}: {line}")
+
+        each, groups = gpus // config.trainer_groups, config.trainer_groups
+        trainer_gpus = split(config, pipeline, each, tried)
+        outcome = point(config, pipeline, each, trainer_gpus, config.steps, watch=True, groups=groups)
+        rate = outcome.figures["tokens_per_second"]
+        low, high = rate_range(config, pipeline, each, trainer_gpus, rate, rates, tried)
+        outcome.figures |= {"tokens_per_second_low": low, "tokens_per_second_high": high}
+        say(f"{name}: {rate:,.0f} tokens/s, {low:,.0f} to {high:,.0f}")
+        rows.append({"pipeline": pipeline, "gpus": gpus, "outcome": outcome})
     rates.save()
     return rows

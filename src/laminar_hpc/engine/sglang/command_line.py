@@ -20,14 +20,32 @@ HEAD_SIZES = (64, 128, 256)  # that all of SGLang's compiled attention backends 
 # Tokens of a prefill that is one CUDA graph. SGLang's own choice has 58 sizes, a second of each engine's start each.
 PREFILL_GRAPHS = (64, 128, 256, 512, 1024, 2048)
 _MIN_NAMES = 100  # fewer mean that this version of SGLang declares them in another way
-_PRIVATE = ("host", "port", "api-key", "admin-api-key", "ssl-keyfile", "ssl-certfile")
-# of which the run has its own idea: two would give ranks without weights, or weights of another kind
+_PRIVATE = (
+    *("host", "port", "api-key", "admin-api-key", "ssl-keyfile", "ssl-certfile"),
+    *("grpc-port", "grpc-mode", "smg-grpc-mode", "tokenizer-worker-num"),  # servers that ask for no key
+)
+# of which the run has its own idea: two would give ranks without weights, weights of another kind, or engines
+# that all draw alike
 _OURS = {
     **dict.fromkeys(("tp-size", "tensor-parallel-size"), "rollout.tensor_parallel"),
     **dict.fromkeys(("dp-size", "data-parallel-size"), "rollout.replicas"),
     **dict.fromkeys(("model", "model-path"), "model.path"),
     "dtype": "model.dtype",
+    "random-seed": "seed",
 }
+# names, or with a dash at the end what names begin with -> why an engine with them could serve no run
+_NOT_HERE = {
+    "pp-size pipeline-parallel-size nnodes dcp-size decode-context-parallel-size attn-cp-size "
+    "attention-context-parallel-size enable-dp-attention": "weights and KV caches are divided over "
+    "tensor-parallel ranks only; set rollout.tensor_parallel",
+    "quantization quantize-and-serve modelopt-quant rl-quant-profile": "the engine takes the trainer's "
+    "weights as they are, in model.dtype, for which it has no place when it is quantized",
+    "speculative- enable-multi-layer-eagle uno-lora-path disaggregation-mode is-embedding encoder-only "
+    "dllm-algorithm": "an engine generates by itself, token by token, and returns its own log-probs",
+    "preferred-sampling-params": "responses are drawn as `sampling` says",
+}
+_MOVED_DTYPES = ("auto", "bf16", "bfloat16")  # of KV caches that kv/pool.py moves
+_MOVED_PAGE = 64
 _FIELD = re.compile(r"^    ([a-z]\w+)\s*:", re.M)
 _FLAG = re.compile(r"[\"']--([a-z][\w-]+)[\"']")
 
@@ -47,29 +65,51 @@ def argument_names() -> set[str]:
     return names if len(names) >= _MIN_NAMES else set()
 
 
-def unknown_arguments(config: RunConfig) -> list[str]:
+def refused_arguments(config: RunConfig) -> list[str]:
     """One line for each entry of rollout.engine_arguments that SGLang does not have, that has a key of ours,
-    or that would open an engine to others; its argparse takes unique beginnings too."""
-    if not config.rollout.engine_arguments or config.rollout.engine != "sglang":
+    that would open an engine to others, or with which it could not serve a run."""
+    if config.rollout.engine != "sglang":
         return []
-    names = argument_names()
-    asked = {key: key.replace("_", "-") for key in config.rollout.engine_arguments}
-    private = [
-        f"rollout.engine_arguments.{key}: where engines listen, and with which key, is the run's own; leave "
-        "it out (docs/security.md)"
-        for key, name in asked.items()
-        if name in _PRIVATE or (name not in names and any(own.startswith(name) for own in _PRIVATE))
-    ]
-    ours = [
-        f"rollout.engine_arguments.{key}: set {_OURS[name]} and leave it out"
-        for key, name in asked.items()
-        if name in _OURS
-    ]
-    return [*private, *ours] + [
-        f"rollout.engine_arguments.{key}: SGLang's server has no argument --{name}{did_you_mean(name, names)}"
-        for key, name in asked.items()
-        if names and not any(known.startswith(name.removeprefix("no-")) for known in names)
-    ]
+    names = argument_names() if config.rollout.engine_arguments else set()
+    found = (
+        (key, _refusal(config, _full_name(key, names), value, names))
+        for key, value in config.rollout.engine_arguments.items()
+    )
+    return [f"rollout.engine_arguments.{key}: {why}" for key, why in found if why]
+
+
+def _full_name(key: str, names: set[str]) -> str:
+    """SGLang's argparse takes unique beginnings too."""
+    name = key.replace("_", "-")
+    fits = [known for known in names if known.startswith(name)]
+    return fits[0] if name not in names and len(fits) == 1 else name
+
+
+def _refusal(config: RunConfig, name: str, value: str, names: set[str]) -> str:
+    """Why it cannot be, and the cure; "" where it can."""
+    if name in _PRIVATE:
+        return "where engines listen, and with which key, is the run's own; leave it out (docs/security.md)"
+    if name in _OURS:
+        return f"set {_OURS[name]} and leave it out"
+    if names and not {name, name.removeprefix("no-")} & names:
+        return f"SGLang's server has no argument --{name}{did_you_mean(name, names)}"
+    if value == "false":  # then it is left out
+        return ""
+    for those, why in _NOT_HERE.items():
+        if any(name == one or (one.endswith("-") and name.startswith(one)) for one in those.split()):
+            return f"{why}; leave it out"
+    unmoved = (
+        (name == "kv-cache-dtype" and value not in _MOVED_DTYPES)
+        or (name == "page-size" and value.isdigit() and int(value) > _MOVED_PAGE)
+        or name in ("disable-radix-cache", "enable-page-major-kv-layout")
+    )
+    if unmoved and config.pipeline.repack == "kv":
+        return (
+            "pipeline.repack=kv moves caches of 16 or 32 bits, by pages of at most "
+            f"{_MOVED_PAGE} tokens, from prefix cache to prefix cache; leave it out, or set "
+            "pipeline.repack=reprefill"
+        )
+    return ""
 
 
 def has_cuda() -> bool:

@@ -17,7 +17,7 @@ from laminar_hpc.trainer.algorithms.losses import policy_loss
 from laminar_hpc.trainer.algorithms.tokens import Tokens
 
 # Rows of Objective.sums: the loss; its denominator; then sums over trained tokens.
-SUMS = ("loss", "count", "tokens", "kept", "ratio", "clipped", "entropy", "kl", "truncated")
+SUMS = ("loss", "count", "tokens", "kept", "ratio", "clipped", "entropy", "kl", "kl_bounded", "truncated")
 
 
 @dataclass(frozen=True)
@@ -52,10 +52,12 @@ def objective(
     if recomputed:
         correction = behaviour_weights(proximal, behaviour, a.importance_weight_cap)
         losses, truncated = losses * correction, (correction < torch.exp(proximal - behaviour)).float()
-    losses, kl = losses * kept, torch.zeros_like(now)
+    losses, kl, bounded = losses * kept, torch.zeros_like(now), torch.zeros_like(now)
     if tokens.reference is not None:
-        estimate = kl_estimate(logprobs, tokens.reference, a.kl_estimator)
+        estimate = kl_estimate(logprobs, tokens.reference, a.kl_estimator, a.kl_k3_max)
         kl = estimate.detach()
+        if a.kl_estimator == "k3" and a.kl_k3_max is not None:
+            bounded = (kl >= a.kl_k3_max).float()
         if not a.kl_in_reward:
             losses = losses + a.kl_coefficient * estimate
     weights, count = weights_and_count(tokens, a.loss_aggregation, max_response_tokens)
@@ -69,6 +71,7 @@ def objective(
                 policy.clipped * mask,
                 entropies * tokens.real,
                 kl * tokens.real,
+                bounded * tokens.real,
                 truncated * mask,
             ]
         )

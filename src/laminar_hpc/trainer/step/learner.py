@@ -177,7 +177,7 @@ class Learner:
         """float64 [trained tokens of `own`]."""
         a, none = self.config.algorithm, torch.zeros(0)
         left, right = (torch.cat([none, *(values[i] for i in own)]) for values in (sampled, reference))
-        return a.kl_coefficient * kl_estimate(left, right, a.kl_estimator).double()
+        return a.kl_coefficient * kl_estimate(left, right, a.kl_estimator, a.kl_k3_max).double()
 
     def _group_sizes(self, trajectories: list[Trajectory], step: int) -> list[int]:
         """Trajectories per group, in order; groups may differ in size when sampling is adaptive."""
@@ -231,6 +231,7 @@ class Learner:
         }
         if a.kl_coefficient > 0:
             metrics["kl"] = of["kl"] / tokens
+            metrics["kl_bounded_tokens"] = of["kl_bounded"]
         if a.sequence_ratio_min is not None or a.sequence_ratio_max is not None:
             metrics["left_out_fraction"] = (of["tokens"] - of["kept"]) / tokens
         if a.proximal == "recomputed":

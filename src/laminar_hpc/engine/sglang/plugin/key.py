@@ -2,7 +2,9 @@
 reading."""
 
 import os
+import secrets
 from pathlib import Path
+from typing import Any
 
 FILE_VARIABLE = "LAMINAR_ENGINE_KEY_FILE"
 
@@ -14,6 +16,25 @@ class Key(str):
 
     def __repr__(self) -> str:
         return "'***'"
+
+
+class KeyRequired:
+    """ASGI middleware around all of SGLang's server. SGLang's own (utils/auth.py:101) asks for no key for
+    health checks, one of which generates a token, for metrics, OPTIONS and web sockets."""
+
+    def __init__(self, app: Any, key: str) -> None:
+        self._app = app
+        self._header = f"Bearer {key}".encode()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        given = dict(scope.get("headers", ())).get(b"authorization", b"")
+        if scope["type"] == "lifespan" or secrets.compare_digest(given, self._header):
+            await self._app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close"})
+        else:
+            await send({"type": "http.response.start", "status": 401})
+            await send({"type": "http.response.body"})
 
 
 def leave(folder: Path, key: str) -> str:

@@ -2,8 +2,8 @@
 started by process.py.
 
 It is SGLang's own launcher, but: it dies with its parent; the API key comes from a file (arguments and
-environments stand in the process list); and a missing installation of our entry points is said in one line
-instead of by a crash deep inside SGLang.
+environments stand in the process list), and nothing is answered without it; and a missing installation of
+our entry points is said in one line instead of by a crash deep inside SGLang.
 """
 
 import os
@@ -76,7 +76,7 @@ def main() -> None:
 
     load_plugins()
     hook_server()
-    from sglang.srt.entrypoints.http_server import launch_server
+    from sglang.srt.entrypoints.http_server import app, launch_server
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
 
@@ -84,6 +84,7 @@ def main() -> None:
     arguments = prepare_server_args([*sys.argv[1:], *(["--api-key", secret] if secret else [])])
     if secret:
         arguments.api_key = secret  # what was parsed is a plain text
+        app.add_middleware(key.KeyRequired, key=secret)
     try:
         launch_server(arguments)
     finally:
