@@ -113,7 +113,7 @@ def start(config: RunConfig, derived: Derived, words: list[str]) -> int:
 
 def lacking(config: RunConfig) -> list[str]:
     """One line for each thing that the run needs and that is not there, or not readable."""
-    from laminar_hpc.data.rows import wrong_first_rows
+    from laminar_hpc.data.prompts import wrong_first_rows
 
     return [*missing_inputs(config), *wrong_first_rows(config)]
 

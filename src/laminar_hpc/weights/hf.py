@@ -188,6 +188,7 @@ def copy_side_files(source: str | Path, target: Path, dtype: "torch.dtype") -> N
     tokenizer's files."""
     for name in SIDE_FILES:
         if (Path(source) / name).exists():
+            (target / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(Path(source) / name, target / name)
     config = json.loads((target / "config.json").read_text())
     for key in {"dtype", "torch_dtype"} & set(config):  # transformers 5 | 4
