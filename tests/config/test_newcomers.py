@@ -126,6 +126,13 @@ def test_models_that_are_not_all_there(tmp_path):
         ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "RoPE of type yarn is not supported"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantized weights cannot be trained"),
         ({"use_sliding_window": True}, "sliding windows, dropout and activations"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported"),
+        ({"auto_map": {"AutoModelForCausalLM": "m.Own"}}, "auto_map names code of the model's own"),
+        ({"pretraining_tp": 2}, "pretraining_tp=2 splits each sum"),
+        ({"num_key_value_heads": 3}, "num_attention_heads=4 does not go with num_key_value_heads=3"),
+        ({"num_attention_heads": 5, "num_key_value_heads": 5, "head_dim": None}, "go with hidden_size="),
+        ({"architectures": None}, 'add "architectures": ["Qwen2ForCausalLM"], or save the model anew'),
+        ({"architectures": None, "model_type": "mistral"}, "architecture mistral is not supported"),
     ],
 )
 def test_a_model_that_the_trainer_cannot_compute_is_refused_at_once(tmp_path, more, text):
