@@ -31,6 +31,7 @@ from laminar_hpc.config.models import (
     TRAINED,
     count_parameters,
     is_downloaded,
+    is_known,
     kv_heads,
     missing_files,
     model_config,
@@ -189,15 +190,17 @@ def missing_inputs(config: RunConfig) -> list[str]:
 
 def problems(config: RunConfig, may_download: bool = False) -> list[str]:
     """Everything that cannot work, one line each: values, then model, data and reward, then what does not go
-    together. `may_download`: a model of the hub need not be here yet.
+    together. `may_download`: a model of the hub need not be here yet; of a public
+    one the numbers are known.
 
     Where a value is wrong by itself the last are left out, as they might only follow from it."""
     wrong = wrong_values(config)
     model, of_model = None, []
     try:
-        model = supported_model(config)
+        model = supported_model(dataclasses.replace(config, dry_run=True) if may_download else config)
     except LaminarError as error:
-        of_model = [] if may_download and is_downloaded(config.model.path) else [str(error)]
+        unseen = may_download and is_downloaded(config.model.path) and not is_known(config.model.path)
+        of_model = [] if unseen else [str(error)]
     inputs = [] if config.source.startswith("replay:") or config.dry_run else _input_problems(config)
     if wrong:
         return [*wrong, *of_model, *inputs]

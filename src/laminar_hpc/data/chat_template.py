@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.data.tokens import read_json
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -36,7 +37,7 @@ def template_text(model_path: str, tools: Sequence[dict] = ()) -> str:
     }
     if (file := folder / "chat_template.jinja").exists():
         found["default"] = file.read_text(encoding="utf-8")
-    found = found or _read(folder / "tokenizer_config.json").get("chat_template") or ""
+    found = found or read_json(folder / "tokenizer_config.json").get("chat_template") or ""
     if isinstance(found, list):
         found = {each["name"]: each["template"] for each in found}
     if isinstance(found, str):
@@ -133,9 +134,9 @@ def load_chat_template(
 def _special_tokens(folder: Path) -> dict[str, str]:
     """By name, as a tokenizer of transformers has them: its older file counts where the newer one does not
     list the tokens."""
-    settings = _read(folder / "tokenizer_config.json")
+    settings = read_json(folder / "tokenizer_config.json")
     if "added_tokens_decoder" not in settings:
-        settings |= _read(folder / "special_tokens_map.json")
+        settings |= read_json(folder / "special_tokens_map.json")
     more = settings.get("extra_special_tokens")
     settings |= more if isinstance(more, dict) else {}
     named = {name: value for name, value in settings.items() if name.endswith("_token")}
@@ -191,10 +192,3 @@ def _without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _without_nulls(each) for name, each in value.items() if each is not None}
     return [_without_nulls(each) for each in value] if isinstance(value, list) else value
-
-
-def _read(path: Path) -> dict:
-    try:
-        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise LaminarError(f"{path} is not JSON ({error}); download the model again") from None

@@ -11,20 +11,27 @@ from tokenizers import Tokenizer
 from laminar_hpc.config.errors import LaminarError
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text()) if path.exists() else {}
+def read_json(path: Path) -> dict[str, Any]:
+    """A file's object; empty where there is no file. Raises LaminarError."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    except (ValueError, RecursionError) as error:  # the former: also bytes that are no UTF-8
+        raise LaminarError(f"{path} is not JSON ({error}); download the model again") from None
+    if not isinstance(found, dict):
+        raise LaminarError(f"{path} is no JSON object; download the model again")
+    return found
 
 
 def model_config(model: Path) -> dict[str, Any]:
     """config.json of the model. Raises LaminarError when it is not there."""
     if not (model / "config.json").exists():
         raise LaminarError(f"model.path={model} holds no config.json: give a Hugging Face directory")
-    return _read_json(model / "config.json")
+    return read_json(model / "config.json")
 
 
 def _rows(model: Path) -> float:
     """Tokens that the model has; without a config.json that is left to others."""
-    return _read_json(model / "config.json").get("vocab_size") or math.inf
+    return read_json(model / "config.json").get("vocab_size") or math.inf
 
 
 def stop_token_ids(model: Path) -> list[int]:
@@ -32,7 +39,7 @@ def stop_token_ids(model: Path) -> list[int]:
     LaminarError where there are none, or ids that the model does not have."""
     found, rows = set[int](), _rows(model)
     for file in ("generation_config.json", "config.json"):
-        ids = _read_json(model / file).get("eos_token_id")
+        ids = read_json(model / file).get("eos_token_id")
         for each in ids if isinstance(ids, list) else [] if ids is None else [ids]:
             if not isinstance(each, int) or isinstance(each, bool) or not 0 <= each < rows:
                 raise LaminarError(
