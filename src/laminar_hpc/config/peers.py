@@ -175,71 +175,47 @@ ROWS = (
     Row("observability.wandb", ("trainer.logger",), ("--use-wandb",), "online or offline"),
     Row("observability.wandb_project", ("trainer.project_name",), ("--wandb-project",)),
 )
-# of TRL's GRPOConfig, its base, GRPOTrainer and its command line; `key` is ours
-TRL = {
-    "model_name_or_path": ("model.path", ""),
-    "dtype": ("model.dtype", ""),
-    "bf16": ("model.dtype", "bfloat16"),
-    "dataset_name": ("data.train", "a file, a folder or OWNER/NAME"),
+_SAME = """
+    model_name_or_path=model.path dtype=model.dtype shuffle_dataset=data.shuffle
+    temperature=sampling.temperature max_completion_length=sampling.max_response_tokens
+    num_generations=algorithm.samples_per_prompt beta=algorithm.kl_coefficient
+    epsilon=algorithm.clip_low epsilon_high=algorithm.clip_high
+    delta=algorithm.clip_dual learning_rate=optimizer.lr weight_decay=optimizer.weight_decay
+    warmup_steps=optimizer.warmup_steps max_grad_norm=optimizer.clip_grad adam_beta1=optimizer.beta1
+    adam_beta2=optimizer.beta2 adam_epsilon=optimizer.eps vllm_tensor_parallel_size=rollout.tensor_parallel
+    max_steps=steps save_steps=checkpoint.every save_total_limit=checkpoint.keep output_dir=run_dir
+    gradient_checkpointing=trainer.recompute_activations
+"""
+# of GRPOConfig, its base, GRPOTrainer and TRL's command line: ours, and what its value is
+TRL = {name: (key, "") for name, key in (pair.split("=") for pair in _SAME.split())} | {
     "train_dataset": ("data.train", "a file, a folder or OWNER/NAME"),
+    "dataset_name": ("data.train", "a file, a folder or OWNER/NAME"),
     "eval_dataset": ("evaluation.files", "a list: [a.jsonl,b.jsonl]"),
-    "chat_template_kwargs": ("data.chat_template_arguments", "a table; data.chat_template=true beside it"),
-    "shuffle_dataset": ("data.shuffle", ""),
+    "chat_template_kwargs": ("data.chat_template_arguments", "a table; with data.chat_template=true"),
     "max_prompt_length": ("data.max_prompt_tokens", "longer ones are refused, or dropped with data.too_long"),
-    "max_completion_length": ("sampling.max_response_tokens", ""),
-    "temperature": ("sampling.temperature", ""),
-    "num_generations": ("algorithm.samples_per_prompt", ""),
     "per_device_train_batch_size": ("algorithm.prompts_per_step", _BATCH),
     "gradient_accumulation_steps": ("algorithm.prompts_per_step", _BATCH),
     "generation_batch_size": ("algorithm.prompts_per_step", _BATCH),
-    "steps_per_generation": ("algorithm.minibatches_per_step", "updates per step, in all"),
+    "steps_per_generation": ("algorithm.minibatches_per_step", "updates per step"),
     "num_iterations": ("algorithm.minibatches_per_step", "updates per step; each sample is trained once"),
-    "beta": ("algorithm.kl_coefficient", ""),
-    "epsilon": ("algorithm.clip_low", ""),
-    "epsilon_high": ("algorithm.clip_high", ""),
-    "delta": ("algorithm.clip_dual", ""),
-    "loss_type": (
-        "algorithm.loss_aggregation",
-        "tokens (dapo), sequences (grpo) or constant (dr_grpo); cispo is algorithm.loss=cispo",
-    ),
+    "loss_type": ("algorithm.loss_aggregation", "tokens (dapo), sequences (grpo) or constant (dr_grpo)"),
     "importance_sampling_level": ("algorithm.loss", "gspo for sequence, clip for token"),
     "scale_rewards": ("algorithm.normalize_std", "true for group, false for none"),
     "vllm_importance_sampling_cap": ("algorithm.importance_weight_cap", "with algorithm.proximal=recomputed"),
-    "reward_funcs": (
-        "reward.function",
-        "MODULE.NAME, unchanged with reward.style=trl; several: reward.functions",
-    ),
-    "reward_weights": ("reward.functions", "a weight for each: {NAME: {function: MODULE.NAME, weight: 0.5}}"),
+    "reward_funcs": ("reward.function", "MODULE.NAME, with reward.style=trl; several: reward.functions"),
+    "reward_weights": ("reward.functions", "{NAME: {function: MODULE.NAME, weight: 0.5, style: trl}}"),
     "tools": ("environment.tools", "dotted paths of functions"),
     "environment_factory": ("environment.factory", "the dotted path of the class"),
     "max_tool_calling_iterations": (
         "environment.max_turns",
         "answers of the model, one more than iterations",
     ),
-    "learning_rate": ("optimizer.lr", ""),
     "lr_scheduler_type": ("optimizer.lr", "it is constant behind optimizer.warmup_steps"),
-    "weight_decay": ("optimizer.weight_decay", ""),
-    "warmup_steps": ("optimizer.warmup_steps", ""),
-    "warmup_ratio": ("optimizer.warmup_steps", "in steps"),
-    "max_grad_norm": ("optimizer.clip_grad", ""),
-    "adam_beta1": ("optimizer.beta1", ""),
-    "adam_beta2": ("optimizer.beta2", ""),
-    "adam_epsilon": ("optimizer.eps", ""),
-    "gradient_checkpointing": ("trainer.recompute_activations", "auto, none, selective or full"),
-    "vllm_tensor_parallel_size": ("rollout.tensor_parallel", ""),
-    "vllm_gpu_memory_utilization": (
-        "rollout.kv_cache_tokens",
-        "in tokens; dry_run=true says whether it fits",
-    ),
-    "max_steps": ("steps", ""),
+    "vllm_gpu_memory_utilization": ("rollout.kv_cache_tokens", "in tokens; dry_run=true says if it fits"),
     "num_train_epochs": ("steps", "an epoch is prompts / algorithm.prompts_per_step of them"),
     "eval_steps": ("evaluation.every", "0 = before and after only"),
-    "save_steps": ("checkpoint.every", ""),
-    "save_total_limit": ("checkpoint.keep", ""),
-    "output_dir": ("run_dir", ""),
     "resume_from_checkpoint": ("resume", "auto or never"),
     "report_to": ("observability.wandb", "online or offline"),
-    "log_completions": ("observability.show_samples", "how many"),
 }
 _OURS = {name: (row, whose) for row in ROWS for whose in ("verl", "slime") for name in getattr(row, whose)}
 

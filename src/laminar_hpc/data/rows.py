@@ -36,7 +36,7 @@ def read_rows(source: Source) -> Iterator[tuple[str, dict]]:
     if (files := files_of(source)) is None:
         yield from _dataset(source)
     for path in files or ():
-        yield from _parquet(path) if path.endswith(".parquet") else _jsonl(path, path)
+        yield from _parquet(path) if path.endswith(".parquet") else _jsonl(path)
 
 
 def files_of(source: Source) -> list[str] | None:
@@ -79,7 +79,7 @@ def _is_of(split: str, path: Path) -> bool:
 def field(row: dict, names: str, where: str, key: str) -> object:
     """The value at the first of `names` that the row has and that is not null: `a.b|c` is row["a"]["b"], else
     row["c"]. `key` is the setting that names them."""
-    found: list[object] = []
+    found = False
     for name in names.split("|"):
         value: object = row
         for part in [name] if name in row else name.split("."):
@@ -90,7 +90,7 @@ def field(row: dict, names: str, where: str, key: str) -> object:
             else:
                 break
         else:
-            found.append(value)
+            found = True
             if value is not None:
                 return value
     if found:
@@ -111,18 +111,17 @@ def _open(path: str) -> io.BufferedReader:
     return open(path, "rb")
 
 
-def _jsonl(path: str, shown: str) -> Iterator[tuple[str, dict]]:
-    """`shown`: what errors call the file."""
+def _jsonl(path: str) -> Iterator[tuple[str, dict]]:
     number = 0
     try:
         with _open(path) as file:
             if path.endswith(".json") and file.peek(1)[:1] == b"[":  # one array, as json.dump writes it
-                for row in _parsed(file.read(), f"{shown}, row 1"):
+                for row in _parsed(file.read(), f"{path}, row 1"):
                     number += 1
-                    yield f"{shown}, row {number}", _object(row, f"{shown}, row {number}")
+                    yield f"{path}, row {number}", _object(row, f"{path}, row {number}")
             while line := file.readline(_LONGEST_ROW + 1):
                 number += 1
-                where = f"{shown}, row {number}"
+                where = f"{path}, row {number}"
                 if len(line) > _LONGEST_ROW:
                     limit = f"{_LONGEST_ROW >> 20} MiB"
                     raise LaminarError(f"{where}: longer than {limit}; one JSON object per line is needed")
@@ -132,7 +131,7 @@ def _jsonl(path: str, shown: str) -> Iterator[tuple[str, dict]]:
     except (OSError, EOFError, zlib.error) as error:
         what = "read" if not path.endswith(COMPRESSED) else "unpacked"
         raise LaminarError(
-            f"{shown}, row {number + 1}: cannot be {what} "
+            f"{path}, row {number + 1}: cannot be {what} "
             f"({_first_line(error)}); write or download the file again"
         ) from None
 
@@ -180,18 +179,19 @@ def _dataset(source: Source) -> Iterator[tuple[str, dict]]:
 
     datasets.disable_progress_bars()
     lines: list[str] = []
+    loaded: Any = None
     try:
         if source.kind == "folder" and any((Path(source.path) / name).exists() for name in _SAVED):
             loaded = datasets.load_from_disk(source.path)
             if isinstance(loaded, datasets.DatasetDict):
                 loaded = loaded[source.split]
-        else:
+        elif source.kind == "folder":
             builder = datasets.load_dataset_builder(source.path, source.subset)
             lines = [str(file) for file in (builder.config.data_files or {}).get(source.split) or ()]
-            if lines and all(file.endswith(".jsonl") for file in lines):  # the library makes dates of texts
-                local = datasets.DownloadManager().download(lines)
-            else:
-                lines, loaded = [], datasets.load_dataset(source.path, source.subset, split=source.split)
+        if not (lines and all(file.endswith(".jsonl") for file in lines)):  # it would make dates of texts
+            lines = []
+            if loaded is None:
+                loaded = datasets.load_dataset(source.path, source.subset, split=source.split)
     except Exception as error:  # the library raises what its parts raise
         cure = "check name and network, or download it and name its folder or file"
         if source.kind == "folder":
@@ -201,12 +201,10 @@ def _dataset(source: Source) -> Iterator[tuple[str, dict]]:
             f"{source.path} cannot be loaded as a Hugging Face dataset, subset "
             f"{source.subset or '(none)'}, split {source.split} ({type(error).__name__}: {said}); {cure}"
         ) from None
-    if lines:
-        for file, shown in zip(local, lines, strict=True):
-            yield from _jsonl(file, shown)
-        return
+    for file in lines:
+        yield from _jsonl(file)
     number = 0
-    for first in range(0, len(loaded), _BATCH):
+    for first in range(0, 0 if lines else len(loaded), _BATCH):
         for row in loaded.select(range(first, min(first + _BATCH, len(loaded)))).to_list():
             number += 1
             yield f"{source.path} ({source.split}), row {number}", row
