@@ -77,6 +77,21 @@ def test_a_public_model_that_no_run_can_train_is_known_without_a_network(tmp_pat
     assert refusal("train", *given, "dry_run=true") == [line]
 
 
+def test_a_public_model_that_cannot_be_had(tmp_path, monkeypatch):
+    """Promise: its numbers are known all the same, so that what does not go with them is said."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    given = ["experiment=demo", "model.path=Qwen/Qwen2.5-7B", f"run_dir={tmp_path}/run"]
+    (line,) = refusal("train", *given)
+    assert "HF_HUB_OFFLINE=1 forbids downloads" in line
+    first, second = refusal("train", *given, "trainer.tensor_parallel=3")
+    assert first == line and "does not divide the model's num_attention_heads=28" in second
+    lines = refusal("train", "experiment=demo", f"model.path={tmp_path}/Qwen2.5-7B", "steps=-1")
+    assert len(lines) == 2 and any("no config.json there" in each for each in lines)
+
+
 @pytest.mark.parametrize(
     ("file", "text", "says"),
     [

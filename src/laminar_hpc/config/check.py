@@ -196,17 +196,18 @@ def problems(config: RunConfig, may_download: bool = False) -> list[str]:
     Where a value is wrong by itself the last are left out, as they might only follow from it."""
     wrong = wrong_values(config)
     model, of_model = None, []
+    unseen = may_download and is_downloaded(config.model.path)
+    known = dataclasses.replace(config, dry_run=True) if unseen else config
     try:
-        model = supported_model(dataclasses.replace(config, dry_run=True) if may_download else config)
+        model = supported_model(known)
     except LaminarError as error:
-        unseen = may_download and is_downloaded(config.model.path) and not is_known(config.model.path)
-        of_model = [] if unseen else [str(error)]
+        of_model = [] if unseen and not is_known(config.model.path) else [str(error)]
     inputs = [] if config.source.startswith("replay:") or config.dry_run else _input_problems(config)
     if wrong:
         return [*wrong, *of_model, *inputs]
     broken = broken_rules(config, model)
     if model is not None and not broken:
-        broken = [text for bad, text in _derived_rules(config, derive(config)) if bad]
+        broken = [text for bad, text in _derived_rules(config, derive(known)) if bad]
     return [*of_model, *inputs, *broken]
 
 

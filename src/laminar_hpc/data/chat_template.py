@@ -184,7 +184,7 @@ def _message(value: object) -> dict | None:
         function = call.get("function") if isinstance(call, dict) else None
         if isinstance(function, dict) and isinstance(function.get("arguments"), str):
             with contextlib.suppress(ValueError, RecursionError):
-                function["arguments"] = json.loads(function["arguments"])
+                function["arguments"] = json.loads(function["arguments"] or "{}")
     return {**message, "content": content}
 
 

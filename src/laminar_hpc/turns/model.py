@@ -73,10 +73,10 @@ def check_first_token(model_path: str, arguments: Arguments = None) -> None:
 def endless(model_path: str, arguments: Arguments = None) -> str:
     """Why answers would run on to their limit: behind an answer the template writes none of the model's stop
     tokens. "" where it writes one, and where that cannot be told."""
-    tokenizer, stop = load_tokenizer(model_path), stop_token_ids(Path(model_path))
     try:
+        tokenizer, stop = load_tokenizer(model_path), stop_token_ids(Path(model_path))
         text = with_tools(model_path, (), arguments)([_USER, assistant(MARK), {**_USER, "content": _NEXT}])
-    except LaminarError:  # a template for one turn
+    except LaminarError:  # a template for one turn, or a dry run without the model
         return ""
     behind = tokenizer.encode(text.partition(MARK)[2].partition(_NEXT)[0], add_special_tokens=False).ids
     if not behind or not set(stop).isdisjoint(behind):
