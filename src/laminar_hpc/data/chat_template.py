@@ -3,10 +3,10 @@ importing it (or torch)."""
 
 import contextlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.data.tokens import read_json
@@ -15,16 +15,10 @@ if TYPE_CHECKING:
     from jinja2 import Environment
 
 Messages = list[dict]
+Render = Callable[..., str]  # (messages, place of the row, goes_on=False) -> text
 _TAGS = {"generation"}
 _END = "0END_OF_THE_LAST_MESSAGE0 "  # what it trims, the template has trimmed
 _SHAREGPT = {"human": "user", "gpt": "assistant", "observation": "tool"}  # roles; the others are the same
-
-
-class Render(Protocol):
-    """(messages, place of the row) -> text that ends where the assistant's answer begins; `goes_on`: within
-    the last message, which the model continues."""
-
-    def __call__(self, messages: Messages, where: str, goes_on: bool = False) -> str: ...
 
 
 def template_text(model_path: str, tools: Sequence[dict] = ()) -> str:
@@ -88,8 +82,9 @@ def _environment() -> "Environment":
 def load_chat_template(
     model_path: str, tools: Sequence[dict] = (), arguments: Mapping[str, object] | None = None
 ) -> Render:
-    """It tells the model of `tools`; `arguments`: variables of the template, which go before its special
-    tokens. Raises LaminarError when the model has no template."""
+    """render(messages, where) -> text that ends where the assistant's answer begins, or with `goes_on` where
+    its last message does, which the model continues. It tells the model of `tools`; `arguments`: variables of
+    the template, which go before its special tokens. Raises LaminarError when the model has no template."""
     from jinja2 import TemplateSyntaxError, UndefinedError
 
     folder = Path(model_path)

@@ -116,8 +116,7 @@ def answer_warnings(config: RunConfig) -> list[str]:
         return []
     from laminar_hpc.turns.model import endless
 
-    line = endless(config.model.path, config.data.chat_template_arguments)
-    return [line] if line else []
+    return endless(config.model.path, config.data.chat_template_arguments)
 
 
 def _train_file(config: RunConfig) -> str:

@@ -70,23 +70,23 @@ def check_first_token(model_path: str, arguments: Arguments = None) -> None:
         )
 
 
-def endless(model_path: str, arguments: Arguments = None) -> str:
-    """Why answers would run on to their limit: behind an answer the template writes none of the model's stop
-    tokens. "" where it writes one, and where that cannot be told."""
+def endless(model_path: str, arguments: Arguments = None) -> list[str]:
+    """A line where answers would run on to their limit: behind an answer the template writes none of the
+    model's stop tokens. None where that cannot be told."""
     try:
         tokenizer, stop = load_tokenizer(model_path), stop_token_ids(Path(model_path))
         text = with_tools(model_path, (), arguments)([_USER, assistant(MARK), {**_USER, "content": _NEXT}])
     except LaminarError:  # a template for one turn, or a dry run without the model
-        return ""
+        return []
     behind = tokenizer.encode(text.partition(MARK)[2].partition(_NEXT)[0], add_special_tokens=False).ids
     if not behind or not set(stop).isdisjoint(behind):
-        return ""
-    return (
+        return []
+    return [
         f"behind an answer the chat template of {model_path} writes token {behind[0]} "
         f"({tokenizer.id_to_token(behind[0])}), which is none of the stop tokens {stop}: answers may run to "
         f"sampling.max_response_tokens; if it ends a turn, add {behind[0]} to eos_token_id in "
         "generation_config.json"
-    )
+    ]
 
 
 _NEXT = "0NEXT0"
