@@ -72,7 +72,7 @@ STAGES = (
     ),
     Stage(
         "kernels",
-        150,
+        100,
         "bench/kernels.py --repeats 10",
         "bench/kernels.py --device cpu --repeats 2",
         "Triton does not run here: its wheel and the driver must fit; weights then go through plain torch",
@@ -97,7 +97,7 @@ STAGES = (
     ),
     Stage(
         "trainer-0.5b",
-        120,
+        90,
         "bench/gpu_check/trainer_alone.py --shape 0.5b --runs-dir {out}/runs/trainer",
         "bench/gpu_check/trainer_alone.py --shape tiny --tokens 256 --steps 2 --runs-dir {out}/runs/trainer",
         "the log's last line; out of memory: another process holds the GPU (nvidia-smi)",
@@ -127,7 +127,7 @@ STAGES = (
     ),
     Stage(
         "load",
-        150,
+        120,
         "bench/hand_over.py --repeats 2",
         "bench/hand_over.py --repeats 1 --device cpu --layers 0 --vocabulary 16384",
         "df /dev/shm must show 20 GB; the log says whether link, slot or load failed",
@@ -135,7 +135,7 @@ STAGES = (
     ),
     Stage(
         "trainer-7b",
-        150,
+        120,
         "bench/gpu_check/trainer_alone.py --shape 7b --layers 8 --runs-dir {out}/runs/trainer",
         "",
         "the log's last line; 8 of a 7B's layers need 70 GB",
@@ -147,7 +147,7 @@ STAGES = (
     ),
     Stage(
         "tests",
-        240,
+        160,
         "-m pytest -q -p no:cacheprovider -m gpu tests/kernels tests/kv tests/trainer",
         "-m pytest -q -p no:cacheprovider -m gpu --collect-only tests/kv tests/trainer",
         "the log names the test; the stages behind it show what else it breaks",
@@ -156,7 +156,7 @@ STAGES = (
     ),
     Stage(
         "repack",
-        200,
+        180,
         "bench/gpu_check/live.py --part repack --steps 6 --runs-dir {out}/runs/repack",
         "bench/gpu_check/live.py --part repack --steps 4 --shape tiny --runs-dir {out}/runs/repack",
         LIVE,
@@ -165,7 +165,7 @@ STAGES = (
     ),
     Stage(
         "keep-kv",
-        150,
+        180,
         "bench/gpu_check/live.py --part keep_kv --steps 8 --runs-dir {out}/runs/keep-kv",
         "bench/gpu_check/live.py --part keep_kv --steps 3 --shape tiny --runs-dir {out}/runs/keep-kv",
         LIVE,
@@ -174,7 +174,7 @@ STAGES = (
     ),
     Stage(
         "resume",
-        300,
+        240,
         "bench/gpu_check/live.py --part resume --steps 4 --runs-dir {out}/runs/resume",
         "bench/gpu_check/live.py --part resume --steps 4 --shape tiny --runs-dir {out}/runs/resume",
         LIVE,
@@ -183,7 +183,7 @@ STAGES = (
     ),
     Stage(
         "engine-killed",
-        300,
+        240,
         "bench/gpu_check/live.py --part engine_killed --steps 8 --runs-dir {out}/runs/killed",
         "bench/gpu_check/live.py --part engine_killed --steps 12 --shape tiny --runs-dir {out}/runs/killed",
         LIVE,
@@ -192,7 +192,7 @@ STAGES = (
     ),
     Stage(
         "relay-killed",
-        300,
+        240,
         "bench/gpu_check/live.py --part relay_killed --runs-dir {out}/runs/relay",
         "bench/gpu_check/live.py --part relay_killed --shape tiny --runs-dir {out}/runs/relay",
         LIVE,
@@ -201,7 +201,7 @@ STAGES = (
     ),
     Stage(
         "moves",
-        240,
+        200,
         "bench/kv_engines.py --model 7b --lengths 1024,8192 --repeats 1",
         "bench/kv_engines.py --model narrow --lengths 64 --repeats 1",
         "the log says at which step of a move; docs/kv.md",

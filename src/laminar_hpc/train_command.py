@@ -6,11 +6,22 @@ Whatever can be refused is refused here, before any rank is up: words and values
 refusal need not wait for them.
 """
 
+import dataclasses
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
-from laminar_hpc.config.check import Derived, check, check_machine, derived_values, missing_inputs, warnings
+from laminar_hpc.config.check import (
+    Derived,
+    check,
+    check_machine,
+    derived_values,
+    missing_inputs,
+    problems,
+    supported_model,
+    warnings,
+)
 from laminar_hpc.config.errors import LaminarError, Refused
 from laminar_hpc.config.load import conf_directory, group_names, load_config
 from laminar_hpc.config.options import INFO, take_options, with_absolute_config_dir
@@ -53,34 +64,61 @@ def main(arguments: list[str]) -> int:
 
 
 def prepare(words: Sequence[str], say: Callable[[str], None]) -> tuple[RunConfig, RunConfig, Derived]:
-    """(as the words have it, with the model's files resolved, what follows). Raises LaminarError for
-    whatever can be refused without a look at this machine."""
+    """(as the words have it, with the model's files resolved, what follows). Raises Refused for whatever can
+    be refused without a look at this machine, and then for what is wrong with rows and rewards too."""
     from laminar_hpc.emulation.constants import unknown_constants
     from laminar_hpc.engine.sglang.command_line import refused_arguments
     from laminar_hpc.pretrained import resolve_model
     from laminar_hpc.weights.hf import read_shape
 
-    loaded = load_config(words)
-    config = resolve_model(loaded, say)
-    derived = check(config)
-    if (Path(config.model.path) / "config.json").is_file():  # a dry run may know it by name
-        read_shape(config.model.path)
-    if lines := [*refused_arguments(config), *unknown_constants(config)]:
-        raise Refused(lines)
-    return loaded, config, derived
+    loaded = config = load_config(words, of_inputs)
+    try:
+        config = resolve_model(loaded, say)
+        lines = said(check, config)
+    except LaminarError as error:
+        lines = [str(error), *problems(loaded, may_download=True)]
+    # a dry run may know it by name
+    if (Path(config.model.path) / "config.json").is_file() and not said(supported_model, config):
+        lines += said(read_shape, config.model.path)
+    lines += [*refused_arguments(config), *unknown_constants(config)]
+    if lines:
+        raise Refused(dict.fromkeys([*lines, *of_inputs(config, lines)]))
+    return loaded, config, check(config)
+
+
+def said(look: Callable[..., object], *given: Any) -> list[str]:
+    """What a look at something refuses, one line each."""
+    try:
+        look(*given)
+    except LaminarError as error:
+        return str(error).splitlines()
+    return []
+
+
+def of_inputs(config: RunConfig, lines: Sequence[str]) -> list[str]:
+    """What is wrong with the rows and rewards of a configuration that is refused for `lines`. Rewards are
+    imported and not called, unless `lines` say that their own settings are wrong."""
+    from laminar_hpc.controller.rewards import check_rewards
+    from laminar_hpc.data.prompts import wrong_first_rows
+
+    rows = [] if config.dry_run else wrong_first_rows(config)
+    if any(line.startswith(("reward.", "environment.")) for line in lines):
+        return rows
+    return [*rows, *said(check_rewards, dataclasses.replace(config, dry_run=True))]
 
 
 def show(config: RunConfig, derived: Derived) -> None:
     """What `dry_run=true` prints. Raises LaminarError for what could not start on any machine of its kind."""
     from laminar_hpc.cluster.gpu_memory import check_dry_run
     from laminar_hpc.controller.rewards import check_rewards
+    from laminar_hpc.data.prompts import answer_warnings
     from laminar_hpc.observability import console
 
-    check_dry_run(config, derived)
-    check_rewards(config)
+    if lines := [*said(check_dry_run, config, derived), *said(check_rewards, config)]:
+        raise Refused(lines)
     for text in console.dry_run_lines(derived_values(config, derived), lacking(config)):
         print(text)
-    for text in warnings(config, derived):
+    for text in [*warnings(config, derived), *answer_warnings(config)]:
         print(console.line("warning", text))
 
 
@@ -96,26 +134,32 @@ def start(config: RunConfig, derived: Derived, words: list[str]) -> int:
     refuse_if_held(Path(config.run_dir))
     from laminar_hpc import supervisor
     from laminar_hpc.controller.rewards import check_rewards
+    from laminar_hpc.data.prompts import wrong_first_rows
     from laminar_hpc.observability.wandb_mirror import check_wandb
     from laminar_hpc.pretrained import download_model
 
     if supervisor.nothing_to_start(config):
         return 0
-    check_machine(config, derived)
-    check_devices(config, derived)
-    check_wandb(config.observability.wandb)
+    machine = [*said(check_machine, config, derived), *said(check_devices, config, derived)]
+    machine += said(check_wandb, config.observability.wandb)
+    if lines := [*machine, *wrong_first_rows(config)]:
+        raise Refused(dict.fromkeys([*lines, *of_inputs(config, lines)]))
     download_model(config, print)
     if lines := lacking(config):
-        raise Refused(lines)
+        raise Refused(dict.fromkeys([*lines, *of_inputs(config, lines)]))
     check_rewards(config)
     return supervisor.run(config, words, derived.world_size)
 
 
 def lacking(config: RunConfig) -> list[str]:
     """One line for each thing that the run needs and that is not there, or not readable."""
-    from laminar_hpc.data.rows import wrong_first_rows
+    from laminar_hpc.data.prompts import wrong_first_rows
+    from laminar_hpc.data.tokens import stop_token_ids
 
-    return [*missing_inputs(config), *wrong_first_rows(config)]
+    model = Path(config.model.path)
+    there = (model / "tokenizer.json").is_file()  # else generation_config.json may not be there yet either
+    stop = said(stop_token_ids, model) if there else []
+    return [*missing_inputs(config), *stop, *wrong_first_rows(config)]
 
 
 def check_devices(config: RunConfig, derived: Derived) -> None:

@@ -3,11 +3,13 @@ there, functions that are not where they are said to be."""
 
 import json
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 from refusals import refusal
 
+from laminar_hpc.compat.torchvision import declare_schemas
 from laminar_hpc.config import peers
 from laminar_hpc.config.bounds import all_fields
 from laminar_hpc.config.check import check, warnings
@@ -24,13 +26,20 @@ THEIRS = {
     "--rollout-batch-size 8": "--rollout-batch-size 8: slime's name; here it is algorithm.prompts_per_step; "
     "settings are key=value",
     "--lr=1e-6": "--lr=1e-6: slime's name; here it is optimizer.lr",
+    "learning_rate=1e-6": "learning_rate: TRL's name; here it is optimizer.lr",
+    "beta=0.04": "beta: TRL's name; here it is algorithm.kl_coefficient",
+    "num_generations=8": "here it is algorithm.samples_per_prompt",
+    "max_completion_length=512": "here it is sampling.max_response_tokens",
+    "epsilon=0.2": "here it is algorithm.clip_low",
+    "loss_type=dapo": "here it is algorithm.loss_aggregation: tokens (dapo), sequences (grpo) or",
+    "--reward_funcs my.score": "--reward_funcs my.score: TRL's name; here it is reward.function: MODULE.NAME",
     "--use-kl-loss --lr 1e-6": "--use-kl-loss: slime's name; here it is algorithm.kl_coefficient: 0 = none",
 }
 
 
 @pytest.mark.parametrize("words", THEIRS)
 def test_names_of_other_systems_are_answered_with_ours(words):
-    """Promise: who pastes a line of verl's or slime's is told our key for each of theirs, one line each."""
+    """Promise: whoever pastes a line of verl's, slime's or TRL's is told our key for each of theirs."""
     line, *more = refusal("train", "experiment=demo", *words.split())
     assert THEIRS[words] in line and len(more) == (words.count("--") or 1) - 1
 
@@ -38,11 +47,23 @@ def test_names_of_other_systems_are_answered_with_ours(words):
 def test_what_they_are_called_here_is_there():
     """Every row names a key of the schema, and no name of theirs stands in two rows, or is a key of ours."""
     keys = dict(all_fields(RunConfig))
-    names = [name for row in peers.ROWS for name in (*row.verl, *row.slime)]
+    names = [name for row in peers.ROWS for name in (*row.verl, *row.slime)] + list(peers.TRL)
+    assert all(key in keys for key, _ in peers.TRL.values())
     assert all(row.key in keys for row in peers.ROWS) and len({row.key for row in peers.ROWS}) == len(
         peers.ROWS
     )
     assert len(names) == len(set(names)) and not set(names) & set(keys)
+
+
+def test_the_names_of_trl_are_its_own():
+    """Promise: each of them is a setting of the installed TRL, or the one that its last versions dropped."""
+    declare_schemas()
+    import trl
+
+    theirs = {f.name for c in (trl.GRPOConfig, trl.ModelConfig, trl.ScriptArguments) for f in fields(c)}
+    trainer = (Path(trl.__file__).parent / "trainer" / "grpo_trainer.py").read_text()
+    missing = [name for name in peers.TRL if name not in theirs and f"        {name}: " not in trainer]
+    assert missing == ["max_prompt_length"]
 
 
 def test_home_is_where_a_shell_leaves_it(monkeypatch):
@@ -105,6 +126,13 @@ def test_models_that_are_not_all_there(tmp_path):
         ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "RoPE of type yarn is not supported"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantized weights cannot be trained"),
         ({"use_sliding_window": True}, "sliding windows, dropout and activations"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported"),
+        ({"auto_map": {"AutoModelForCausalLM": "m.Own"}}, "auto_map names code of the model's own"),
+        ({"pretraining_tp": 2}, "pretraining_tp=2 splits each sum"),
+        ({"num_key_value_heads": 3}, "num_attention_heads=4 does not go with num_key_value_heads=3"),
+        ({"num_attention_heads": 5, "num_key_value_heads": 5, "head_dim": None}, "go with hidden_size="),
+        ({"architectures": None}, 'add "architectures": ["Qwen2ForCausalLM"], or save the model anew'),
+        ({"architectures": None, "model_type": "mistral"}, "architecture mistral is not supported"),
     ],
 )
 def test_a_model_that_the_trainer_cannot_compute_is_refused_at_once(tmp_path, more, text):

@@ -9,7 +9,7 @@ from pathlib import Path
 from laminar_hpc import cli
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.load import keys_of
-from laminar_hpc.config.peers import ROWS
+from laminar_hpc.config.peers import ROWS, TRL
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(
@@ -77,7 +77,7 @@ def test_commands_are_taken():
 
 
 def test_names_of_other_systems_are_those_of_the_code():
-    """Promise: the table of docs/week_one.md says what a refusal says."""
+    """Promise: the tables of docs/week_one.md say what a refusal says."""
     page = (ROOT / "docs" / "week_one.md").read_text().splitlines()
     table = page[page.index("| verl | slime | here | as |") + 2 :]
 
@@ -85,3 +85,6 @@ def test_names_of_other_systems_are_those_of_the_code():
         return ", ".join(f"`{name}`" for name in names)
 
     assert table == [f"| {cell(row.verl)} | {cell(row.slime)} | `{row.key}` | {row.how} |" for row in ROWS]
+    start = page.index("| TRL | here | as |") + 2
+    assert page[start : start + len(TRL)] == [f"| `{n}` | `{key}` | {how} |" for n, (key, how) in TRL.items()]
+    assert page[start + len(TRL)] == ""

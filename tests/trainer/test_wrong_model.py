@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
+from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from laminar_hpc.config.errors import LaminarError
@@ -30,6 +31,25 @@ def test_a_config_of_another_model_is_refused(
     with pytest.raises(LaminarError, match=text) as error:
         MegatronPolicy(tiny.make_config(tmp_path / "model"))
     assert "\n" not in str(error.value) and str(tmp_path / "model") in str(error.value)
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_a_tied_model_has_one_head(untied_model: Path, tmp_path: Path, world: None, same: bool) -> None:
+    """Promise: a config.json that ties head and embedding beside a file with another head is refused; a copy
+    of the embedding is none."""
+    shutil.copytree(untied_model, tmp_path / "model")
+    file, weights = tmp_path / "model" / "config.json", tmp_path / "model" / "model.safetensors"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "tie_word_embeddings": True}))
+    tensors = load_file(weights)
+    embedding = tensors["model.embed_tokens.weight"].clone()
+    assert not torch.equal(tensors["lm_head.weight"], embedding)
+    save_file(tensors | ({"lm_head.weight": embedding.bfloat16().float()} if same else {}), weights)
+    if same:
+        save_file(load_file(weights) | {"model.embed_tokens.weight": embedding.bfloat16()}, weights)
+        MegatronPolicy(tiny.make_config(tmp_path / "model"))
+        return
+    with pytest.raises(LaminarError, match=r"lm_head.weight is not model.embed_tokens.weight.*ties them"):
+        MegatronPolicy(tiny.make_config(tmp_path / "model"))
 
 
 class _Largest(TorchDispatchMode):

@@ -1,9 +1,10 @@
 """What is refused of environments before a run starts, and how its prompts are rendered."""
 
+import json
 from pathlib import Path
 
 import pytest
-from chats import CLEARED, SEPARATED, save
+from chats import CLEARED, SEPARATED, save, vocabulary_size
 
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import RunConfig
@@ -62,3 +63,13 @@ def test_each_environment_is_checked(config: RunConfig) -> None:
     save(Path(config.model.path), CLEARED, ["<|end|>"])
     with pytest.raises(LaminarError, match="rewrites earlier turns"):
         check_environment(config)
+
+
+def test_a_tokenizer_with_tokens_that_the_model_lacks_is_refused(config: RunConfig) -> None:
+    """Promise: what tools and agents write never becomes a token without a row; with a row for each the run
+    may start."""
+    (Path(config.model.path) / "config.json").write_text(json.dumps({"vocab_size": vocabulary_size() - 1}))
+    with pytest.raises(LaminarError, match=rf"has 'é' as token {vocabulary_size() - 1}, the model has"):
+        check_environment(config)
+    (Path(config.model.path) / "config.json").write_text(json.dumps({"vocab_size": vocabulary_size()}))
+    assert set(check_environment(config)) == {"shop", "maths"}

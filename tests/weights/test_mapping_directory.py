@@ -67,6 +67,10 @@ def test_what_families_leave_out_of_their_config(tmp_path: Path) -> None:
         ({"rope_scaling": {"rope_type": "llama3", "factor": 4}}, "llama3 without 'low_freq_factor'"),
         ({"model_type": "llama", "attention_bias": True}, "attention_bias and mlp_bias are not supported"),
         ({"use_sliding_window": True}, "sliding windows"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5 is not supported"),
+        ({"auto_map": {"AutoModelForCausalLM": "m.Own"}}, r"auto_map names code .*AutoModelForCausalLM"),
+        ({"pretraining_tp": 2}, "pretraining_tp=2 splits"),
     ],
 )
 def test_what_cannot_be_computed_is_refused(changes: dict, words: str, tmp_path: Path) -> None:

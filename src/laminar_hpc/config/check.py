@@ -28,8 +28,11 @@ from laminar_hpc.config.memory import (
     shared_engines,
 )
 from laminar_hpc.config.models import (
+    TRAINED,
     count_parameters,
     is_downloaded,
+    is_known,
+    kv_heads,
     missing_files,
     model_config,
     rollout_bytes,
@@ -41,7 +44,6 @@ from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.config.source import labels, parse_source
 
 _SERVING_BYTES = {"float32": 4, "bfloat16": 2}
-_FAMILIES = {"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
 _MIN_LANE = 64 << 10  # bytes: a smaller one would cost more than it saves
 _NEEDED = (
     "hidden_size",
@@ -188,21 +190,24 @@ def missing_inputs(config: RunConfig) -> list[str]:
 
 def problems(config: RunConfig, may_download: bool = False) -> list[str]:
     """Everything that cannot work, one line each: values, then model, data and reward, then what does not go
-    together. `may_download`: a model of the hub need not be here yet.
+    together. `may_download`: a model of the hub need not be here yet; of a public
+    one the numbers are known.
 
     Where a value is wrong by itself the last are left out, as they might only follow from it."""
     wrong = wrong_values(config)
     model, of_model = None, []
+    unseen = may_download and is_downloaded(config.model.path)
+    known = dataclasses.replace(config, dry_run=True) if unseen else config
     try:
-        model = supported_model(config)
+        model = supported_model(known)
     except LaminarError as error:
-        of_model = [] if may_download and is_downloaded(config.model.path) else [str(error)]
+        of_model = [] if unseen and not is_known(config.model.path) else [str(error)]
     inputs = [] if config.source.startswith("replay:") or config.dry_run else _input_problems(config)
     if wrong:
         return [*wrong, *of_model, *inputs]
     broken = broken_rules(config, model)
     if model is not None and not broken:
-        broken = [text for bad, text in _derived_rules(config, derive(config)) if bad]
+        broken = [text for bad, text in _derived_rules(config, derive(known)) if bad]
     return [*of_model, *inputs, *broken]
 
 
@@ -229,17 +234,32 @@ def supported_model(config: RunConfig) -> dict:
     model = model_config(config.model.path, config.dry_run)
     file = f"{config.model.path}/config.json"
     named = model.get("architectures")
-    architecture = str(named[0]) if isinstance(named, list) and named else "unknown"
-    if architecture not in _FAMILIES:
+    kind = str(model.get("model_type", "unknown"))
+    architecture = str(named[0]) if isinstance(named, list) and named else kind
+    if architecture in TRAINED:
+        raise LaminarError(
+            f"{file} does not list its architectures, which the engine needs; add "
+            f'"architectures": ["{TRAINED[architecture]}"], or save the model anew with transformers'
+        )
+    if architecture not in TRAINED.values():
         raise LaminarError(
             f"{file}: architecture {architecture} is not supported; supported: "
-            f"{', '.join(sorted(_FAMILIES))}, none with experts"
+            f"{', '.join(sorted(TRAINED.values()))}, none with experts"
         )
     if lacking := [key for key in _NEEDED if not _is_count(model.get(key))]:
         raise LaminarError(f"{file} does not say {', '.join(lacking)}; download the model again")
     if odd := [key for key in _MAY_BE_NULL if model.get(key) is not None and not _is_count(model[key])]:
         raise LaminarError(
             f"{file}: {odd[0]}={model[odd[0]]!r} is no number of 1 or more; download the model again"
+        )
+    heads, width = model["num_attention_heads"], model["hidden_size"]
+    undivided = [f"num_key_value_heads={kv_heads(model)}"] if heads % kv_heads(model) else []
+    if not model.get("head_dim") and model.get("model_type") != "qwen3" and width % heads:
+        undivided.append(f"hidden_size={width}")
+    if undivided:
+        raise LaminarError(
+            f"{file}: num_attention_heads={heads} does not go with {' and '.join(undivided)}: KV heads "
+            "divide heads, and heads the hidden size unless there is a head_dim; download the model again"
         )
     return model
 

@@ -4,7 +4,7 @@ torch."""
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -74,18 +74,21 @@ def read_words(words: Sequence[str]) -> tuple[Keys, Words, Path | None]:
     return keys, keys.read(settings), own
 
 
-def load_config(words: Sequence[str]) -> RunConfig:
+def load_config(
+    words: Sequence[str], further: Callable[[RunConfig, list[str]], list[str]] | None = None
+) -> RunConfig:
     """conf/config.yaml, and the groups of `--config-dir DIR` if given, with the command line on top.
 
     A name that both folders have is conf/'s, as with Hydra's own flag. Raises Refused with a line for every
-    wrong word and value."""
+    wrong word and value, and with what `further` adds to these."""
     keys, read, own = read_words(words)
     if read.broken:
         raise Refused(read.wrong)
     config = compose_config(RunConfig, "schema", conf_directory(), keys, read, own)
     _expand_home(config)
     if read.wrong or wrong_values(config):
-        raise Refused([*read.wrong, *problems(config, may_download=True)])
+        lines = [*read.wrong, *problems(config, may_download=True)]
+        raise Refused(dict.fromkeys([*lines, *(further(config, lines) if further else [])]))
     return config
 
 

@@ -24,19 +24,22 @@ SHAPE = (  # of a config.json: what makes weights fit into a model
     "intermediate_size",
     "vocab_size",
 )
-_TRAINED = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
+TRAINED = {
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "llama": "LlamaForCausalLM",
+}  # by model_type
 
 
 @cache
 def _table() -> dict[str, dict]:
-    """Name on the hub -> what counts of the config.json, of the models that a run can train."""
+    """Name on the hub -> what counts of the config.json."""
     from laminar_hpc.config.load import conf_directory
 
     text = (conf_directory() / "simulation" / "tables" / "models.yaml").read_text()
-    entries = [entry for entry in yaml.safe_load(text).values() if entry["config"]["model_type"] in _TRAINED]
     return {
-        path: {"architectures": [_TRAINED[entry["config"]["model_type"]]], **entry["config"]}
-        for entry in entries
+        path: {"architectures": [TRAINED.get(kind := entry["config"]["model_type"], kind)], **entry["config"]}
+        for entry in yaml.safe_load(text).values()
         for path in (entry["path"], *entry.get("also", ()))
     }
 

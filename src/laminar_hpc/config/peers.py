@@ -1,10 +1,11 @@
-"""What verl and slime call our keys, for whoever brings a command line of theirs: a refusal names ours.
+"""What verl, slime and TRL call our keys, for whoever brings a command line of theirs: a refusal names ours.
 
-A test keeps the table of docs/week_one.md to these rows."""
+A test keeps the tables of docs/week_one.md to these rows."""
 
 from collections.abc import Container
 from typing import NamedTuple
 
+_BATCH = "in prompts; TRL counts samples, num_generations of each prompt"
 _VERL_ACTOR = "actor_rollout_ref.actor"
 _VERL_ROLLOUT = "actor_rollout_ref.rollout"
 
@@ -25,6 +26,12 @@ ROWS = (
     Row("data.prompt_field", ("data.prompt_key",), ("--input-key",)),
     Row("data.answer_field", (), ("--label-key",), "of verl's rows reward_model.ground_truth"),
     Row("data.chat_template", (), ("--apply-chat-template",), "true, as verl always does"),
+    Row(
+        "data.chat_template_arguments",
+        ("data.apply_chat_template_kwargs",),
+        ("--apply-chat-template-kwargs",),
+        "a table, as {enable_thinking: false}",
+    ),
     Row("data.max_prompt_tokens", ("data.max_prompt_length",), ("--rollout-max-prompt-len",)),
     Row("data.too_long", ("data.filter_overlong_prompts", "data.truncation"), (), "drop or refuse"),
     Row("sampling.max_response_tokens", ("data.max_response_length",), ("--rollout-max-response-len",)),
@@ -168,12 +175,53 @@ ROWS = (
     Row("observability.wandb", ("trainer.logger",), ("--use-wandb",), "online or offline"),
     Row("observability.wandb_project", ("trainer.project_name",), ("--wandb-project",)),
 )
+_SAME = """
+    model_name_or_path=model.path dtype=model.dtype shuffle_dataset=data.shuffle
+    temperature=sampling.temperature max_completion_length=sampling.max_response_tokens
+    num_generations=algorithm.samples_per_prompt beta=algorithm.kl_coefficient
+    epsilon=algorithm.clip_low epsilon_high=algorithm.clip_high
+    delta=algorithm.clip_dual learning_rate=optimizer.lr weight_decay=optimizer.weight_decay
+    warmup_steps=optimizer.warmup_steps max_grad_norm=optimizer.clip_grad adam_beta1=optimizer.beta1
+    adam_beta2=optimizer.beta2 adam_epsilon=optimizer.eps vllm_tensor_parallel_size=rollout.tensor_parallel
+    max_steps=steps save_steps=checkpoint.every save_total_limit=checkpoint.keep output_dir=run_dir
+    gradient_checkpointing=trainer.recompute_activations
+"""
+# of GRPOConfig, its base, GRPOTrainer and TRL's command line: ours, and what its value is
+TRL = {name: (key, "") for name, key in (pair.split("=") for pair in _SAME.split())} | {
+    "train_dataset": ("data.train", "a file, a folder or OWNER/NAME"),
+    "dataset_name": ("data.train", "a file, a folder or OWNER/NAME"),
+    "eval_dataset": ("evaluation.files", "a list: [a.jsonl,b.jsonl]"),
+    "chat_template_kwargs": ("data.chat_template_arguments", "a table; with data.chat_template=true"),
+    "max_prompt_length": ("data.max_prompt_tokens", "longer ones are refused, or dropped with data.too_long"),
+    "per_device_train_batch_size": ("algorithm.prompts_per_step", _BATCH),
+    "gradient_accumulation_steps": ("algorithm.prompts_per_step", _BATCH),
+    "generation_batch_size": ("algorithm.prompts_per_step", _BATCH),
+    "steps_per_generation": ("algorithm.minibatches_per_step", "updates per step"),
+    "num_iterations": ("algorithm.minibatches_per_step", "updates per step; each sample is trained once"),
+    "loss_type": ("algorithm.loss_aggregation", "tokens (dapo), sequences (grpo) or constant (dr_grpo)"),
+    "importance_sampling_level": ("algorithm.loss", "gspo for sequence, clip for token"),
+    "scale_rewards": ("algorithm.normalize_std", "true for group, false for none"),
+    "vllm_importance_sampling_cap": ("algorithm.importance_weight_cap", "with algorithm.proximal=recomputed"),
+    "reward_funcs": ("reward.function", "MODULE.NAME, with reward.style=trl; several: reward.functions"),
+    "reward_weights": ("reward.functions", "{NAME: {function: MODULE.NAME, weight: 0.5, style: trl}}"),
+    "tools": ("environment.tools", "dotted paths of functions"),
+    "environment_factory": ("environment.factory", "the dotted path of the class"),
+    "max_tool_calling_iterations": (
+        "environment.max_turns",
+        "answers of the model, one more than iterations",
+    ),
+    "lr_scheduler_type": ("optimizer.lr", "it is constant behind optimizer.warmup_steps"),
+    "vllm_gpu_memory_utilization": ("rollout.kv_cache_tokens", "in tokens; dry_run=true says if it fits"),
+    "num_train_epochs": ("steps", "an epoch is prompts / algorithm.prompts_per_step of them"),
+    "eval_steps": ("evaluation.every", "0 = before and after only"),
+    "resume_from_checkpoint": ("resume", "auto or never"),
+    "report_to": ("observability.wandb", "online or offline"),
+}
 _OURS = {name: (row, whose) for row in ROWS for whose in ("verl", "slime") for name in getattr(row, whose)}
 
 
 def ours(name: str, keys: Container[str]) -> str:
     """What to say of a name that is theirs, where ours is one of `keys`; "" for any other."""
     row, whose = _OURS.get(name, (None, ""))
-    if row is None or row.key not in keys:
-        return ""
-    return f"{whose}'s name; here it is {row.key}" + (f": {row.how}" if row.how else "")
+    key, how = (row.key, row.how) if row else TRL.get(name.removeprefix("--"), ("", ""))
+    return f"{whose or 'TRL'}'s name; here it is {key}" + (f": {how}" if how else "") if key in keys else ""

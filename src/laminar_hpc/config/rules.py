@@ -22,6 +22,7 @@ _NEUTRAL = {
     "presence_penalty": 0.0,
     "repetition_penalty": 1.0,
 }
+_OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")  # of a chat template
 _VOCABULARY_MULTIPLE = 32  # trainer/megatron/building.py pads to it
 
 
@@ -29,6 +30,7 @@ def broken_rules(config: RunConfig, model: dict | None) -> list[str]:
     """One line per broken rule; without a model those that need its numbers are left out."""
     rules: list[Rule] = [
         *_source(config),
+        *_data(config),
         *_archive(config),
         *_devices(config),
         *_sampling(config),
@@ -58,6 +60,24 @@ def _source(config: RunConfig) -> Iterator[Rule]:
     yield (
         not config.run_dir.strip() or Path(config.run_dir).name in ("", ".."),  # `.` and `/` have no name
         f"run_dir={config.run_dir or '(empty)'}: name a folder of the run's own, for example runs/mine",
+    )
+
+
+def _data(config: RunConfig) -> Iterator[Rule]:
+    data, own = config.data, [name for name in _OWN_VARIABLES if name in config.data.chat_template_arguments]
+    for name in ("chat_template_arguments", "system_prompt", "continue_final_message"):
+        yield (
+            bool(getattr(data, name)) and not data.chat_template,
+            f"data.{name} needs data.chat_template=true: a prompt that is not rendered is the text as it is",
+        )
+    yield (
+        bool(own),
+        f"data.chat_template_arguments.{_first(own)}: that is the run's to give; leave it out",
+    )
+    yield (
+        bool(data.system_prompt and config.environment.by_url),
+        "data.system_prompt has no effect, as environment.agent and verifiers write their messages "
+        "themselves; leave it out, and write it there",
     )
 
 

@@ -26,7 +26,7 @@ class Source:
         """A short name for lines and plots: the file's stem, or the dataset's last word with its subset and
         split."""
         if self.kind in ("jsonl", "parquet"):
-            return _plain(Path(self.path)).stem
+            return plain(Path(self.path)).stem
         return "-".join([Path(self.path).name, *([self.subset] if self.subset else []), self.split])
 
     @property
@@ -36,7 +36,7 @@ class Source:
         return f"{owner}-{self.label}"
 
 
-def _plain(path: Path) -> Path:
+def plain(path: Path) -> Path:
     """The path without the ending of a compression."""
     return path.with_suffix("") if path.suffix in COMPRESSED else path
 
@@ -56,7 +56,7 @@ def parse_source(key: str, text: str) -> Source:
     """`text` is FILE, or FOLDER_OR_NAME[:SUBSET][@SPLIT]. Raises LaminarError, beginning with `key`, when it
     can be none of them."""
     path = Path(text)
-    if _plain(path).suffix in FILES or path.is_file():
+    if plain(path).suffix in FILES or path.is_file():
         if not path.is_file():
             raise LaminarError(
                 f"{key}={text}: {'a folder, not a file' if path.is_dir() else 'no such file'}; "

@@ -16,6 +16,7 @@ from itertools import takewhile
 from types import MappingProxyType
 from typing import Any
 
+import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
@@ -26,6 +27,7 @@ from laminar_hpc.config.errors import did_you_mean
 from laminar_hpc.config.schema import RENAMED
 
 _QUOTED = re.compile(r"'[^']*'|\"[^\"]*\"")
+_SCALAR = re.compile(r"true|false|null|-?\d+(\.\d+)?")  # of a table whose values may be anything
 _NUMBERS = (int, float, bool)
 _YAML = (".yaml", ".yml")
 _FILE = "for a file DIR/experiment/NAME.yaml write --config-dir DIR experiment=NAME"
@@ -203,6 +205,8 @@ class Keys:
             parsed.wrong.append(f"{key}={text}: {self.requirement(key)}{hint}")
         elif kind[0] in _NUMBERS and (cast := _parsed(word)) is not None:
             parsed.settings.append((key, cast.value()))
+        elif self.table_of(key) and kind[0] is Any and _SCALAR.fullmatch(text):
+            parsed.settings.append((key, yaml.safe_load(text)))
         else:
             parsed.settings.append((key, text[1:-1] if _QUOTED.fullmatch(text) else text))
 

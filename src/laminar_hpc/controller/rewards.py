@@ -45,9 +45,9 @@ def _first_prompt(config: RunConfig) -> list[Prompt]:
     data = dataclasses.replace(config.data, too_long="drop", max_prompt_tokens=None)
     render = run_render(config)
     tokenizer = load_tokenizer(config.model.path)
-    return load_prompts(
-        parse_source("data.train", data.train), data, tokenizer, render, 1 << 30, limit=1
-    ).prompts
+    kept = 1 if config.environment.by_url else None
+    source = parse_source("data.train", data.train)
+    return load_prompts(source, data, tokenizer, render, 1 << 30, limit=1, kept=kept).prompts
 
 
 class RewardErrors:

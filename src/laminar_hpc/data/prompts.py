@@ -4,20 +4,25 @@ naming file and row."""
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
 
 import msgspec
 from tokenizers import Tokenizer
 
-from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.config.errors import LaminarError, Refused
 from laminar_hpc.config.models import model_config
 from laminar_hpc.config.schema import DataConfig, RunConfig
 from laminar_hpc.config.source import Source, labels, parse_source
-from laminar_hpc.data.chat_template import Messages, as_messages, load_chat_template
+from laminar_hpc.data.chat_template import Messages, as_messages, continued, load_chat_template
 from laminar_hpc.data.rows import field as field_of
-from laminar_hpc.data.rows import read_rows
+from laminar_hpc.data.rows import files_of, read_rows
 from laminar_hpc.data.tokens import load_tokenizer
 from laminar_hpc.observability import console
 
+_FIRST_ROWS = 8  # of a file, looked at before anything starts
+_MISTAKES = 8  # of a file that are said
+_NAMED = 3  # files of a folder that are named
 RowRender = Callable[[Messages, str, dict], str]  # (messages, place of the row, the row) -> text
 
 
@@ -42,6 +47,10 @@ class PromptSet:
     def summary(self) -> str:
         """For the line that is said before the run."""
         parts = [f"{self.source.path}: {len(self.prompts):,} prompts"]
+        if self.source.kind == "folder" and (files := files_of(self.source)):
+            names = ", ".join(str(Path(file).relative_to(self.source.path)) for file in files[:_NAMED])
+            more = f" and {len(files) - _NAMED:,} more" if len(files) > _NAMED else ""
+            parts[0] += f" of {names}{more}"
         parts += [f"{self.too_long:,} too long and dropped"] if self.too_long else []
         parts += [f"{self.duplicates:,} duplicates dropped"] if self.duplicates else []
         return ", ".join(parts)
@@ -52,8 +61,8 @@ def run_render(config: RunConfig) -> RowRender | None:
     if not config.data.chat_template:
         return None
     if not config.environment.several:
-        render = load_chat_template(config.model.path)
-        return lambda messages, where, row: render(messages, where)
+        render = load_chat_template(config.model.path, (), config.data.chat_template_arguments)
+        return lambda messages, where, row: render(messages, where, continued(messages))
     from laminar_hpc.turns.preflight import prompt_render
 
     return prompt_render(config)
@@ -63,7 +72,8 @@ def load_run_prompts(
     config: RunConfig, say: Callable[[str], None]
 ) -> tuple[list[Prompt], dict[str, list[Prompt]]]:
     """(training prompts, held-out prompts by the file's name) of a run, checked against tokenizer and model;
-    `say` prints what was read and left out. A replay reads none."""
+    `say` prints what was read and left out. A replay reads none. Raises Refused with the mistakes of all
+    files."""
     if config.source.startswith("replay:"):
         return [], {}
     tokenizer = load_tokenizer(config.model.path)
@@ -73,18 +83,40 @@ def load_run_prompts(
     room = context - config.sampling.max_response_tokens - 1
     kept = 1 if config.environment.by_url else None
 
-    def read(key: str, name: str, limit: int | None = None) -> PromptSet:
-        prompts = load_prompts(parse_source(key, name), config.data, tokenizer, render, room, limit, kept)
-        check_token_ids(prompts, model["vocab_size"])
-        if config.environment.verifiers:
-            check_tasks(f"{key}={name}", prompts)
+    wrong: list[str] = []
+
+    def read(key: str, name: str, limit: int | None = None) -> PromptSet | None:
+        try:
+            source = parse_source(key, name)
+            prompts = load_prompts(source, config.data, tokenizer, render, room, limit, kept)
+            check_token_ids(prompts, model["vocab_size"])
+            if config.environment.verifiers:
+                check_tasks(f"{key}={name}", prompts)
+        except LaminarError as error:
+            wrong.extend(str(error).splitlines())
+            return None
         say(console.line("data", prompts.summary()))
         return prompts
 
     train, key = read("data.train", _train_file(config)), "evaluation.files"
     held_out = [read(key, name, config.evaluation.problems) for name in config.evaluation.files]
-    names = labels(key, [each.source for each in held_out])
-    return train.prompts, {name: each.prompts for name, each in zip(names, held_out, strict=True)}
+    if train is None or wrong:
+        raise Refused(wrong)
+    for text in answer_warnings(config):
+        say(console.line("warning", text))
+    found = [each for each in held_out if each is not None]
+    names = labels(key, [each.source for each in found])
+    return train.prompts, {name: each.prompts for name, each in zip(names, found, strict=True)}
+
+
+def answer_warnings(config: RunConfig) -> list[str]:
+    """That answers may never end, where each is a turn of the model's chat template. With environments that
+    is refused."""
+    if not config.data.chat_template or config.environment.several:
+        return []
+    from laminar_hpc.turns.model import endless
+
+    return endless(config.model.path, config.data.chat_template_arguments)
 
 
 def _train_file(config: RunConfig) -> str:
@@ -113,21 +145,18 @@ def load_prompts(
     """
     result, seen = PromptSet(source), set()
     tokens_max = min(room, data.max_prompt_tokens or room)
-    for where, row in read_rows(source):
-        if limit is not None and len(result.prompts) == limit:
-            break
-        value = field_of(row, data.prompt_field, where, "data.prompt_field")
-        text = _text(value, row, render, data.prompt_field, where)
-        if data.answer_field:
-            row = {**row, "answer": _answer(row, data.answer_field, where)}
-        _check_sendable(text, row, where)
+
+    def take(where: str, row: dict) -> bool:
+        """Whether more rows are wanted."""
+        text, row = _prompt(row, data, render, where, own=kept is not None)
         if data.drop_duplicates:
             mark = hash((text, json.dumps(row.get("answer"), default=str)))
             if mark in seen:
                 result.duplicates += 1
-                continue
+                return True
             seen.add(mark)
-        tokens = tokenizer.encode(text, add_special_tokens=False).ids[:kept]
+        # as transformers: a chat template writes its special tokens itself
+        tokens = tokenizer.encode(text, add_special_tokens=render is None).ids[:kept]
         if not tokens:
             raise LaminarError(f"{where}: the tokenizer makes no token of its prompt; mend the row")
         if len(tokens) <= tokens_max:
@@ -141,6 +170,10 @@ def load_prompts(
             )
         else:
             result.too_long += 1
+        return len(result.prompts) != limit
+
+    if wrong := mistakes(source, take):
+        raise Refused(wrong)
     if not result.prompts and result.too_long:
         text = f"all {result.too_long} prompts have more than {tokens_max} tokens; raise what bounds them"
         raise LaminarError(f"{source.path}: {text}")
@@ -149,16 +182,97 @@ def load_prompts(
     return result
 
 
-def _text(value: object, row: dict, render: RowRender | None, name: str, where: str) -> str:
-    """What the model shall see. Raises LaminarError when the row's prompt is neither a text nor messages for
-    a template."""
-    messages = as_messages(value) if value else None
+def mistakes(source: Source, take: Callable[[str, dict], bool], rows: int | None = None) -> list[str]:
+    """What is wrong with the rows of a source, or its first `rows`: a line for each kind of mistake, the
+    first of its kind. `take(where, row)` says whether to go on."""
+    lines: dict[str, str] = {}
+    try:
+        for where, row in islice(read_rows(source), rows):
+            try:
+                if not take(where, row):
+                    break
+            except LaminarError as error:
+                for line in str(error).splitlines():
+                    lines.setdefault(line.removeprefix(where), line)
+            if len(lines) >= _MISTAKES:
+                break
+    except LaminarError as error:  # it cannot be read further
+        lines[""] = str(error)
+    return list(lines.values())
+
+
+def wrong_first_rows(config: RunConfig) -> list[str]:
+    """What is wrong with the first rows of the configuration's files, or with a file itself, one line each.
+
+    In well under a second, whatever a file's size. Files that are not there are left to `config.check`,
+    datasets to the controller."""
+    lines: list[str] = []
+    names = [("evaluation.files", name) for name in config.evaluation.files]
+    for key, name in [("data.train", config.data.train), *names]:
+        if config.source.startswith("replay:") or (key == "data.train" and config.brings_rows):
+            continue
+        try:
+            source = parse_source(key, name)
+        except LaminarError:
+            continue
+        try:
+            for file in files_of(source) or ():
+                lines += _wrong_first_rows(Source(source.kind, file), config)
+        except LaminarError as error:
+            lines.append(str(error))
+    return lines
+
+
+def _wrong_first_rows(file: Source, config: RunConfig) -> list[str]:
+    seen, render = 0, (lambda messages, where, row: "") if config.data.chat_template else None
+
+    def look(where: str, row: dict) -> bool:
+        nonlocal seen
+        seen += 1
+        _prompt(row, config.data, render, where, own=config.environment.by_url)
+        return True
+
+    source = Source("parquet" if file.path.endswith(".parquet") else "jsonl", file.path)
+    lines = mistakes(source, look, _FIRST_ROWS)
+    return lines if lines or seen else [f"{file.path} has no rows; one row per prompt is needed"]
+
+
+def _prompt(row: dict, data: DataConfig, render: RowRender | None, where: str, own: bool) -> tuple[str, dict]:
+    """What the model shall see, and what the reward gets. `own`: whoever gets the row writes the messages.
+    Raises LaminarError with a line for each of the two that is wrong."""
+    lines, text = [], ""
+    try:
+        value = field_of(row, data.prompt_field, where, "data.prompt_field")
+        text = _text(value, row, render, data, where, own)
+    except LaminarError as error:
+        lines.append(str(error))
+    if data.answer_field:
+        try:
+            row = {**row, "answer": _answer(row, data.answer_field, where)}
+        except LaminarError as error:
+            lines.append(str(error))
+    if lines:
+        raise Refused(lines)
+    _check_sendable(text, row, where)
+    return text, row
+
+
+def _text(value: object, row: dict, render: RowRender | None, data: DataConfig, where: str, own: bool) -> str:
+    """Raises LaminarError when the row's prompt is neither a text nor messages for a template."""
+    name, messages = data.prompt_field, as_messages(value) if value else None
     if messages is None:
         raise LaminarError(
-            f"{where}: field '{name}' must be a non-empty string "
-            f"or a list of chat messages, not {value!r:.60}"
+            f"{where}: field '{name}' must be a non-empty string or a list of chat messages, each with a "
+            f"role and a content that is text, not {value!r:.60}"
         )
     if render is not None:
+        if continued(messages) and not (data.continue_final_message or own):
+            raise LaminarError(
+                f"{where}: the last message of field '{name}' is the assistant's; leave it out if it is a "
+                "solution, or set data.continue_final_message=true if the response goes on from it"
+            )
+        if data.system_prompt and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": data.system_prompt}, *messages]
         return render(messages, where, row)
     if not isinstance(value, str):
         raise LaminarError(
@@ -170,7 +284,8 @@ def _text(value: object, row: dict, render: RowRender | None, name: str, where: 
 
 def _answer(row: dict, names: str, where: str) -> str | int | float:
     value = field_of(row, names, where, "data.answer_field")
-    if isinstance(value, bool) or not isinstance(value, str | int | float) or value == "":
+    blank = isinstance(value, str) and not value.strip()
+    if isinstance(value, bool) or not isinstance(value, str | int | float) or blank:
         raise LaminarError(
             f"{where}: field '{names}' must be a text or a number, "
             f"not {value!r:.60}; mend the row or set data.answer_field"
@@ -179,7 +294,16 @@ def _answer(row: dict, names: str, where: str) -> str | int | float:
 
 
 def _check_sendable(text: str, row: dict, where: str) -> None:
-    """Prompt and row cross between processes; what cannot is refused before the run."""
+    """Prompt and row cross between processes; what cannot is refused before the run, and so are numbers that
+    no answer can be compared with."""
+    for name, value in row.items():
+        try:
+            json.dumps(value, allow_nan=False, default=str, skipkeys=True)
+        except (ValueError, RecursionError):
+            raise LaminarError(
+                f"{where}: field '{name}' holds NaN or an infinity, or is nested too deeply; mend the row or "
+                "drop the field"
+            ) from None
     try:
         msgspec.msgpack.encode([text, row])
     except (TypeError, ValueError, OverflowError) as error:  # ValueError: also half of a surrogate pair

@@ -2,43 +2,87 @@
 place. Imports no torch.
 
 JSONL may be compressed (.gz, .zst). pyarrow and datasets are imported where they are needed: plain and
-gzipped JSONL need neither.
+gzipped JSONL need neither. The files of a folder are read here too, so that a row is the same in both.
 """
 
 import codecs
 import gzip
 import io
 import json
+import re
 import zlib
 from collections.abc import Iterator
-from itertools import islice
 from pathlib import Path
-from typing import IO
+from typing import Any
 
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.config.schema import RunConfig
-from laminar_hpc.config.source import COMPRESSED, Source, parse_source
+from laminar_hpc.config.source import COMPRESSED, FILES, Source, plain
 
 _BATCH = 1024  # rows turned into Python objects at a time
 _LONGEST_ROW = 64 << 20  # bytes of a JSONL row: a larger one is some other kind of file
-_FIRST_ROWS = 8  # looked at before anything starts
+_SAVED = ("state.json", "dataset_dict.json")  # by datasets' save_to_disk
+_SAID = 400  # characters of the library's words in an error
+_NO_ROWS = ("config.json", "dataset_info.json", "dataset_infos.json")  # beside the files of a dataset
+_SPLITS = {
+    "train": "train|training",
+    "validation": "validation|valid|val|dev",
+    "test": "test|testing|eval|evaluation",
+}
 
 
 def read_rows(source: Source) -> Iterator[tuple[str, dict]]:
     """(place, row) of every row in order, rows counted from 1. Raises LaminarError that names file and row,
     and the cure."""
-    readers = {"jsonl": _jsonl, "parquet": _parquet, "folder": _dataset, "hub": _dataset}
-    return readers[source.kind](source)
+    if (files := files_of(source)) is None:
+        yield from _dataset(source)
+    for path in files or ():
+        yield from _parquet(path) if path.endswith(".parquet") else _jsonl(path)
+
+
+def files_of(source: Source) -> list[str] | None:
+    """The files that its rows are in; None where only the library `datasets` knows. Of a plain folder they
+    are all of the split: a file is of the split that its name, or its nearest folder's, has as a word, else
+    of `train`. Raises LaminarError where there are none."""
+    folder = Path(source.path)
+    if source.kind in ("jsonl", "parquet"):
+        return [source.path]
+    if source.kind == "hub" or source.subset or any((folder / name).exists() for name in _SAVED):
+        return None
+    card = folder / "README.md"
+    if card.is_file() and re.search(r"^configs:", card.read_text("utf-8", "replace"), re.M):
+        return None
+    inside = [path.relative_to(folder) for path in sorted(folder.rglob("*")) if path.is_file()]
+    inside = [path for path in inside if plain(path).suffix in FILES and path.name not in _NO_ROWS]
+    if not (inside := [path for path in inside if not any(part[0] in "._" for part in path.parts)]):
+        return None
+    if found := [str(folder / path) for path in inside if _is_of(source.split, path)]:
+        return found
+    raise LaminarError(
+        f"{folder} has no file of split {source.split} (it has: {', '.join(map(str, inside[:5]))}); name "
+        f"another split, as {folder}@test, or a file"
+    )
+
+
+def _is_of(split: str, path: Path) -> bool:
+    """Whether a file is of a split, by the words of its place within the folder."""
+    for part in reversed(path.parts):
+        has = [
+            name
+            for name, words in ({split: re.escape(split)} | _SPLITS).items()
+            if re.search(rf"(?<![a-zA-Z])({words})(?![a-zA-Z])", part, re.I)
+        ]
+        if has:
+            return split in has
+    return split == "train"
 
 
 def field(row: dict, names: str, where: str, key: str) -> object:
-    """The value at the first of `names` that the row has: `a.b|c` is row["a"]["b"], else row["c"]. `key` is
-    the setting that names them."""
+    """The value at the first of `names` that the row has and that is not null: `a.b|c` is row["a"]["b"], else
+    row["c"]. `key` is the setting that names them."""
+    found = False
     for name in names.split("|"):
-        if name in row:
-            return row[name]
         value: object = row
-        for part in name.split("."):
+        for part in [name] if name in row else name.split("."):
             if isinstance(value, dict) and part in value:
                 value = value[part]
             elif isinstance(value, list) and part.isdigit() and int(part) < len(value):
@@ -46,45 +90,17 @@ def field(row: dict, names: str, where: str, key: str) -> object:
             else:
                 break
         else:
-            return value
+            found = True
+            if value is not None:
+                return value
+    if found:
+        return None
     raise LaminarError(
         f"{where}: no field '{names}' (it has: {', '.join(map(str, row))}); set {key} or mend the row"
     )
 
 
-def wrong_first_rows(config: RunConfig) -> list[str]:
-    """One line for each file of the configuration that cannot be read, has no rows, or lacks a field in its
-    first ones.
-
-    In well under a second, whatever the file's size. Files that are not there are left to `config.check`,
-    datasets to the controller."""
-    lines = []
-    files = [("evaluation.files", name) for name in config.evaluation.files]
-    for key, name in [("data.train", config.data.train), *files]:
-        try:
-            source = parse_source(key, name)
-        except LaminarError:
-            continue
-        try:
-            if source.kind in ("jsonl", "parquet") and not config.source.startswith("replay:"):
-                _check_first_rows(source, config)
-        except LaminarError as error:
-            lines.append(str(error))
-    return lines
-
-
-def _check_first_rows(source: Source, config: RunConfig) -> None:
-    rows = 0
-    for where, row in islice(read_rows(source), _FIRST_ROWS):
-        rows += 1
-        field(row, config.data.prompt_field, where, "data.prompt_field")
-        if config.data.answer_field:
-            field(row, config.data.answer_field, where, "data.answer_field")
-    if not rows:
-        raise LaminarError(f"{source.path} has no rows; one row per prompt is needed")
-
-
-def _open(path: str) -> IO[bytes]:
+def _open(path: str) -> io.BufferedReader:
     """The plain bytes of a file that may be compressed."""
     if path.endswith(".gz"):
         return io.BufferedReader(gzip.open(path))
@@ -95,30 +111,34 @@ def _open(path: str) -> IO[bytes]:
     return open(path, "rb")
 
 
-def _jsonl(source: Source) -> Iterator[tuple[str, dict]]:
+def _jsonl(path: str) -> Iterator[tuple[str, dict]]:
     number = 0
     try:
-        with _open(source.path) as file:
+        with _open(path) as file:
+            if path.endswith(".json") and file.peek(1)[:1] == b"[":  # one array, as json.dump writes it
+                for row in _parsed(file.read(), f"{path}, row 1"):
+                    number += 1
+                    yield f"{path}, row {number}", _object(row, f"{path}, row {number}")
             while line := file.readline(_LONGEST_ROW + 1):
                 number += 1
-                where = f"{source.path}, row {number}"
+                where = f"{path}, row {number}"
                 if len(line) > _LONGEST_ROW:
                     limit = f"{_LONGEST_ROW >> 20} MiB"
                     raise LaminarError(f"{where}: longer than {limit}; one JSON object per line is needed")
-                yield where, _object(line, where)
+                if not line.strip():
+                    raise LaminarError(f"{where}: an empty line; take it out")
+                yield where, _object(_parsed(line, where), where)
     except (OSError, EOFError, zlib.error) as error:
-        what = "read" if not source.path.endswith(COMPRESSED) else "unpacked"
+        what = "read" if not path.endswith(COMPRESSED) else "unpacked"
         raise LaminarError(
-            f"{source.path}, row {number + 1}: cannot be {what} "
+            f"{path}, row {number + 1}: cannot be {what} "
             f"({_first_line(error)}); write or download the file again"
         ) from None
 
 
-def _object(line: bytes, where: str) -> dict:
-    if not line.strip():
-        raise LaminarError(f"{where}: an empty line; take it out")
+def _parsed(text: bytes, where: str) -> Any:
     try:
-        row = json.loads(line.removeprefix(codecs.BOM_UTF8).decode("utf-8"))
+        return json.loads(text.removeprefix(codecs.BOM_UTF8).decode("utf-8"))
     except UnicodeDecodeError as error:
         raise LaminarError(f"{where}: not UTF-8 (byte {error.start}); convert the file") from None
     except (ValueError, RecursionError) as error:
@@ -126,6 +146,9 @@ def _object(line: bytes, where: str) -> dict:
         if isinstance(error, json.JSONDecodeError):
             what = f"{error.msg} at column {error.colno}"
         raise LaminarError(f"{where}: not JSON ({what}); one JSON object per line is needed") from None
+
+
+def _object(row: object, where: str) -> dict:
     if not isinstance(row, dict):
         raise LaminarError(
             f"{where}: a {type(row).__name__}, not an object with fields; one JSON object per line is needed"
@@ -133,20 +156,20 @@ def _object(line: bytes, where: str) -> dict:
     return row
 
 
-def _parquet(source: Source) -> Iterator[tuple[str, dict]]:
+def _parquet(path: str) -> Iterator[tuple[str, dict]]:
     import pyarrow
     import pyarrow.parquet
 
     number = 0
     try:
-        with pyarrow.parquet.ParquetFile(source.path) as file:
+        with pyarrow.parquet.ParquetFile(path) as file:
             for batch in file.iter_batches(_BATCH):
                 for row in batch.to_pylist():
                     number += 1
-                    yield f"{source.path}, row {number}", row
+                    yield f"{path}, row {number}", row
     except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:  # also of a date
         raise LaminarError(
-            f"{source.path}, row {number + 1}: cannot be read as Parquet "
+            f"{path}, row {number + 1}: cannot be read as Parquet "
             f"({_first_line(error)}); write or download the file again"
         ) from None
 
@@ -154,25 +177,34 @@ def _parquet(source: Source) -> Iterator[tuple[str, dict]]:
 def _dataset(source: Source) -> Iterator[tuple[str, dict]]:
     import datasets
 
-    path = Path(source.path)
     datasets.disable_progress_bars()
+    lines: list[str] = []
+    loaded: Any = None
     try:
-        if source.kind == "folder" and any(
-            (path / name).exists() for name in ("state.json", "dataset_dict.json")
-        ):
+        if source.kind == "folder" and any((Path(source.path) / name).exists() for name in _SAVED):
             loaded = datasets.load_from_disk(source.path)
             if isinstance(loaded, datasets.DatasetDict):
                 loaded = loaded[source.split]
-        else:
-            loaded = datasets.load_dataset(source.path, source.subset, split=source.split)
+        elif source.kind == "folder":
+            builder = datasets.load_dataset_builder(source.path, source.subset)
+            lines = [str(file) for file in (builder.config.data_files or {}).get(source.split) or ()]
+        if not (lines and all(file.endswith(".jsonl") for file in lines)):  # it would make dates of texts
+            lines = []
+            if loaded is None:
+                loaded = datasets.load_dataset(source.path, source.subset, split=source.split)
     except Exception as error:  # the library raises what its parts raise
+        cure = "check name and network, or download it and name its folder or file"
+        if source.kind == "folder":
+            cure = "check subset, split and the files in it, or name a file"
+        said = " ".join(f"{error} {error.__cause__ or ''}".split())[:_SAID]
         raise LaminarError(
             f"{source.path} cannot be loaded as a Hugging Face dataset, subset "
-            f"{source.subset or '(none)'}, split {source.split} ({type(error).__name__}: "
-            f"{_first_line(error)}); check name and network, or download it and name its folder or file"
+            f"{source.subset or '(none)'}, split {source.split} ({type(error).__name__}: {said}); {cure}"
         ) from None
+    for file in lines:
+        yield from _jsonl(file)
     number = 0
-    for first in range(0, len(loaded), _BATCH):
+    for first in range(0, 0 if lines else len(loaded), _BATCH):
         for row in loaded.select(range(first, min(first + _BATCH, len(loaded)))).to_list():
             number += 1
             yield f"{source.path} ({source.split}), row {number}", row

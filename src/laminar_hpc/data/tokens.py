@@ -2,6 +2,7 @@
 `tokenizers` library only."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,39 +11,78 @@ from tokenizers import Tokenizer
 from laminar_hpc.config.errors import LaminarError
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text()) if path.exists() else {}
+def read_json(path: Path) -> dict[str, Any]:
+    """A file's object; empty where there is no file. Raises LaminarError."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    except (ValueError, RecursionError) as error:  # the former: also bytes that are no UTF-8
+        raise LaminarError(f"{path} is not JSON ({error}); download the model again") from None
+    if not isinstance(found, dict):
+        raise LaminarError(f"{path} is no JSON object; download the model again")
+    return found
 
 
 def model_config(model: Path) -> dict[str, Any]:
     """config.json of the model. Raises LaminarError when it is not there."""
     if not (model / "config.json").exists():
         raise LaminarError(f"model.path={model} holds no config.json: give a Hugging Face directory")
-    return _read_json(model / "config.json")
+    return read_json(model / "config.json")
+
+
+def _rows(model: Path) -> float:
+    """Tokens that the model has; without a config.json that is left to others."""
+    return read_json(model / "config.json").get("vocab_size") or math.inf
 
 
 def stop_token_ids(model: Path) -> list[int]:
-    """The end-of-sequence ids of generation_config.json, else those of config.json."""
+    """The end-of-sequence ids of config.json and generation_config.json together, as SGLang has them. Raises
+    LaminarError where there are none, or ids that the model does not have."""
+    found, rows = set[int](), _rows(model)
     for file in ("generation_config.json", "config.json"):
-        ids = _read_json(model / file).get("eos_token_id")
-        if ids is not None:
-            return sorted({ids} if isinstance(ids, int) else set(ids))
-    raise LaminarError(
-        f"model.path={model} names no eos_token_id in generation_config.json "
-        "or config.json, so no response would ever end"
-    )
+        ids = read_json(model / file).get("eos_token_id")
+        for each in ids if isinstance(ids, list) else [] if ids is None else [ids]:
+            if not isinstance(each, int) or isinstance(each, bool) or not 0 <= each < rows:
+                raise LaminarError(
+                    f"{model / file}: eos_token_id={json.dumps(ids)} is not the id of a token that the model "
+                    f"has, which are those below {rows}; write the id of its end token"
+                )
+            found.add(each)
+    if not found:
+        raise LaminarError(
+            f"model.path={model} names no eos_token_id in generation_config.json "
+            "or config.json, so no response would ever end"
+        )
+    return sorted(found)
 
 
 def load_tokenizer(model_path: str) -> Tokenizer:
-    """The model's fast tokenizer. Raises LaminarError where tokenizer.json cannot be read."""
+    """The model's fast tokenizer; it neither cuts nor pads, whatever its file says of the texts that it was
+    made for. Raises LaminarError where tokenizer.json cannot be read."""
     file = Path(model_path) / "tokenizer.json"
     try:
-        return Tokenizer.from_file(str(file))
+        tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises plain Exception
         raise LaminarError(
             f"{file} cannot be read as a tokenizer ({error}); "
             "the model directory needs a fast tokenizer's tokenizer.json"
         ) from None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def check_rows(model: Path) -> None:
+    """Raises LaminarError for a tokenizer with ids that the model has no rows for, which texts of tools and
+    agents could hold."""
+    rows = _rows(model)
+    beyond = {id_: text for text, id_ in load_tokenizer(str(model)).get_vocab().items() if id_ >= rows}
+    if beyond:
+        first = min(beyond)
+        raise LaminarError(
+            f"{model}/tokenizer.json has {beyond[first]!r} as token {first}, the model has {rows} tokens, "
+            "and texts of tools and agents may hold it: take it out of the tokenizer's files, or give the "
+            "model a row for it (resize_token_embeddings of transformers)"
+        )
 
 
 class TextDecoder:

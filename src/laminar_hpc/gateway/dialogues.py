@@ -14,7 +14,7 @@ from laminar_hpc.payload.layout import Tokens
 from laminar_hpc.turns.calls import CallParser, Malformed, ToolCall
 from laminar_hpc.turns.dialogue import Dialogue
 from laminar_hpc.turns.history import goes_on
-from laminar_hpc.turns.model import conversation, with_tools
+from laminar_hpc.turns.model import Arguments, conversation, with_tools
 
 _KEPT = 64  # lists of tools
 _PROBE = {"name": "probe", "description": "Nothing.", "parameters": {"type": "object", "properties": {}}}
@@ -22,9 +22,12 @@ _PROBE = {"name": "probe", "description": "Nothing.", "parameters": {"type": "ob
 
 class Dialogues:
     """Of one model, whose turns end with one of `stop_ids`. `grows`: a template that rewrites earlier turns
-    is refused."""
+    is refused; `arguments`: of the template."""
 
-    def __init__(self, model: Path, stop_ids: Sequence[int], grows: bool = True) -> None:
+    def __init__(
+        self, model: Path, stop_ids: Sequence[int], grows: bool = True, arguments: Arguments = None
+    ) -> None:
+        self._arguments = arguments
         self._grows, self._stop_ids, self._decoder = grows, frozenset(stop_ids), TextDecoder(model)
         self._model, self._tokenizer = str(model), load_tokenizer(str(model))
         self.vocabulary = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
@@ -55,11 +58,11 @@ class Dialogues:
 
     def _make(self, tools: list[dict]) -> Dialogue:
         by = "tool" if tools else ""
-        talk = conversation(self._model, tools, self._tokenizer, by, self._grows)
+        talk = conversation(self._model, tools, self._tokenizer, by, self._grows, self._arguments)
         parser, no_user = None, ""
         if tools:
             try:
-                parser = CallParser(tools, with_tools(self._model, tools))
+                parser = CallParser(tools, with_tools(self._model, tools, self._arguments))
             except ValueError as error:  # pydantic's
                 raise LaminarError(f"tools: SGLang cannot read them ({str(error).splitlines()[0]})") from None
         try:

@@ -131,7 +131,7 @@ def look_around(config: RunConfig) -> bool:
     from laminar_hpc import supervisor
     from laminar_hpc.controller.rewards import check_rewards
     from laminar_hpc.pretrained import download_model
-    from laminar_hpc.train_command import lacking
+    from laminar_hpc.train_command import lacking, of_inputs
 
     run_dir = Path(config.run_dir)
     refuse_if_held(run_dir)
@@ -144,7 +144,7 @@ def look_around(config: RunConfig) -> bool:
         return False
     download_model(config, print)
     if lines := lacking(config):
-        raise Refused(lines)
+        raise Refused(dict.fromkeys([*lines, *of_inputs(config, lines)]))
     check_rewards(config)
     return True
 

@@ -40,7 +40,8 @@ class AgentEpisodes(Episodes):
         if self.limits.verifiers:
             self._agents = VerifiersPool(self.limits)
         self.gateway = Gateway(context.config.sampling.max_response_tokens, self.branches)
-        self.dialogues = Dialogues(Path(context.config.model.path), stop_ids, self.limits.history == "refuse")
+        model, arguments = Path(context.config.model.path), context.config.data.chat_template_arguments
+        self.dialogues = Dialogues(model, stop_ids, self.limits.history == "refuse", arguments)
 
     async def start(self) -> None:
         """Raises LaminarError for an agent that cannot be used."""

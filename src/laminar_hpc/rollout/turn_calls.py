@@ -56,7 +56,8 @@ class TurnCalls:
         """The tools of one environment. Raises LaminarError for templates and call formats that cannot be
         used."""
         grows = self._limits.history == "refuse"
-        made = await asyncio.to_thread(with_answers, str(self._model), tools, grows)
+        arguments = self._context.config.data.chat_template_arguments
+        made = await asyncio.to_thread(with_answers, str(self._model), tools, grows, arguments)
         self.dialogues[name] = made
         assert made.parser is not None
         logger.info("tool calls are read by SGLang's parser '%s'", made.parser.name)

@@ -112,7 +112,7 @@ class Conversation:
             self._check(answer, "{}\n</think>\n\n{}")
             return
         self._check(answer, "{}")
-        if self._thinks:
+        if self._thinks and not self.closing.rstrip().endswith("</think>"):  # else the thought is over
             self._check(answer, "<think>\n{}\n</think>\n\n{}")
 
     def _check(self, answer: Callable[[str], dict], pattern: str) -> None:

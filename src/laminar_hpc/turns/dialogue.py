@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from laminar_hpc.turns.calls import CallParser
 from laminar_hpc.turns.conversation import Conversation
-from laminar_hpc.turns.model import conversation, with_tools
+from laminar_hpc.turns.model import Arguments, conversation, with_tools
 
 
 @dataclass(frozen=True)
@@ -18,8 +18,10 @@ class Dialogue:
     no_user: str = ""
 
 
-def with_answers(model_path: str, tools: Sequence[dict], grows: bool) -> Dialogue:
-    """One whose turns are answered by tools; `grows` as Conversation has it. Takes the seconds that SGLang's
-    parsers need. Raises LaminarError for a template that cannot be used with them."""
-    talk = conversation(model_path, tools, grows=grows)
-    return Dialogue(talk, CallParser(tools, with_tools(model_path, tools)))
+def with_answers(
+    model_path: str, tools: Sequence[dict], grows: bool, arguments: Arguments = None
+) -> Dialogue:
+    """One whose turns are answered by tools; `grows` and `arguments` as `conversation` has them. Takes the
+    seconds that SGLang's parsers need. Raises LaminarError for a template that cannot be used with them."""
+    talk = conversation(model_path, tools, grows=grows, arguments=arguments)
+    return Dialogue(talk, CallParser(tools, with_tools(model_path, tools, arguments)))

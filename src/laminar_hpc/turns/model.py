@@ -1,7 +1,7 @@
 """What a model's directory says of conversations: its chat template with the run's tools, as `Conversation`
 and `CallParser` want them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -9,12 +9,17 @@ from tokenizers import Tokenizer
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.data.chat_template import Messages, load_chat_template, template_text
 from laminar_hpc.data.tokens import load_tokenizer, stop_token_ids
-from laminar_hpc.turns.conversation import Conversation
+from laminar_hpc.turns.conversation import MARK, Conversation, assistant
+
+Arguments = Mapping[str, object] | None
 
 
-def with_tools(model_path: str, tools: Sequence[dict]) -> Callable[[Messages], str]:
-    """The text of messages, with the tools, up to where the next answer begins."""
-    render = load_chat_template(model_path, tools)
+def with_tools(
+    model_path: str, tools: Sequence[dict], arguments: Arguments = None
+) -> Callable[[Messages], str]:
+    """The text of messages, with the tools, up to where the next answer begins; `arguments`: of the
+    template."""
+    render = load_chat_template(model_path, tools, arguments)
     return lambda messages: render(messages, "environment")
 
 
@@ -24,10 +29,11 @@ def conversation(
     tokenizer: Tokenizer | None = None,
     answered_by: str = "tool",
     grows: bool = True,
+    arguments: Arguments = None,
 ) -> Conversation:
-    """The model's; `answered_by` and `grows` as Conversation has them. Raises LaminarError where its template
-    cannot be used, or leaves the tools out."""
-    tokenizer, render = tokenizer or load_tokenizer(model_path), with_tools(model_path, tools)
+    """The model's, whose template has `arguments`; `answered_by` and `grows` as Conversation has them. Raises
+    LaminarError where its template cannot be used, or leaves the tools out."""
+    tokenizer, render = tokenizer or load_tokenizer(model_path), with_tools(model_path, tools, arguments)
     if tools and all(tool["function"]["name"] not in render([_USER]) for tool in tools):
         raise LaminarError(
             f"environment: the chat template of {model_path} does not tell the model of its tools; take a "
@@ -41,19 +47,19 @@ def conversation(
         marks,
         [text for text, special in marks.items() if special],
         stop_token_ids(Path(model_path)),
-        thinks="</think>" in template_text(model_path),
+        thinks="</think>" in template_text(model_path, tools),
         answered_by=answered_by,
         grows=grows,
     )
 
 
-def check_first_token(model_path: str) -> None:
+def check_first_token(model_path: str, arguments: Arguments = None) -> None:
     """An agent's conversations begin alike, whatever is in them: their first token is the prompt, and the
     rest of the agent's messages is given. Raises LaminarError."""
     tokenizer, first = load_tokenizer(model_path), set[int]()
     for messages, tools in (([_USER], []), ([_SYSTEM, _USER], []), ([_USER], [_TOOL])):
         try:
-            text = with_tools(model_path, tools)(messages)
+            text = with_tools(model_path, tools, arguments)(messages)
         except LaminarError:  # a template without a system's role
             continue
         first |= set(tokenizer.encode(text, add_special_tokens=False).ids[:1])
@@ -64,6 +70,26 @@ def check_first_token(model_path: str) -> None:
         )
 
 
+def endless(model_path: str, arguments: Arguments = None) -> list[str]:
+    """A line where answers would run on to their limit: behind an answer the template writes none of the
+    model's stop tokens. None where that cannot be told."""
+    try:
+        tokenizer, stop = load_tokenizer(model_path), stop_token_ids(Path(model_path))
+        text = with_tools(model_path, (), arguments)([_USER, assistant(MARK), {**_USER, "content": _NEXT}])
+    except LaminarError:  # a template for one turn, or a dry run without the model
+        return []
+    behind = tokenizer.encode(text.partition(MARK)[2].partition(_NEXT)[0], add_special_tokens=False).ids
+    if not behind or not set(stop).isdisjoint(behind):
+        return []
+    return [
+        f"behind an answer the chat template of {model_path} writes token {behind[0]} "
+        f"({tokenizer.id_to_token(behind[0])}), which is none of the stop tokens {stop}: answers may run to "
+        f"sampling.max_response_tokens; if it ends a turn, add {behind[0]} to eos_token_id in "
+        "generation_config.json"
+    ]
+
+
+_NEXT = "0NEXT0"
 _TOOL = {"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}}
 _SYSTEM = {"role": "system", "content": "0"}
 _USER = {"role": "user", "content": "0"}

@@ -7,8 +7,9 @@ from pathlib import Path
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.rewards import reward_functions
 from laminar_hpc.config.schema import RunConfig
-from laminar_hpc.data.chat_template import Messages, load_chat_template
+from laminar_hpc.data.chat_template import Messages, continued, load_chat_template
 from laminar_hpc.data.prompts import RowRender
+from laminar_hpc.data.tokens import check_rows
 from laminar_hpc.turns.model import check_first_token, conversation
 from laminar_hpc.turns.pool import EnvironmentPool, environment_of
 from laminar_hpc.verifiers.process import check
@@ -27,11 +28,14 @@ def check_environment(config: RunConfig) -> Tools:
             neither = "no get_reward: add it, or set reward.function"
             raise LaminarError(f"environment.factory: {path} has {which if own else neither}")
     if (Path(config.model.path) / "config.json").exists() or not config.dry_run:
+        arguments = config.data.chat_template_arguments
+        check_rows(Path(config.model.path))
         if environment.by_url:  # it has tools of its own, which are tried when it comes with them
-            check_first_token(config.model.path)
+            check_first_token(config.model.path, arguments)
         else:
             for each in tools.values():
-                conversation(config.model.path, each, grows=environment.history == "refuse")
+                grows = environment.history == "refuse"
+                conversation(config.model.path, each, grows=grows, arguments=arguments)
     return tools
 
 
@@ -50,16 +54,19 @@ def prompt_render(config: RunConfig) -> RowRender:
     last user's words do, as reset may add to them; the rest is Conversation.opening. With an agent only their
     first token is used."""
     environment, model = config.environment, config.model.path
-    tools = check_environment(config)
-    renders = {name: load_chat_template(model, each) for name, each in tools.items()}
+    tools, arguments = check_environment(config), config.data.chat_template_arguments
+    renders = {name: load_chat_template(model, each, arguments) for name, each in tools.items()}
     closings, grows = dict.fromkeys(tools, ""), environment.history == "refuse"
     branches = environment.history == "branch" and not environment.by_url
     if environment.factory or branches:
-        closings = {name: conversation(model, each, grows=grows).closing for name, each in tools.items()}
+        closings = {
+            name: conversation(model, each, grows=grows, arguments=arguments).closing
+            for name, each in tools.items()
+        }
 
     def text(messages: Messages, where: str, row: dict) -> str:
         name = environment_of(environment, row, where)
-        whole, closing = renders[name](messages, where), closings[name]
+        whole, closing = renders[name](messages, where, continued(messages)), closings[name]
         if not whole.endswith(closing):
             key = "factory" if environment.factory else "history=branch"
             raise LaminarError(

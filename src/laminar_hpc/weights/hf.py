@@ -87,7 +87,18 @@ def read_shape(directory: str | Path) -> ModelShape:
             f"{', '.join(sorted(FAMILIES))}"
         )
     # of transformers 4 | 5, which takes the former where there are both
-    rope = c.get("rope_scaling") or c.get("rope_parameters") or {}
+    rope = dict(c.get("rope_scaling") or c.get("rope_parameters") or {})
+    rope.setdefault("partial_rotary_factor", c.get("partial_rotary_factor") or 1.0)
+    if own := [name for name in c.get("auto_map") or () if name.startswith("AutoModel")]:
+        raise LaminarError(
+            f"{file}: auto_map names code of the model's own ({own[0]}), which neither trainer nor engine "
+            "runs; take auto_map out if the model is a plain one without it"
+        )
+    if c.get("pretraining_tp", 1) != 1:
+        raise LaminarError(
+            f"{file}: pretraining_tp={c['pretraining_tp']} splits each sum as the pretraining did, which the "
+            "trainer does not; set it to 1, which differs by rounding only"
+        )
     if c.get("quantization_config"):
         raise LaminarError(f"{file}: quantized weights cannot be trained; name the model without them")
     if (
@@ -121,8 +132,12 @@ def read_shape(directory: str | Path) -> ModelShape:
 
 
 def _rope_scaling(rope: dict, positions: int, file: Path) -> RopeScaling | None:
+    if (part := rope.get("partial_rotary_factor", 1.0)) != 1.0:
+        raise LaminarError(
+            f"{file}: partial_rotary_factor={part} is not supported; use a model whose RoPE turns whole heads"
+        )
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ("default", "llama3") or rope.get("partial_rotary_factor", 1.0) != 1.0:
+    if kind not in ("default", "llama3"):
         raise LaminarError(
             f"{file}: RoPE of type {kind} is not supported; use a model with plain RoPE or Llama 3's"
         )
@@ -188,6 +203,7 @@ def copy_side_files(source: str | Path, target: Path, dtype: "torch.dtype") -> N
     tokenizer's files."""
     for name in SIDE_FILES:
         if (Path(source) / name).exists():
+            (target / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(Path(source) / name, target / name)
     config = json.loads((target / "config.json").read_text())
     for key in {"dtype", "torch_dtype"} & set(config):  # transformers 5 | 4

@@ -19,7 +19,7 @@ MANIFEST_FILE = "manifest.json"
 WEIGHTS_FILE = "model.safetensors"
 SIDE_FILES = (  # of a Hugging Face directory, beside the weights
     "config.json generation_config.json tokenizer.json tokenizer_config.json special_tokens_map.json "
-    "vocab.json merges.txt chat_template.jinja"
+    "vocab.json merges.txt chat_template.jinja additional_chat_templates/tool_use.jinja"
 ).split()
 
 

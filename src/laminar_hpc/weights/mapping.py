@@ -72,9 +72,8 @@ query, key, value, gate, up = _qkv(None), _qkv(0), _qkv(1), _half(0), _half(1)
 
 # Hugging Face tensor, Megatron parameter, how the one lies in the other; in the order of a Hugging Face state
 # dict.
-FIRST: tuple[tuple[str, str, Layout], ...] = (
-    ("model.embed_tokens.weight", "embedding.word_embeddings.weight", vocabulary),
-)
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+FIRST: tuple[tuple[str, str, Layout], ...] = ((EMBEDDING, "embedding.word_embeddings.weight", vocabulary),)
 LAYER: tuple[tuple[str, str, Layout], ...] = (
     ("self_attn.q_proj.weight", "self_attention.linear_qkv.weight", query),
     ("self_attn.q_proj.bias", "self_attention.linear_qkv.bias", query),
@@ -99,12 +98,12 @@ LAYER: tuple[tuple[str, str, Layout], ...] = (
 )
 LAST: tuple[tuple[str, str, Layout], ...] = (
     ("model.norm.weight", "decoder.final_layernorm.weight", whole),
-    ("lm_head.weight", "output_layer.weight", vocabulary),
+    (HEAD, "output_layer.weight", vocabulary),
 )
 # The last pipeline stage of a tied model has a copy of the embedding as its head.
 TIED_LAST: tuple[tuple[str, str, Layout], ...] = (
     LAST[0],
-    ("model.embed_tokens.weight", "output_layer.weight", vocabulary),
+    (EMBEDDING, "output_layer.weight", vocabulary),
 )
 
 
@@ -145,13 +144,11 @@ def local_slices(
 
 
 def check_names(wanted: Iterable[str], there: set[str], tied: bool, where: str) -> None:
-    """A directory must hold exactly the model's tensors. A tied model may carry lm_head.weight once more;
-    RoPE tables are recomputed."""
+    """A directory must hold exactly the model's tensors. A tied model may carry its head once more, with
+    the same values (trainer/megatron/loading.py); RoPE tables are recomputed."""
     wanted = set(wanted)
     surplus = {
-        n
-        for n in there - wanted
-        if not n.endswith("rotary_emb.inv_freq") and not (tied and n == "lm_head.weight")
+        n for n in there - wanted if not n.endswith("rotary_emb.inv_freq") and not (tied and n == HEAD)
     }
     if wanted - there or surplus:
         raise LaminarError(

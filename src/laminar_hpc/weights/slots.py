@@ -160,6 +160,7 @@ class SlotWriter:
                 self._create(directory, header, len(header) + manifest.data_bytes)
             for name in SIDE_FILES:  # also beside what an earlier relay left: this run's may be others
                 if (self.model_dir / name).exists():
+                    (directory / name).parent.mkdir(exist_ok=True)
                     write_atomically(directory / name, (self.model_dir / name).read_bytes())
             with open(directory / WEIGHTS_FILE, "r+b") as file:
                 mapping = mmap.mmap(file.fileno(), 0)

@@ -11,7 +11,7 @@ from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.kernels.slices import LocalSlice
 from laminar_hpc.weights.finite import all_finite, culprits
 from laminar_hpc.weights.hf import ModelShape, TensorReader
-from laminar_hpc.weights.mapping import Shard, check_names, local_slices
+from laminar_hpc.weights.mapping import EMBEDDING, HEAD, Shard, check_names, local_slices
 
 
 def own_slices(gpt: GPTModel, shape: ModelShape) -> list[LocalSlice]:
@@ -28,7 +28,7 @@ def own_slices(gpt: GPTModel, shape: ModelShape) -> list[LocalSlice]:
 @torch.no_grad()
 def load_slices(directory: Path, own: list[LocalSlice], canonical: Iterable[str], tied: bool) -> None:
     """Into `own`, what the directory has for them. Raises LaminarError when it is not the model whose
-    tensors `canonical` names, or holds NaN or an infinity."""
+    tensors `canonical` names, holds NaN or an infinity, or of a tied model two heads."""
     with TensorReader(directory) as tensors:
         check_names(canonical, tensors.names(), tied, str(directory))
         for each in own:
@@ -43,4 +43,11 @@ def load_slices(directory: Path, own: list[LocalSlice], canonical: Iterable[str]
                     f"{directory}: {culprits([(each.name, part)])} is NaN or infinite, so the model "
                     "cannot be trained; download it again, or repair the checkpoint that it comes from"
                 )
+            if tied and each.name == EMBEDDING and HEAD in tensors.names():
+                head = tensors.narrow(HEAD, each.dim, each.start, each.length)
+                if not torch.equal(part.float(), head.float()):
+                    raise LaminarError(
+                        f"{directory}: {HEAD} is not {EMBEDDING}, though config.json ties them; set "
+                        "tie_word_embeddings to false there, or save the model anew without its head"
+                    )
             each.load(part)
