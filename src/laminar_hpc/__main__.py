@@ -10,7 +10,6 @@ With --max-restarts=N torchrun starts all ranks again when one has died, and the
 checkpoint, whatever `resume` says. `laminar train restarts=N` does the same, N times an hour, and says why.
 """
 
-import contextlib
 import importlib
 import logging
 import os
@@ -40,7 +39,7 @@ from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.controller.ending import close_completed
 from laminar_hpc.controller.rundir import completed_step, was_restarted
 from laminar_hpc.messages.membership import UNNUMBERED, Failure, Hello
-from laminar_hpc.observability import console
+from laminar_hpc.observability import console, output
 from laminar_hpc.pretrained import follow, prepare_rank
 
 SPEAK_SECONDS = 10.0  # for rank 0 to say an error that all ranks see
@@ -50,7 +49,7 @@ def redirect_output(run_dir: Path, name: str) -> None:
     """Everything this process and its children print goes to its log."""
     path = run_dir / "logs" / f"{name}.log"
     path.parent.mkdir(parents=True, exist_ok=True)
-    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
         os.dup2(log, stream.fileno())
@@ -64,10 +63,8 @@ class UserTerminal:
     """The user's terminal: the standard output and error that this process was started with."""
 
     def __init__(self) -> None:
-        self._out, self._error = (
-            os.fdopen(os.dup(1), "w", buffering=1),
-            os.fdopen(os.dup(2), "w", buffering=1),
-        )
+        self._out = output.Stream(os.dup(1))
+        self._error = output.Stream(os.dup(2))
 
     def say(self, text: str) -> None:
         print(text, file=self._out, flush=True)
@@ -177,7 +174,9 @@ class Rank:
     def run(self, overrides: list[str]) -> None:
         """Finds its role and plays it, shows a dry run, or does nothing for a run that is complete."""
         user = self._user
-        config = self._config = prepare_rank(load_config(overrides), user.say, user.print_error)
+        config = load_config(overrides)
+        output.keep_in(Path(config.run_dir))
+        config = self._config = prepare_rank(config, user.say, user.print_error)
         mine, here, relays = place(config)
         self._mine = mine
         if os.environ.get("LOCAL_RANK", "0") == "0" and not config.dry_run and (sizes := gigabytes_of_gpus()):
@@ -249,6 +248,7 @@ def main(overrides: list[str]) -> int:
     """Exit code: 0 = done or stopped in order, 1 = failed, 2 = refused before it began, 3 = failed for
     good."""
     die_with_parent()
+    output.guard()
     rank = Rank()
     try:
         rank.run(overrides)
@@ -271,7 +271,5 @@ def main(overrides: list[str]) -> int:
 
 if __name__ == "__main__":
     code = main(sys.argv[1:])
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):  # the log's disk may be full
-            stream.flush()
+    output.drain()
     os._exit(code)  # threads of libraries must not keep a finished rank alive
