@@ -72,7 +72,8 @@ def test_a_run_directory_that_cannot_be_made_is_refused_before_anything_starts(t
 
 def test_a_run_directory_is_its_users_alone(tmp_path):
     """Promise (docs/security.md): under the usual umask other users of the machine enter neither the run's
-    folder nor its store's, also when an earlier run was moved aside; a folder that was there keeps its mode."""
+    folder nor its store's, also when an earlier run was moved aside; a folder that was there keeps its
+    mode."""
     before = os.umask(0o022)
     try:
         config = RunConfig(run_dir=str(tmp_path / "runs" / "mine"))

@@ -197,3 +197,17 @@ def test_a_forked_process_speaks_too(tmp_path):
     assert os.read(read_end, 4096) == b"parent\nchild\n"
     os.close(read_end)
     os.close(write_end)
+
+
+@pytest.mark.parametrize("module", ["laminar_hpc.cli", "laminar_hpc"])
+def test_words_of_a_command_line_do_not_steer_the_terminal(module):
+    """Promise: an error that quotes what it was given shows it with escapes, from commands and from ranks."""
+    words = [
+        sys.executable,
+        "-m",
+        module,
+        *(["audit"] if module.endswith("cli") else []),
+        "x\x1b]0;owned\x07",
+    ]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=100)
+    assert done.returncode == 2 and r"x\x1b]0;owned\x07" in done.stderr and "\x1b" not in done.stderr
