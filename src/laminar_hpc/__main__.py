@@ -86,10 +86,14 @@ _WORKERS = {
 
 
 def run_worker(
-    config: RunConfig, mine: RoleOfRank, here: list[RoleOfRank], joined_as: Callable[[RoleOfRank], None]
+    config: RunConfig,
+    mine: RoleOfRank,
+    here: list[RoleOfRank],
+    joined_as: Callable[[RoleOfRank], None],
+    code_of: Callable[[BaseException], int],
 ) -> None:
     """Joins the run, then runs the role. A failure is told to the controller before it is raised. `joined_as`
-    hears which place it has in the run."""
+    hears which place it has in the run; `code_of` says an error to the user."""
     use_devices(config, here, mine)
     keep_to_loopback(config.cluster.host)
     joined = watch_signals(config.role)
@@ -112,7 +116,20 @@ def run_worker(
     joined_as(mine)
     channel.when_replaced = leave_at_once
     redirect_output(run_dir, f"{mine.role}{mine.index}")
-    goodbye = False
+    goodbye = ends = False
+
+    def tell(error: BaseException) -> None:
+        channel.send(Failure(f"{type(error).__name__}: {error}", isinstance(error, PermanentFailure)))
+
+    def fail(error: BaseException) -> None:
+        if not ends:  # else the main thread has its own
+            code = code_of(error)
+            tell(error)
+            channel.close(goodbye=False)
+            output.drain()
+            os._exit(code)
+
+    channel.when_failed = fail
     try:
         trace_class = importlib.import_module("laminar_hpc.observability.trace").Trace
         module = importlib.import_module(_WORKERS[mine.role])
@@ -126,9 +143,11 @@ def run_worker(
         goodbye = True
         raise
     except BaseException as error:
-        channel.send(Failure(f"{type(error).__name__}: {error}", isinstance(error, PermanentFailure)))
+        ends = True
+        tell(error)
         raise
     finally:
+        ends = True
         channel.close(goodbye)
 
 
@@ -199,7 +218,7 @@ class Rank:
         if mine.role == "controller":
             run_controller(config, relays, user.say)
         else:
-            run_worker(config, mine, here, self._joined)
+            run_worker(config, mine, here, self._joined, self.code_of)
 
     def _joined(self, mine: RoleOfRank) -> None:
         self._mine = mine
@@ -232,6 +251,21 @@ class Rank:
             return PERMANENT
         return 1 if mine is not None and time.monotonic() - self._started > 1 else REFUSED
 
+    def code_of(self, error: BaseException) -> int:
+        """Says to the user what needs to be said of the `error` that ends this process; its exit code."""
+        match error:
+            case Terminated():  # it has left in order
+                return 0
+            case GangReplaced():  # the controller has said why
+                return terminal.FAILED_ELSEWHERE
+            case StopReceived():
+                return terminal.FAILED_ELSEWHERE if error.reason == RUN_FAILED else 0
+            case Refused():
+                return self.refused(error)
+            case LaminarError():
+                return self.failed(error)
+        return self.crashed(error)
+
     def crashed(self, error: BaseException) -> int:
         """Any other error; its traceback goes to the log."""
         logging.getLogger(__name__).error("failed", exc_info=True)
@@ -252,20 +286,10 @@ def main(overrides: list[str]) -> int:
     rank = Rank()
     try:
         rank.run(overrides)
-    except Terminated:  # it has left in order
-        return 0
-    except GangReplaced:  # the controller has said why
-        return terminal.FAILED_ELSEWHERE
-    except StopReceived as stop:
-        return terminal.FAILED_ELSEWHERE if stop.reason == RUN_FAILED else 0
-    except Refused as error:
-        return rank.refused(error)
-    except LaminarError as error:
-        return rank.failed(error)
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # torch's CheckpointException is no Exception
-        return rank.crashed(error)
+        return rank.code_of(error)
     return 0
 
 

@@ -105,6 +105,24 @@ def test_without_a_link_the_trainer_does_not_wait(
     assert time.monotonic() - started < 1.0 and not controller.all(NewWeightId)
 
 
+def test_an_error_of_the_publisher_is_heard_at_once(
+    policy: MegatronPolicy, running: tuple[Controller, Publisher], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Promise: memory that cannot be had in the publisher's thread ends the run now, while the trainer waits
+    for a batch, not at the next fence."""
+    controller, publisher = running
+    failure = MemoryError("no memory for a bucket")
+
+    def turn() -> None:
+        raise failure
+
+    monkeypatch.setattr(publisher._worker, "turn", turn)
+    publisher._thread.join(30)
+    assert controller.trainer.failures == [failure]
+    with pytest.raises(MemoryError):
+        publisher.publish(0)
+
+
 def test_without_a_controller_the_weights_are_given_up(
     policy: MegatronPolicy, running: tuple[Controller, Publisher]
 ) -> None:
