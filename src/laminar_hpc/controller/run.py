@@ -104,7 +104,7 @@ def build(
         store,
         tracker,
         evaluations,
-        MetricsWriter(Path(config.run_dir), _mirror(config), lock.assure),
+        MetricsWriter(Path(config.run_dir), _mirror(config), lock.assure, say),
         _members(config, machine),
         relays,
         start.restored_step,
