@@ -57,7 +57,9 @@ def test_the_reader_of_a_pipe_ends_first(tmp_path):
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("start", ["laminar train", "launch/all_roles.sh"])
+@pytest.mark.parametrize(
+    "start", ["laminar train", pytest.param("launch/all_roles.sh", marks=pytest.mark.slow)]
+)
 def test_the_terminal_is_closed(start, tmp_path):
     """Promise (docs/resuming.md): a closed terminal, a lost ssh and `tmux kill-session` stop a run in order,
     with a checkpoint and nothing left in shared memory."""
