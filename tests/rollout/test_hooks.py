@@ -52,11 +52,6 @@ NEEDED_FOR = {
         "TokenizerManager._handle_abort_req",
         "self.add_logprob_to_meta_info(",
     ),
-    "decide_request_auth": (
-        "sglang.srt.utils.auth",
-        "decide_request_auth",
-        'path.startswith("/health")',
-    ),
     "shm_path_for": ("sglang.srt.managers.load_snapshot", "shm_path_for", '"/dev/shm/'),
     "_set_envs_and_config": (
         "sglang.srt.entrypoints.engine",
@@ -113,7 +108,7 @@ READ_IN = {  # environment variables of the engine -> the module of SGLang that 
 }
 
 
-ALL_HOOKS = (*hooks.PORT_HOOKS, *hooks.SERVER_HOOKS, *hooks.cpu_hooks())
+ALL_HOOKS = (*hooks.PORT_HOOKS, *hooks.REPLY_HOOKS, *hooks.cpu_hooks())
 
 
 def source_of(module: str, name: str) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from laminar_hpc.compat.optional import leave_out
-from laminar_hpc.engine.sglang.plugin import columns, key, kv_cache, port, protocol
+from laminar_hpc.engine.sglang.plugin import columns, kv_cache, port, protocol
 
 
 @dataclass(frozen=True)
@@ -49,13 +49,11 @@ PORT_HOOKS = (
     Hook("sglang.srt.managers.load_snapshot", "shm_path_for", "REPLACE", port.load_snapshot_path),
 )
 TOKENIZER_MANAGER = "sglang.srt.managers.tokenizer_manager"
-SERVER_HOOKS = (  # of the HTTP server's process only
+REPLY_HOOKS = (  # of the HTTP server's process only
     # tokenizer_manager.py:2921 makes a list for each token, which takes 40 bytes of JSON
     Hook(TOKENIZER_MANAGER, "TokenizerManager.convert_logprob_style", "AROUND", columns.collect),
     # tokenizer_manager.py:3410: the reply to a request that was aborted comes by here only
     Hook(TOKENIZER_MANAGER, "TokenizerManager.add_logprob_to_meta_info", "AROUND", columns.show),
-    # auth.py:101 lets anybody ask for /health_generate, which draws a token, and for /metrics
-    Hook("sglang.srt.utils.auth", "decide_request_auth", "AROUND", key.ask_everywhere),
 )
 NOT_IN_0_5_17 = {hook.module for hook in PORT_HOOKS if hook.module != SCHEDULER}
 
@@ -108,7 +106,7 @@ def register() -> None:
 def register_in_server() -> None:
     """Called by serve.py in the HTTP server's process, before it starts. In a scheduler's it would import
     half a server."""
-    for hook in SERVER_HOOKS:
+    for hook in REPLY_HOOKS:
         _register(hook)
 
 

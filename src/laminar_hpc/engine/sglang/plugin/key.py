@@ -2,9 +2,7 @@
 reading."""
 
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 FILE_VARIABLE = "LAMINAR_ENGINE_KEY_FILE"
 
@@ -34,8 +32,3 @@ def take() -> Key | None:
     key = Key(Path(path).read_text())
     os.unlink(path)
     return key
-
-
-def ask_everywhere(decide: Callable[..., Any], *, path: str, **request: Any) -> Any:
-    """SGLang's decision on a request, as for a path that is none of its exceptions."""
-    return decide(path=f"/{path}", **request)
