@@ -4,7 +4,7 @@
 # Example: launch/all_roles.sh runs/demo experiment=demo
 # TRAINERS, ROLLOUTS and LANES are the numbers of processes (default 1 each), as trainer.data_parallel, rollout.replicas and
 # relay.lanes say. More replicas may join later: launch/rollout.sh.
-# Ctrl-C and TERM become `laminar stop`: the step is finished, a checkpoint written, and the exit code is 0. A second one
+# Ctrl-C, TERM and HUP become `laminar stop`: the step is finished, a checkpoint written, and the exit code is 0. A second one
 # ends the torchruns at once. Every death is one line here that says what to do. After that of a relay or rollout the others
 # go on, and its own script starts it again; a controller or trainers that die are started again here, at most `restarts`
 # times an hour each (default 10), while the others go on. The exit code is 1 if any role failed for good, 2 if the
@@ -32,7 +32,7 @@ stop() {
   if [ $signals -ge 2 ]; then end; fi
 }
 end() { kill -TERM "${!role_of[@]}" 2>/dev/null || true; }
-trap stop INT TERM USR1
+trap stop INT TERM USR1 HUP
 
 for role in controller relay rollout trainer; do
   # its own session, so that Ctrl-C reaches this script only; a parent-death signal, so that it does not outlive it

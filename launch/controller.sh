@@ -8,7 +8,7 @@
 # Meanwhile they go on: trainers on the batch that they have, rollouts on what they were granted, relays as ever. They wait
 # cluster.join_timeout_seconds for it; by hand it is started with the same arguments and resume=auto, with store_dir on any
 # machine. After an error of its own, which it says, the run has ended: start all roles again with resume=auto.
-# Ctrl-C and TERM are `laminar stop`: the whole run ends in order.
+# Ctrl-C, TERM and HUP are `laminar stop`: the whole run ends in order.
 set -euo pipefail
 . "$(dirname "$0")/common.sh"
 need_run_dir "$@"

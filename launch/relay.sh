@@ -6,7 +6,7 @@
 # After the death of any of them: the others of this script end too, and the run goes on. The chain of relays closes around
 # them. Rollouts of this machine go on with the weights that they have, until pipeline.max_staleness lets them do no more.
 # Start it again with the same arguments while the run lasts: it gets the newest weights, and its rollouts pull again.
-# Ctrl-C and TERM end these relays only, with exit code 0.
+# Ctrl-C, TERM and HUP end these relays only, with exit code 0.
 set -euo pipefail
 . "$(dirname "$0")/common.sh"
 need_run_dir "$@"

@@ -6,7 +6,7 @@
 # (default 10), unless the same happens twice without a step in between. They load the newest whole checkpoint, and the steps
 # since then (checkpoint.every) are trained again. Meanwhile rollouts generate as far as pipeline.max_staleness lets them, and
 # the run waits cluster.join_timeout_seconds; until then this script can also be started again by hand with the same arguments.
-# Ctrl-C and TERM are `laminar stop`: the whole run ends in order.
+# Ctrl-C, TERM and HUP are `laminar stop`: the whole run ends in order.
 set -euo pipefail
 . "$(dirname "$0")/common.sh"
 need_run_dir "$@"

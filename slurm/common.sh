@@ -42,14 +42,14 @@ run_job() {
   for word in "$@"; do case $word in run_dir=*) RUN_DIR=${word#run_dir=} ;; esac; done
   export RUN_DIR STORE_DIR LAMINAR_LIFE=$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0} LAMINAR_JOB_END
   LAMINAR_JOB_END=$(end_of_time)
-  with_room mkdir -p "$RUN_DIR/jobs"
+  with_room mkdir -p -m 700 "$RUN_DIR" "$RUN_DIR/jobs"
   end=$RUN_DIR/jobs/end.$LAMINAR_LIFE term=$RUN_DIR/jobs/term.$LAMINAR_LIFE
   again=$RUN_DIR/jobs/again.$LAMINAR_LIFE mine=$RUN_DIR/jobs/$role.$LAMINAR_LIFE
   head=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
   head=${head%%$'\n'*}                            # not by `head`, which many nodes' names would outlive
   rm -f "$RUN_DIR/jobs"/*."$SLURM_JOB_ID".*       # of earlier lives that were killed
   trap 'told limit' USR1
-  trap judge TERM
+  trap judge TERM HUP
   trap tidy EXIT
   [ -z "${early:-}" ] || told "$early"            # by a signal that came before
   with_room put "$mine" "$head"
@@ -201,7 +201,7 @@ requeue() {
   state=$(job_field JobState)
   if [ "$state" != RUNNING ]; then say "not requeued: the job is $state"; return; fi
   say "requeued, to go on from here"
-  trap '' USR1 TERM                               # that of the requeue itself
+  trap '' USR1 TERM HUP                               # that of the requeue itself
   if [ "$role" = trainer ]; then comes_back=1; fi
   tidy
   scontrol requeue "${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}" ||

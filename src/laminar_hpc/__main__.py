@@ -10,7 +10,6 @@ With --max-restarts=N torchrun starts all ranks again when one has died, and the
 checkpoint, whatever `resume` says. `laminar train restarts=N` does the same, N times an hour, and says why.
 """
 
-import contextlib
 import importlib
 import logging
 import os
@@ -40,7 +39,7 @@ from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.controller.ending import close_completed
 from laminar_hpc.controller.rundir import completed_step, was_restarted
 from laminar_hpc.messages.membership import UNNUMBERED, Failure, Hello
-from laminar_hpc.observability import console
+from laminar_hpc.observability import console, output
 from laminar_hpc.pretrained import follow, prepare_rank
 
 SPEAK_SECONDS = 10.0  # for rank 0 to say an error that all ranks see
@@ -50,7 +49,7 @@ def redirect_output(run_dir: Path, name: str) -> None:
     """Everything this process and its children print goes to its log."""
     path = run_dir / "logs" / f"{name}.log"
     path.parent.mkdir(parents=True, exist_ok=True)
-    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
         os.dup2(log, stream.fileno())
@@ -64,10 +63,8 @@ class UserTerminal:
     """The user's terminal: the standard output and error that this process was started with."""
 
     def __init__(self) -> None:
-        self._out, self._error = (
-            os.fdopen(os.dup(1), "w", buffering=1),
-            os.fdopen(os.dup(2), "w", buffering=1),
-        )
+        self._out = output.Stream(os.dup(1))
+        self._error = output.Stream(os.dup(2))
 
     def say(self, text: str) -> None:
         print(text, file=self._out, flush=True)
@@ -89,10 +86,14 @@ _WORKERS = {
 
 
 def run_worker(
-    config: RunConfig, mine: RoleOfRank, here: list[RoleOfRank], joined_as: Callable[[RoleOfRank], None]
+    config: RunConfig,
+    mine: RoleOfRank,
+    here: list[RoleOfRank],
+    joined_as: Callable[[RoleOfRank], None],
+    code_of: Callable[[BaseException], int],
 ) -> None:
     """Joins the run, then runs the role. A failure is told to the controller before it is raised. `joined_as`
-    hears which place it has in the run."""
+    hears which place it has in the run; `code_of` says an error to the user."""
     use_devices(config, here, mine)
     keep_to_loopback(config.cluster.host)
     joined = watch_signals(config.role)
@@ -115,7 +116,20 @@ def run_worker(
     joined_as(mine)
     channel.when_replaced = leave_at_once
     redirect_output(run_dir, f"{mine.role}{mine.index}")
-    goodbye = False
+    goodbye = ends = False
+
+    def tell(error: BaseException) -> None:
+        channel.send(Failure(f"{type(error).__name__}: {error}", isinstance(error, PermanentFailure)))
+
+    def fail(error: BaseException) -> None:
+        if not ends:  # else the main thread has its own
+            code = code_of(error)
+            tell(error)
+            channel.close(goodbye=False)
+            output.drain()
+            os._exit(code)
+
+    channel.when_failed = fail
     try:
         trace_class = importlib.import_module("laminar_hpc.observability.trace").Trace
         module = importlib.import_module(_WORKERS[mine.role])
@@ -129,9 +143,11 @@ def run_worker(
         goodbye = True
         raise
     except BaseException as error:
-        channel.send(Failure(f"{type(error).__name__}: {error}", isinstance(error, PermanentFailure)))
+        ends = True
+        tell(error)
         raise
     finally:
+        ends = True
         channel.close(goodbye)
 
 
@@ -177,7 +193,9 @@ class Rank:
     def run(self, overrides: list[str]) -> None:
         """Finds its role and plays it, shows a dry run, or does nothing for a run that is complete."""
         user = self._user
-        config = self._config = prepare_rank(load_config(overrides), user.say, user.print_error)
+        config = load_config(overrides)
+        output.keep_in(Path(config.run_dir))
+        config = self._config = prepare_rank(config, user.say, user.print_error)
         mine, here, relays = place(config)
         self._mine = mine
         if os.environ.get("LOCAL_RANK", "0") == "0" and not config.dry_run and (sizes := gigabytes_of_gpus()):
@@ -200,7 +218,7 @@ class Rank:
         if mine.role == "controller":
             run_controller(config, relays, user.say)
         else:
-            run_worker(config, mine, here, self._joined)
+            run_worker(config, mine, here, self._joined, self.code_of)
 
     def _joined(self, mine: RoleOfRank) -> None:
         self._mine = mine
@@ -233,6 +251,21 @@ class Rank:
             return PERMANENT
         return 1 if mine is not None and time.monotonic() - self._started > 1 else REFUSED
 
+    def code_of(self, error: BaseException) -> int:
+        """Says to the user what needs to be said of the `error` that ends this process; its exit code."""
+        match error:
+            case Terminated():  # it has left in order
+                return 0
+            case GangReplaced():  # the controller has said why
+                return terminal.FAILED_ELSEWHERE
+            case StopReceived():
+                return terminal.FAILED_ELSEWHERE if error.reason == RUN_FAILED else 0
+            case Refused():
+                return self.refused(error)
+            case LaminarError():
+                return self.failed(error)
+        return self.crashed(error)
+
     def crashed(self, error: BaseException) -> int:
         """Any other error; its traceback goes to the log."""
         logging.getLogger(__name__).error("failed", exc_info=True)
@@ -249,29 +282,18 @@ def main(overrides: list[str]) -> int:
     """Exit code: 0 = done or stopped in order, 1 = failed, 2 = refused before it began, 3 = failed for
     good."""
     die_with_parent()
+    output.guard()
     rank = Rank()
     try:
         rank.run(overrides)
-    except Terminated:  # it has left in order
-        return 0
-    except GangReplaced:  # the controller has said why
-        return terminal.FAILED_ELSEWHERE
-    except StopReceived as stop:
-        return terminal.FAILED_ELSEWHERE if stop.reason == RUN_FAILED else 0
-    except Refused as error:
-        return rank.refused(error)
-    except LaminarError as error:
-        return rank.failed(error)
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # torch's CheckpointException is no Exception
-        return rank.crashed(error)
+        return rank.code_of(error)
     return 0
 
 
 if __name__ == "__main__":
     code = main(sys.argv[1:])
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):  # the log's disk may be full
-            stream.flush()
+    output.drain()
     os._exit(code)  # threads of libraries must not keep a finished rank alive

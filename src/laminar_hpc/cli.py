@@ -13,6 +13,7 @@ from pathlib import Path
 
 from laminar_hpc import __version__
 from laminar_hpc.config.errors import LaminarError, Refused, did_you_mean, of_the_system, print_lines
+from laminar_hpc.observability.output import guard
 
 WIDE = 60  # columns of an example; what a longer one does follows right behind it
 _RUN = "RUN_DIR is a finished run, which takes no keys."
@@ -29,6 +30,7 @@ def stop(arguments: list[str]) -> int:
     """`laminar stop RUN_DIR`; returns the exit code. Raises LaminarError where no job runs."""
     from laminar_hpc.cluster.stop import request_stop
 
+    guard()  # a terminal that is gone does not fail it
     run_dir, wish = arguments[0], "to finish its step, checkpoint and leave"
     if request_stop(Path(run_dir), "laminar stop"):  # jobs/ending.py knows it by this reason
         print(f"asked the job in {run_dir} {wish}")
@@ -287,6 +289,8 @@ def check_words(name: str, words: list[str]) -> None:
 
 def main() -> None:
     """Exit codes: 0 = done or stopped in order, 1 = the job failed, 2 = refused before it began."""
+    if sys.argv[1:2] != ["top"]:  # which colours its own text, and escapes what it shows
+        guard(lossless=True)
     try:
         sys.exit(run(sys.argv[1:]))
     except LaminarError as error:

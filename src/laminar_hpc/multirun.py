@@ -11,7 +11,6 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -24,7 +23,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob, QuotedString, Transformer
 from hydra.errors import HydraException
 
-from laminar_hpc.cluster.processes import die_with_parent
+from laminar_hpc.cluster.processes import die_with_parent, on_stop_signals
 from laminar_hpc.config.bounds import shown
 from laminar_hpc.config.errors import LaminarError, Refused
 from laminar_hpc.config.load import keys_of, shipped_directory
@@ -130,8 +129,7 @@ def run_here(every: Sequence[Combination]) -> int:
         if running and running[-1].poll() is None:
             running[-1].send_signal(number)
 
-    for wanted in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(wanted, on_signal)
+    on_stop_signals(on_signal)
     for number, each in enumerate(every, 1):
         if stopped:
             break

@@ -6,7 +6,6 @@ after an ordered stop, a refusal or a failure that would come again for sure. Ea
 noted in the metrics (kind `restart`).
 """
 
-import signal
 import sqlite3
 import time
 from contextlib import suppress
@@ -14,6 +13,7 @@ from pathlib import Path
 
 from laminar_hpc.cluster import checkpoints
 from laminar_hpc.cluster.launch import GO_ON, Launch
+from laminar_hpc.cluster.processes import on_stop_signals
 from laminar_hpc.cluster.run_lock import refuse_if_held
 from laminar_hpc.cluster.signatures import refuse_foreign
 from laminar_hpc.config.schema import RunConfig
@@ -57,8 +57,7 @@ def run(config: RunConfig, overrides: list[str], world_size: int) -> int:
         signals.append(number)
         launch.on_signal(number)
 
-    for wanted in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(wanted, on_signal)
+    on_stop_signals(on_signal)
     while True:
         code = launch.wait()
         if code == 0:

@@ -26,6 +26,7 @@ from laminar_hpc.config.errors import LaminarError, Refused
 from laminar_hpc.config.load import conf_directory, group_names, load_config
 from laminar_hpc.config.options import INFO, take_options, with_absolute_config_dir
 from laminar_hpc.config.schema import RunConfig
+from laminar_hpc.observability import output
 
 
 def main(arguments: list[str]) -> int:
@@ -47,6 +48,7 @@ def main(arguments: list[str]) -> int:
             "experiment=demo`, or name your own with model.path=DIR data.train=FILE "
             "reward.function=MODULE.NAME; `laminar train --help` shows more"
         )
+    output.guard()
     if options.multirun:
         from laminar_hpc import multirun
 
@@ -131,6 +133,7 @@ def start(config: RunConfig, derived: Derived, words: list[str]) -> int:
         )
     from laminar_hpc.cluster.run_lock import refuse_if_held
 
+    output.keep_in(Path(config.run_dir))
     refuse_if_held(Path(config.run_dir))
     from laminar_hpc import supervisor
     from laminar_hpc.controller.rewards import check_rewards

@@ -312,3 +312,32 @@ def test_trainers_that_are_not_where_the_run_is_end_it(
     with pytest.raises(LaminarError, match=f"trainer 0 {reason}"):
         say(training, entry.members.at("trainer"))
     store.close()
+
+
+@pytest.mark.parametrize(
+    ("gang", "state", "text", "finished"),
+    [
+        ("", {}, "the trainer is not there yet, so there is nothing to save", True),
+        ("trainer:0:a", {"trainer_step": 50}, "no step is under way; a checkpoint of step 50", False),
+        (
+            "trainer:0:a",
+            {"trainer_step": 50, "groups_taken": 8},
+            "finishing step 51, then a checkpoint",
+            False,
+        ),
+        (
+            "trainer:0:a",
+            {"trainer_step": 60, "trainer_done": True},
+            "step 60 is trained and saved; the evaluation of it is left out",
+            True,
+        ),
+    ],
+)
+def test_a_stop_says_what_goes_on(store, tmp_path, gang, state, text, finished):
+    """Promise: Ctrl-C in set-up, before a step, in one, and in the last evaluation says what it waits for."""
+    entry = Entry(tmp_path, store)
+    entry.shared.state.gang = gang
+    for name, value in state.items():
+        setattr(entry.shared.state, name, value)
+    entry.shared.request_stop("SIGINT")
+    assert entry.lines == [f"stopping     SIGINT: {text}"] and entry.shared.state.finished is finished

@@ -70,6 +70,28 @@ def test_a_run_directory_that_cannot_be_made_is_refused_before_anything_starts(t
 # ---- complete ----------------------------------------------------------------------------------------------
 
 
+def test_a_run_directory_is_its_users_alone(tmp_path):
+    """Promise (docs/security.md): under the usual umask other users of the machine enter neither the run's
+    folder nor its store's, also when an earlier run was moved aside; a folder that was there keeps its
+    mode."""
+    before = os.umask(0o022)
+    try:
+        config = RunConfig(run_dir=str(tmp_path / "runs" / "mine"))
+        prepare(config)
+        (Path(config.run_dir) / "metrics.jsonl").touch()
+        prepare(config)  # the earlier run is moved aside
+        RunLock([tmp_path / "runs" / "first"], print).release()
+        Store(tmp_path / "runs" / "store").close()
+        modes = [folder.stat().st_mode & 0o777 for folder in (tmp_path / "runs").iterdir()]
+        assert modes == [0o700] * 4
+        Path(config.run_dir).chmod(0o750)
+        config.resume = "auto"
+        prepare(config)
+        assert Path(config.run_dir).stat().st_mode & 0o777 == 0o750
+    finally:
+        os.umask(before)
+
+
 def test_complete_means_trained_and_evaluated(tmp_path):
     """Promise: a run is complete only with its last checkpoint and every evaluation of the last weights."""
     config = config_of(tmp_path)

@@ -82,9 +82,7 @@ def test_a_bench_that_stops_says_the_faults_so_far(load, tmp_path: Path, capsys,
         run_dir=run_dir, submit=lambda: None, until_step=lambda *_: None, end=lambda: ended.append(1) or 0
     )
     monkeypatch.setattr(chaos, "SlurmRun", lambda *_: run)
-    options = SimpleNamespace(
-        experiment="demo", overrides=[], rollouts=2, spare=False, limit=60.0, calm=0.0
-    )
+    options = SimpleNamespace(experiment="demo", overrides=[], rollouts=2, spare=False, limit=60.0, calm=0.0)
     for error, ends in ((SystemExit("no step after step 2"), 1), (KeyboardInterrupt(), 1)):
         with pytest.raises(type(error)), chaos.running(options, None, "faults") as running:
             with chaos.said_at_a_stop(running, [row]):

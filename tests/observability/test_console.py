@@ -106,6 +106,13 @@ def test_evaluation_and_final_lines(finished):
         assert part in text
 
 
+def test_a_figure_that_is_not_there_has_a_reason(finished):
+    """Promise: a run that was stopped before its last evaluation says so where its accuracy would stand."""
+    figures = {**summary.build(finished[0]), "accuracy_after": None, "accuracy_after_sampled": None}
+    text = "\n".join(console.final_lines(figures, Path("runs/demo"), None, "SIGINT"))
+    assert "before 0.210   after -   (stopped before the last evaluation)" in text
+
+
 def test_final_lines_of_a_replay(finished, tmp_path):
     """Promise: where nothing was evaluated the closing lines do not speak of accuracy."""
     synthetic.replay_of(tmp_path / "again", finished[1])

@@ -154,3 +154,53 @@ def test_a_full_disk_ends_no_run(tmp_path, caplog):
     status.write(tmp_path / "gone", now_status(0.0))
     assert "cannot be written" in caplog.text
     assert status.read(tmp_path) is None and not os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize("width", [80, 100, 120, 160])
+def test_no_column_is_cut_on_a_narrow_screen(tmp_path, monkeypatch, capsys, width):
+    """Promise: from 80 columns on each column that is shown is whole; the least important ones are left
+    out."""
+    run_dir = tmp_path / "run"
+    synthetic.write(run_dir, steps=3, start=time.time() - 5, crash=True)
+    status.write(run_dir, now_status(time.time()))
+    monkeypatch.setattr(top, "PIPE_WIDTH", width)
+    text, _ = frame(run_dir, capsys)
+    table = text.split("\n\n")[1].splitlines()
+    heads = table[0].replace("KV cache", "KV").split()
+    assert heads == [
+        name
+        for name in "rank pid weights state running queued scoring KV tok/s last".split()
+        if name in heads
+    ]
+    assert {"rank", "weights", "state", "running", "KV", "tok/s"} <= set(heads)
+    assert len(heads) == {80: 6, 160: 10}.get(width, len(heads))
+    assert "…" not in text and "..." not in text and max(map(len, text.splitlines())) <= width
+    (replica,) = [line for line in table if line.startswith("rollout0")]
+    assert "id 7 (step 7)  draining" in replica and "75% of 40k" in replica and "5.1k" in replica
+
+
+def test_the_age_is_that_of_the_run(tmp_path, capsys):
+    """Promise: the first line has the run's age, also when its controller was started again a moment ago; and
+    no label runs into its text."""
+    run_dir, now = tmp_path / "run", time.time()
+    metrics = jsonl.Appender(run_dir / "metrics.jsonl")
+    metrics.write({"kind": "start", "time": now - 7200, "restored_step": None, "pipeline": "laminar"})
+    metrics.write({"kind": "start", "time": now - 1, "restored_step": None, "pipeline": "laminar"})
+    metrics.write({"kind": "lost", "time": now, "replica": 0})
+    status.write(run_dir, now_status(now))
+    text, _ = frame(run_dir, capsys)
+    assert "age 2h00m" in text.splitlines()[0] and "incidents 1 attempts lost" in text
+
+
+def test_foreign_text_does_not_steer_the_terminal(tmp_path, capsys):
+    """Promise: what a reward, a stop's reason or a folder's name brings is shown with escapes."""
+    steers, run_dir = "\x1b]0;owned\x07\u202e\nstep 9/9", tmp_path / "run\x1b[2J"
+    metrics = jsonl.Appender(run_dir / "metrics.jsonl")
+    metrics.write({"kind": "start", "time": time.time(), "restored_step": None, "pipeline": "laminar"})
+    metrics.write({"kind": "reward_error", "time": time.time(), "text": steers})
+    state = now_status(time.time())
+    state.stopping = steers
+    status.write(run_dir, state)
+    text, _ = frame(run_dir, capsys)
+    assert not set(text) & {"\x1b", "\x07", "\u202e"} and "\nstep 9/9" not in text
+    assert text.startswith(r"run\x1b[2J") and r"\x1b]0;owned\x07\u202e step 9/9" in text

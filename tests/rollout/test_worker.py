@@ -2,6 +2,8 @@
 controller and the relay."""
 
 import asyncio
+import dataclasses
+import errno
 import itertools
 import math
 import os
@@ -224,6 +226,28 @@ def test_a_response_whose_logprobs_are_not_finite_is_lost_alone(replica, monkeyp
     assert [m.reason for m in messages if isinstance(m, Lost)] == [
         "the log-prob of response token 0 is not finite"
     ]
+
+
+@pytest.mark.parametrize("role", ["all", "rollout"])
+def test_a_full_disk_is_waited_for_only_where_the_run_goes_on(role, replica, monkeypatch):
+    """Promise (docs/resuming.md): one torchrun ends at once, with the error of the disk; a replica of its own
+    waits for room."""
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    config = dataclasses.replace(replica.worker.config, role=role)
+    context = dataclasses.replace(replica.worker.context, config=config)
+    payloads = worker.RolloutWorker(context, replica.new_engine, replica.worker.pool).payloads
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fdatasync", full)
+        written = payloads.append(b"a response")
+        if role == "all":
+            assert isinstance(written.exception(20), OSError)
+        else:
+            with pytest.raises(TimeoutError):
+                written.result(2)
+    payloads.close()
 
 
 def test_overflows_that_are_no_chance_end_the_replica(replica, monkeypatch):

@@ -33,6 +33,10 @@ class Line:
             threading.Condition(),
             controller,
         )
+        self.failures: list[BaseException] = []  # of threads beside the role
+
+    def when_failed(self, error: BaseException) -> None:
+        self.failures.append(error)
 
     def deliver(self, message: Message | Exception) -> None:
         with self.arrived:

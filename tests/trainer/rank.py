@@ -53,6 +53,8 @@ class ScriptedController:
 
     def flush(self) -> None: ...
 
+    def when_failed(self, error: BaseException) -> None: ...
+
     def wait(self, *wanted: type, timeout: float, session: int) -> Message:
         answer = self._answers.popleft()
         assert isinstance(answer, wanted), answer
@@ -67,6 +69,8 @@ class TrainersPlace:
 
     def tell_progress(self, progress: TrainerProgress) -> None:
         """Nobody watches here."""
+
+    def when_failed(self, error: BaseException) -> None: ...
 
     def wait(self, wanted: type, timeout: float) -> Message | None:
         assert wanted is TrainersMeet

@@ -277,6 +277,27 @@ def test_a_rank_that_fails_or_does_not_come_is_named() -> None:
     assert not done
 
 
+def test_a_failure_is_heard_while_the_trainer_waits_for_a_batch() -> None:
+    """Promise: a checkpoint that cannot be written ends the run at once, unless the trainer's thread waits
+    for it and raises the error itself."""
+    heard, full = list[BaseException](), OSError(28, "No space left on device")
+
+    def complete(_: list[Part]) -> None:
+        raise full
+
+    def run(in_foreground: bool) -> InFlight:
+        reports = Reports(dist.HashStore(), "some", 1)
+        flight = InFlight("checkpoint 1", reports, 0, lambda check: PART, complete, 60, heard.append)
+        flight.start(in_foreground)
+        return flight
+
+    run(False)._thread.join(30)
+    assert heard == [full]
+    with pytest.raises(OSError, match="No space"):
+        run(True)
+    assert heard == [full]
+
+
 def test_a_disk_that_hangs_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """After the time that ranks are waited for."""
     hung = threading.Event()

@@ -1,6 +1,7 @@
 """Publishing behind the trainer's back, to real relays: what arrives is what the parameters were, whatever
 the trainer does after the fence; a relay that dies costs an id, never the trainer."""
 
+import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -8,11 +9,13 @@ from pathlib import Path
 
 import pytest
 import tiny
-from publishing import Controller, Publisher, linked, scratch, slot_bytes, spoil, start, whole
+from publishing import Controller, Line, Publisher, linked, scratch, slot_bytes, spoil, start, whole
 from ranks import Ranks
 
+from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.messages.chain import LinkDown, RelayHas, StoreOpened
 from laminar_hpc.messages.publication import NewWeightId, Published
+from laminar_hpc.relay import run as relay
 from laminar_hpc.trainer.megatron.policy import MegatronPolicy
 from laminar_hpc.trainer.step.learner import Learner
 
@@ -103,6 +106,49 @@ def test_without_a_link_the_trainer_does_not_wait(
     started = time.monotonic()
     publisher.fence()
     assert time.monotonic() - started < 1.0 and not controller.all(NewWeightId)
+
+
+def test_an_error_of_the_publisher_is_heard_at_once(
+    policy: MegatronPolicy, running: tuple[Controller, Publisher], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Promise: memory that cannot be had in the publisher's thread ends the run now, while the trainer waits
+    for a batch, not at the next fence."""
+    controller, publisher = running
+    failure = MemoryError("no memory for a bucket")
+
+    def turn() -> None:
+        raise failure
+
+    monkeypatch.setattr(publisher._worker, "turn", turn)
+    publisher._thread.join(30)
+    assert controller.trainer.failures == [failure]
+    with pytest.raises(MemoryError):
+        publisher.publish(0)
+
+
+def test_slots_that_are_removed_end_the_relay(
+    policy: MegatronPolicy, running: tuple[Controller, Publisher]
+) -> None:
+    """Promise (docs/resuming.md): weight slots that a logout takes out of /dev/shm are missed within seconds,
+    in one line with the cure, not when the next pull has waited for minutes."""
+    controller, publisher = running
+    errors = list[str]()
+
+    def serve(line: Line) -> None:
+        with pytest.raises(LaminarError) as raised:
+            relay.run(controller.context("relay", 0, line))
+        errors.append(str(raised.value))
+
+    line = controller.relays[0] = Line("relay0", controller)
+    thread = threading.Thread(target=serve, args=(line,), daemon=True)
+    thread.start()
+    controller.link(0)
+    linked(publisher)
+    publisher.publish(0)
+    slots = controller.wait_for_step(0, 0).directory.parent
+    shutil.rmtree(slots)
+    thread.join(10)
+    assert len(errors) == 1 and errors[0].startswith(f"{slots} was removed while the run goes on")
 
 
 def test_without_a_controller_the_weights_are_given_up(

@@ -71,6 +71,8 @@ class Channel:
         self.sessions = 0  # Welcomes after the first: a question that is open then must be asked again
         # called in the I/O thread when this rank's gang has ended: its main thread may be stuck
         self.when_replaced: Callable[[GangReplaced], None] | None = None
+        # called by a thread beside the main one, which may wait for what never comes, with its error
+        self.when_failed: Callable[[BaseException], None] = lambda _: None
         self._line = WorkerLine(run_dir, hello, heartbeat_seconds, patience_seconds, launch, self._deliver)
         self._order = InOrder(self._line.put, self._deliver)
         self.welcome = self._line.join(join_seconds)

@@ -1,8 +1,8 @@
 """One torchrun with all roles on this machine, in a session of its own, watched over until everything has
 ended.
 
-Ctrl-C, TERM and USR1 become a stop message to the controller, so that the ranks leave by themselves and the
-exit code is 0; a second one ends the session at once. torchrun's own chatter goes to a log, our one-line
+Ctrl-C, TERM, USR1 and HUP become a stop message to the controller, so that the ranks leave by themselves and
+the exit code is 0; a second one ends the session at once. torchrun's own chatter goes to a log, our one-line
 errors to the terminal.
 """
 

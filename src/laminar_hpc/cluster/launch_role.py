@@ -32,12 +32,13 @@ from laminar_hpc.cluster.launch import (
     Launch,
     reason_of,
 )
+from laminar_hpc.cluster.processes import on_stop_signals
 from laminar_hpc.cluster.run_end import goes_on
 from laminar_hpc.cluster.stop import ask_trainers_to_leave
 from laminar_hpc.config.errors import LaminarError, print_lines
 from laminar_hpc.config.load import load_config
 from laminar_hpc.config.schema import RunConfig
-from laminar_hpc.observability import console, jsonl
+from laminar_hpc.observability import console, jsonl, output
 from laminar_hpc.policies.restarts import Restarts
 
 CONTROLLER_AGAIN = (
@@ -216,8 +217,7 @@ def launch_replicas(config: RunConfig, overrides: list[str], processes: int) -> 
         for launch in launches:
             launch.on_signal(number)
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, on_signal)
+    on_stop_signals(on_signal)
     threads = [threading.Thread(target=watch, args=(launch,)) for launch in launches]
     for thread in threads:
         thread.start()
@@ -234,10 +234,12 @@ def _last_step(config: RunConfig) -> int:
 
 def main(arguments: list[str]) -> int:
     """Exit code: 0 = done or stopped in order, 1 = failed or ended, 2 = refused before it began."""
+    output.guard()
     role, processes, *overrides = arguments
     try:
         overrides = [f"role={role}", *overrides]
         config = load_config(overrides)
+        output.keep_in(Path(config.run_dir))
     except LaminarError as error:
         print_lines(error)
         return 2
@@ -247,8 +249,7 @@ def main(arguments: list[str]) -> int:
     restarts = Restarts(per_hour if config.restarts is None or not per_hour else config.restarts)
     config.restarts = restarts.per_hour  # its errors are kept until it is known whether that was the end
     launch = RoleLaunch(config, overrides, int(processes))
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, lambda got, _: launch.on_signal(got))
+    on_stop_signals(lambda got, _: launch.on_signal(got))
     while (code := launch.wait()) != 0:
         has_room = launch.is_final and restarts.per_hour > 0 and launch.awaits_room()
         if launch.is_final and not has_room:

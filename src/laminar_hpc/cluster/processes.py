@@ -5,6 +5,7 @@ import os
 import pwd
 import signal
 import socket
+from collections.abc import Callable
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
@@ -56,6 +57,14 @@ def die_with_parent(number: int = signal.SIGKILL) -> None:
     """The kernel sends this signal to the calling process when its parent ends, so that nothing is left
     behind."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
+
+
+def on_stop_signals(handler: Callable[[int, object], None]) -> None:
+    """`handler` hears INT, TERM, USR1 and the end of the terminal, HUP, to which a process under nohup stays
+    deaf."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, handler)
 
 
 def oom_kills(events: Path = Path("/sys/fs/cgroup/memory.events")) -> int:

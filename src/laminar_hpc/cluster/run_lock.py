@@ -201,7 +201,7 @@ def take(
     told, moves = False, 0
     while True:
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             with _claim(folder, mine) as claim:
                 begun = lease.begin()
                 stale = _stale_owners(folder, claim.stat().st_mtime, watched)

@@ -170,7 +170,7 @@ def _catch_up(folder: Path, store: Path, start: Position, say: Callable[[str], N
 
 def _rebuild(folder: Path, store: Path, say: Callable[[str], None]) -> None:
     begun = time.monotonic()
-    store.parent.mkdir(parents=True, exist_ok=True)
+    store.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     temporary = store.with_name(f".{store.name}.rebuilt")
     try:
         position, count, read = build(folder, temporary)

@@ -24,6 +24,7 @@ from laminar_hpc.cluster.folders import slots_root
 from laminar_hpc.cluster.full_disk import is_full_disk
 from laminar_hpc.cluster.hub import Hub
 from laminar_hpc.cluster.launch import DEAF
+from laminar_hpc.cluster.processes import on_stop_signals
 from laminar_hpc.cluster.run_lock import RunLock
 from laminar_hpc.cluster.stop import forget_request, left_request, request_is_left
 from laminar_hpc.cluster.waiting import are_queued, who_waits
@@ -103,7 +104,7 @@ def build(
         store,
         tracker,
         evaluations,
-        MetricsWriter(Path(config.run_dir), _mirror(config), lock.assure),
+        MetricsWriter(Path(config.run_dir), _mirror(config), lock.assure, say),
         _members(config, machine),
         relays,
         start.restored_step,
@@ -196,8 +197,7 @@ def run(
             durable.replace(run_dir / "config.yaml", dump_config(config).encode())
             collect_rarely()
             received: list[str] = []
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-                signal.signal(number, lambda n, _: hear(n, received))
+            on_stop_signals(lambda number, _: hear(number, received))
             take_up_request(controller, run_dir, waiting)
             with closing(Standstill(config.cluster, lock, say)) as watch:
                 if controller.archiving:

@@ -44,7 +44,8 @@ def prepare(config: RunConfig, lock: RunLock | None = None) -> Start:
             moved = _move_aside(run_dir, store_directory(config))
             if lock is not None:
                 lock.moved(run_dir, moved)
-        (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+        run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)  # what users of one machine keep from others
+        (run_dir / "logs").mkdir(exist_ok=True)
     except OSError as error:
         raise unusable(run_dir, error) from error
     (run_dir / ADDRESS_FILE).unlink(missing_ok=True)

@@ -93,10 +93,17 @@ class Shared:
         if state.stopping:
             return
         state.stopping = reason
-        text = f"{reason}: finishing step {state.trainer_step + 1}, then a checkpoint"
-        self.say(console.line("stopping", text))
-        if state.trainer_done or not (self.members.at("trainer") or state.gang):
-            state.finished = True
+        has_trainer = bool(self.members.at("trainer") or state.gang)
+        if state.trainer_done:
+            text = f"step {state.trainer_step} is trained and saved; the evaluation of it is left out"
+        elif not has_trainer:
+            text = "the trainer is not there yet, so there is nothing to save"
+        elif state.groups_taken:
+            text = f"finishing step {state.trainer_step + 1}, then a checkpoint"
+        else:
+            text = f"no step is under way; a checkpoint of step {state.trainer_step}"
+        self.say(console.line("stopping", f"{reason}: {text}"))
+        state.finished = state.finished or state.trainer_done or not has_trainer
 
     def fail(self, reason: str, why_it_stops: str) -> None:
         """As `request_stop`; the run counts as failed for the first `reason` given."""

@@ -48,7 +48,7 @@ class Store:
                 self._refuse_other_layouts()
                 self.rows = Rows(self._db)
                 return
-            directory.mkdir(parents=True, exist_ok=True)
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             check_store_directory(directory)
             factory = RecordedConnection if journal else sqlite3.Connection
             self._db = sqlite3.connect(self.path, isolation_level=None, factory=factory)

@@ -14,11 +14,13 @@ from pathlib import Path
 
 from laminar_hpc.cluster.processes import die_with_parent, machine_name
 from laminar_hpc.config.load import read_config
+from laminar_hpc.observability import output
 
 
 def main(role: str, run_dir: str, *numbers: str) -> None:
     """One process of an emulated run: `role` with its `numbers`, configured by run_dir/config.yaml."""
     die_with_parent()
+    output.guard()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     own = role == "fleet" and len(numbers) > 2
     config = read_config(Path(numbers[2]) if own else Path(run_dir) / "config.yaml")

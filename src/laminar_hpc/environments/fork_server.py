@@ -12,6 +12,7 @@ import re
 import signal
 import socket
 import subprocess
+import sys
 import threading
 from collections.abc import Collection
 from typing import BinaryIO
@@ -258,8 +259,7 @@ class ForkServer:
                 if kept and self.left_to_print == 0:
                     bound = f"{MAX_OUTPUT >> 20} MiB"
                     kept += f"\n[reward functions have printed {bound}; the rest is dropped]\n".encode()
-                while kept:
-                    kept = kept[os.write(2, kept) :]
+                print(kept.decode(errors="backslashreplace"), end="", file=sys.stderr, flush=True)
 
     def _end(self) -> None:
         if self._control is not None:

@@ -31,7 +31,7 @@ from laminar_hpc.config.load import load_config
 from laminar_hpc.jobs.machine_number import MachineNumber
 from laminar_hpc.jobs.network import INTERFACE, addresses, own_address, use_interface
 from laminar_hpc.jobs.node import Child, Place, commands
-from laminar_hpc.observability import console
+from laminar_hpc.observability import console, output
 
 _LOOK_SECONDS = 0.5
 _ALONE_SECONDS = 20.0  # of relays after their replicas: at the end of a run they leave by themselves
@@ -46,7 +46,7 @@ class Output:
 
     def __init__(self, run_dir: Path) -> None:
         self._log = run_dir / "logs" / f"host-{socket.gethostname()}.log"
-        self._reader: int | None = os.dup(1)
+        self._reader = output.Stream(os.dup(1))
         read_end, write_end = os.pipe()
         for number in (1, 2):
             os.dup2(write_end, number)
@@ -57,11 +57,7 @@ class Output:
 
     def _pass_on(self) -> None:
         for line in self._lines:
-            if self._reader is not None:
-                try:
-                    os.write(self._reader, line)
-                except OSError:
-                    self._reader = None
+            self._reader.write(line.decode(errors="backslashreplace"))
             with suppress(OSError):  # before the run has its folder, or on a full disk
                 if self._log.parent.is_dir():
                     with open(self._log, "ab") as file:
@@ -201,14 +197,15 @@ def started_by(
 
 def main(arguments: list[str]) -> int:
     """See above."""
+    output.guard()
     options, words = parsed(arguments)
-    output = machine = None
+    passed_on = machine = None
     try:
         config = load_config(words)
         run_dir = Path(config.run_dir)
         check_here(run_dir, options.launch)
         os.environ[SHARED_VARIABLE] = "1"
-        output = Output(run_dir)
+        passed_on = Output(run_dir)
         machine = MachineNumber(run_dir, config.relay.lanes) if options.replicas else None
         started = started_by(options, words, run_dir, machine.number if machine else 0)
         print(console.line("machine", f"{socket.gethostname()}  {', '.join(started)}"), flush=True)
@@ -219,8 +216,8 @@ def main(arguments: list[str]) -> int:
     finally:
         if machine:
             machine.release()
-        if output:
-            output.close()
+        if passed_on:
+            passed_on.close()
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ import os
 import secrets
 import shlex
 import shutil
-import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,13 +15,14 @@ from pathlib import Path
 
 from laminar_hpc import __version__
 from laminar_hpc.cluster import durable
+from laminar_hpc.cluster.processes import on_stop_signals
 from laminar_hpc.config.errors import LaminarError, Refused
 from laminar_hpc.config.options import with_absolute_config_dir
 from laminar_hpc.jobs.connections import Launcher
 from laminar_hpc.jobs.hosts import Host, Part, assign, read_hosts
 from laminar_hpc.jobs.layout import gpus_by_default
 from laminar_hpc.jobs.submit import OURS, look_around, plan_words, split
-from laminar_hpc.observability import console
+from laminar_hpc.observability import console, output
 
 # a machine that does not answer for 20 s is gone; nobody is asked for a password
 _OPEN = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=20")
@@ -145,14 +145,16 @@ def launched(lines: Sequence[tuple[Part, Sequence[str]]], run_dir: Path, launch:
         raise LaminarError("there is no ssh here: install its client (openssh-client)")
     mark = run_dir / "jobs" / f"launch.{launch}"  # by which each machine sees that it has the same folder
     try:
-        mark.parent.mkdir(parents=True, exist_ok=True)
+        run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        mark.parent.mkdir(exist_ok=True)
         durable.write(mark, f"{__version__}\n".encode())
     except OSError as error:
         raise Refused([f"{mark} cannot be written ({error.strerror}): choose another run_dir"]) from None
+    output.guard()
+    output.keep_in(run_dir)
     try:
         launcher = Launcher(lines)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, lambda got, _: launcher.on_signal(got))
+        on_stop_signals(lambda got, _: launcher.on_signal(got))
         return launcher.run()
     finally:
         mark.unlink(missing_ok=True)

@@ -30,7 +30,7 @@ from pathlib import Path
 from laminar_hpc.cluster.full_disk import put
 from laminar_hpc.cluster.launch import DEAF, LEAVES_ALONE, REFUSED
 from laminar_hpc.cluster.lock_owner import Watched
-from laminar_hpc.cluster.processes import die_with_parent
+from laminar_hpc.cluster.processes import die_with_parent, on_stop_signals
 from laminar_hpc.cluster.run_end import goes_on, last_word
 from laminar_hpc.cluster.turn import VARIABLE, give_turn
 from laminar_hpc.cluster.waiting import Sign
@@ -50,7 +50,7 @@ from laminar_hpc.jobs.machine_number import MachineNumber
 from laminar_hpc.jobs.network import await_own_address, use_interface
 from laminar_hpc.jobs.spare import ONE_WORLD_SECONDS, Turn, await_turn, hand_over, other_lives, spare_of
 from laminar_hpc.jobs.world import world_command
-from laminar_hpc.observability import console
+from laminar_hpc.observability import console, output
 from laminar_hpc.policies.restarts import Restarts
 
 ROLES = ("trainer", "controller", "rollouts", "all")
@@ -201,10 +201,16 @@ class Child:
             self._process.send_signal(signal.SIGUSR1)
 
 
-def pass_on_term(place: Place) -> None:
-    """To the script, which finds out what it means."""
-    with suppress(OSError):
-        place.file("term").touch()
+def hear_orders(place: Place) -> None:
+    """TERM and HUP are passed on to the script, which finds out what they mean. The others are heard too: the
+    children would inherit that they are ignored."""
+
+    def on_signal(number: int, _: object) -> None:
+        if number in (signal.SIGTERM, signal.SIGHUP):
+            with suppress(OSError):
+                place.file("term").touch()
+
+    on_stop_signals(on_signal)
 
 
 class Node:
@@ -217,9 +223,7 @@ class Node:
         self._stop_at: float | None = None
         self._alone = False  # only this job is to end, as far as one can know
         self._reason = "SIGUSR1"  # of the stop
-        signal.signal(signal.SIGTERM, lambda *_: pass_on_term(place))
-        for number in (signal.SIGINT, signal.SIGUSR1):
-            signal.signal(number, lambda *_: None)  # not ignored, which the children would inherit
+        hear_orders(place)
         alone = place.leaves_alone
         self._children = [Child(role, command, turn, alone) for role, command in started.items()]
 
@@ -342,11 +346,13 @@ def _in_turn(
 def main(arguments: list[str]) -> int:
     """See above."""
     die_with_parent()
+    output.guard()
     machine = None
     try:
         place, words = Place.here(arguments[0]), arguments[1:]
+        output.keep_in(place.run_dir)
         if place.role != "all" or place.node == 0:  # whose word the others may await in vain
-            signal.signal(signal.SIGTERM, lambda *_: pass_on_term(place))
+            hear_orders(place)
         config = load_config(words)
         address = await_own_address(config.cluster.join_timeout_seconds)
         use_interface(address)

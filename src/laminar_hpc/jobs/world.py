@@ -14,9 +14,11 @@ from pathlib import Path
 
 from laminar_hpc.cluster import durable
 from laminar_hpc.cluster.launch import Launch
+from laminar_hpc.cluster.processes import on_stop_signals
 from laminar_hpc.config.load import load_config
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.jobs.network import await_file, free_port
+from laminar_hpc.observability import output
 
 _MEET_SECONDS = 300.0  # for the head node to say where
 
@@ -51,11 +53,11 @@ class WorldLaunch(Launch):
 
     def _write_log(self) -> None:
         run_dir = Path(self._config.run_dir)
-        with (
-            suppress(OSError),
-            open(run_dir.with_name(f"{run_dir.name}-torchrun{self._node}.log"), "a") as file,
-        ):
-            file.writelines(self._chatter)
+        log = run_dir.with_name(f"{run_dir.name}-torchrun{self._node}.log")
+        with suppress(OSError):
+            log.touch(mode=0o600)
+            with open(log, "a") as file:
+                file.writelines(self._chatter)
 
     def _explain(self, rank: int | None, number: int) -> str:
         """Which of this node's ranks died, and how."""
@@ -80,10 +82,11 @@ def main(arguments: list[str]) -> int:
         f"--master-port={port}",
         f"--local-addr={address}",
     ]
+    output.guard()
     config = load_config(words)
+    output.keep_in(Path(config.run_dir))
     launch = WorldLaunch(config, words, int(node), meeting)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, lambda got, _: launch.on_signal(got))
+    on_stop_signals(lambda got, _: launch.on_signal(got))
     code = launch.wait()
     if config.restarts:  # then the error was kept for who would start it again
         launch.print_error()

@@ -170,22 +170,22 @@ def final_lines(summary: Mapping, run_dir: Path, report: Path | None, reason: st
             ),
         )
     ]
-    lines += [*_accuracy_lines(summary), *_incident_lines(summary)]
+    lines += [*_accuracy_lines(summary, bool(reason)), *_incident_lines(summary)]
     lines.append(line("run", str(run_dir)))
     if report is not None:
         lines.append(line("report", str(report)))
     return lines
 
 
-def _accuracy_lines(summary: Mapping) -> list[str]:
-    """Held-out accuracy of each file, and the means of several rewards."""
+def _accuracy_lines(summary: Mapping, stopped: bool) -> list[str]:
+    """Held-out accuracy of each file, or why there is none, and the means of several rewards."""
     lines = []
     if summary["accuracy_before"] is not None or summary["accuracy_after"] is not None:
         keys = ("accuracy_before", "accuracy_after", "accuracy_after_sampled")
-        lines.append(_accuracy_line(*(summary[key] for key in keys)))
+        lines.append(_accuracy_line(stopped, *(summary[key] for key in keys)))
     for file, accuracy in list(summary["evaluations"].items())[1:]:
         keys = ("before", "after", "after_sampled")
-        lines.append(f"{_accuracy_line(*(accuracy[key] for key in keys))}   {file}")
+        lines.append(f"{_accuracy_line(stopped, *(accuracy[key] for key in keys))}   {file}")
     if len(summary["rewards"]) > 1:
         means = summary["rewards"].items()
         shown = (f"{name} {number(mean['first'])} to {number(mean['last'])}" for name, mean in means)
@@ -193,8 +193,10 @@ def _accuracy_lines(summary: Mapping) -> list[str]:
     return lines
 
 
-def _accuracy_line(before: float | None, after: float | None, sampled: float | None) -> str:
+def _accuracy_line(stopped: bool, before: float | None, after: float | None, sampled: float | None) -> str:
     more = f"   (sampled {number(sampled)})" if sampled is not None else ""
+    if after is None and stopped:
+        more = "   (stopped before the last evaluation)"
     return line("accuracy", f"before {number(before)}   after {number(after)}{more}")
 
 

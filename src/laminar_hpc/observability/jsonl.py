@@ -7,8 +7,9 @@ off before it goes on, and `read` leaves out what is no whole JSON object.
 
 import io
 import os
+import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -25,10 +26,12 @@ _decoder = msgspec.json.Decoder(dict)
 
 class Appender:
     """Appends objects to `path`, which is made with its folder. Each object is in the file when `write`
-    returns. Thread-safe."""
+    returns. A file that somebody has removed is made again, with all that it held, and `renewed` is called.
+    Thread-safe."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, renewed: Callable[[], None] = lambda: None) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
+        self._path, self._renewed = path, renewed
         self._lock = threading.Lock()
         self._file = io.FileIO(path, "a")
         self._torn = self._file.tell() > 0 and not _ends_with_newline(path)
@@ -40,11 +43,22 @@ class Appender:
         with self._lock:
             if self._file.closed:
                 return
+            if not self._path.exists() and self._path.parent.exists():
+                self._renew()
             rest = memoryview(b"\n" + line if self._torn else line)
             self._torn = True
             while rest:  # a disk that is almost full takes a part and says so with the next call
                 rest = rest[self._file.write(rest) :]
             self._torn = False
+
+    def _renew(self) -> None:
+        """From the removed file, which is there as long as it is open."""
+        temporary = self._path.with_name(f".{self._path.name}.{os.getpid()}")
+        shutil.copyfile(f"/proc/self/fd/{self._file.fileno()}", temporary)
+        temporary.rename(self._path)
+        self._file.close()
+        self._file = io.FileIO(self._path, "a")
+        self._renewed()
 
     def close(self) -> None:
         with self._lock:

@@ -3,17 +3,19 @@ run_dir/tensorboard, and by a flag to Weights & Biases.
 
 Only the controller writes, through one `MetricsWriter`. Each line carries "kind" and "time" (seconds since
 the Unix epoch); the kinds and their fields are in docs/metrics.md. A line is in the file when `write`
-returns; a restart appends. Imports no torch.
+returns, or, on a disk that takes nothing, when a later one is; a restart appends. Imports no torch.
 """
 
 import os
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from laminar_hpc.observability import jsonl
+from laminar_hpc.observability.console import line
 
 if TYPE_CHECKING:
     from tensorboardX import SummaryWriter
@@ -47,21 +49,27 @@ NOT_CURVES = frozenset(
     }
 )
 TENSORBOARD_FLUSH_SECONDS = 5
+_LINES = 100_000  # that wait for a disk which takes none
 _QUEUE = 1_000_000  # points: a full queue of which the reader has died would block us for good
 
 
 class MetricsWriter:
     """Appends to the metrics of one run. Used by one thread. `assure` raises an error where another process
-    writes them by now."""
+    writes them by now; `say` prints a line for the user."""
 
     def __init__(
         self,
         run_dir: Path,
         mirror: "WandbMirror | None" = None,
         assure: Callable[[], None] = lambda: None,
+        say: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._run_dir, self._mirror, self._assure = Path(run_dir), mirror, assure
-        self._file = jsonl.Appender(self._run_dir / "metrics.jsonl")
+        self._say, self._path = say, self._run_dir / "metrics.jsonl"
+        self._file = jsonl.Appender(
+            self._path, lambda: self._warn("was removed: it is made again, with all its lines")
+        )
+        self._waiting: deque[dict] = deque(maxlen=_LINES)
         self._board: SummaryWriter | None = None
         self._newest_step = 0  # of the curves
 
@@ -74,7 +82,8 @@ class MetricsWriter:
         """
         record = {"kind": kind, "time": time.time(), **fields}
         self._assure()
-        self._file.write(record)
+        self._waiting.append(record)
+        self._write()
         if kind == "start":
             self._open_board(fields.get("restored_step"))
         elif kind == "restored":
@@ -95,7 +104,21 @@ class MetricsWriter:
             self._mirror.close(failed=str(fields.get("reason", "")).startswith("failed"))
         return record
 
+    def _warn(self, text: str) -> None:
+        self._say(line("warning", f"{self._path} {text}"))
+
+    def _write(self) -> None:
+        """What waits, as far as the disk takes it: nobody dies of a figure."""
+        try:
+            while self._waiting:
+                self._file.write(self._waiting[0])
+                self._waiting.popleft()
+        except OSError as error:
+            if len(self._waiting) == 1:
+                self._warn(f"cannot be written ({error.strerror}): its lines wait until it can")
+
     def close(self) -> None:
+        self._write()
         self._file.close()
         if self._board is not None:
             self._board.close()

@@ -61,7 +61,14 @@ def run(context: RoleContext) -> None:
     relay = Relay(context, writer)
     try:
         relay.tell_newest()
+        removed: Path | None = None
         while True:
+            before, removed = removed, writer.removed()
+            if before and removed:  # and no Stop has come, before which the controller may remove them
+                raise LaminarError(
+                    f"{removed} was removed while the run goes on (systemd does that at a logout, unless "
+                    "RemoveIPC=no or `loginctl enable-linger`): go on with the same command and resume=auto"
+                )
             message = context.channel.wait(
                 EpochProposed, JoinEpoch, CutLink, SendAgain, Welcome, timeout=_WAIT_SECONDS
             )

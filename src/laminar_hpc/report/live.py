@@ -42,7 +42,8 @@ class View:
     reason: str = ""
     status: Status | None = None  # of the newest launch
     pipeline: str = ""
-    started: float = 0.0
+    begun: float = 0.0  # by its first launch
+    started: float = 0.0  # by its newest one
     last_sign: float = 0.0
     steps: deque[dict] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
     evaluations: dict[str, dict] = field(default_factory=dict)  # the newest of each file
@@ -108,6 +109,7 @@ class Follower:
         view.last_sign = max(view.last_sign, record.get("time", 0.0))
         if kind == "start":
             view.started, view.reason, view.pipeline = record["time"], "", record.get("pipeline") or ""
+            view.begun = view.begun or view.started
             view.newest.clear()
         if kind in ("start", "restored"):
             restored = record.get("restored_step") or 0

@@ -1,6 +1,7 @@
 """`laminar top RUN_DIR`: a run in the terminal, redrawn every second; `--once` prints one frame and exits.
 
 Works on a run that goes on, has ended or died. Without a terminal (a pipe, a script) frames have no colours.
+What the run's files hold is shown with escapes in place of control characters.
 """
 
 import sys
@@ -13,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from laminar_hpc.observability.console import count, duration, eta, number
+from laminar_hpc.observability.output import printable
 from laminar_hpc.observability.status import Rank
 from laminar_hpc.report import turns
 from laminar_hpc.report.live import Follower, View
@@ -22,6 +24,18 @@ BAR = 10  # characters of the KV cache's bar
 PIPE_WIDTH = 160  # of a frame that goes to a file or a pipe
 _COLORS = {"going on": "green", "starting": "yellow", "ended": "cyan", "died": "red"}
 _RANK_ORDER = ("trainer", "controller", "relay", "rollout")
+_COLUMNS = ("rank", "pid", "weights", "state", "running", "queued", "scoring", "KV cache", "tok/s", "last")
+_NUMBERS = ("pid", "running", "queued", "scoring", "tok/s")
+_DROPPED = (
+    "scoring",
+    "pid",
+    "queued",
+    "last",
+    "running",
+    "KV cache",
+    "tok/s",
+)  # this one first, on a narrow screen
+_GAP = 2  # between two columns
 
 
 def main(argv: list[str]) -> int:
@@ -35,46 +49,47 @@ def main(argv: list[str]) -> int:
     console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, highlight=False)
     if "--once" in argv:
         view = follower.look()
-        console.print(frame(view))
+        console.print(frame(view, console.width))
         return int(view.state == "died")
     try:
         with Live(
-            frame(follower.look()), console=console, screen=sys.stdout.isatty(), auto_refresh=False
+            frame(follower.look(), console.width),
+            console=console,
+            screen=sys.stdout.isatty(),
+            auto_refresh=False,
         ) as live:
             while follower.view.state in ("going on", "starting"):
                 time.sleep(REFRESH_SECONDS)
-                live.update(frame(follower.look()), refresh=True)
+                live.update(frame(follower.look(), console.width), refresh=True)
     except KeyboardInterrupt:
         return 0
     if sys.stdout.isatty():  # the last frame stays when the screen is given back
-        console.print(frame(follower.view))
+        console.print(frame(follower.view, console.width))
     return 0
 
 
-def frame(view: View) -> Group:
-    """One picture of the run."""
-    parts: list = [_head(view), _progress(view), Text(), _ranks(view), Text()]
+def frame(view: View, width: int = PIPE_WIDTH) -> Group:
+    """One picture of the run, `width` columns wide."""
+    parts: list = [_head(view), _progress(view), Text(), _ranks(view, width), Text()]
     lines = (_queues, _weights, _turns, _moves, _last_evaluations, _reward_errors, _incidents)
     parts += [line for make in lines if (line := make(view))]
     return Group(*parts)
 
 
 def _head(view: View) -> Text:
-    text = Text(view.run_dir.resolve().name, style="bold")
+    text = Text(_plain(view.run_dir.resolve().name), style="bold")
     text.append(f"  {view.state}", style=_COLORS[view.state])
     if view.state == "ended":
-        text.append(f": {view.reason}")
+        text.append(f": {_plain(view.reason)}")
     if view.state == "died":
         text.append(
             f": no end was recorded; last sign of life {duration(time.time() - view.last_sign)} ago; "
             "resume=auto goes on with it"
         )
     if view.status and view.status.stopping and view.state == "going on":
-        text.append(f"  stopping ({view.status.stopping})", style="yellow")
-    text.append(
-        f"  pipeline {view.pipeline or '-'}  up {duration(max(0.0, view.last_sign - view.started))}",
-        style="dim",
-    )
+        text.append(f"  stopping ({_plain(view.status.stopping)})", style="yellow")
+    age = duration(max(0.0, view.last_sign - view.begun))
+    text.append(f"  pipeline {_plain(view.pipeline) or '-'}  age {age}", style="dim")
     return text
 
 
@@ -102,17 +117,9 @@ def _progress(view: View) -> Text:
     return text.append("  " + "  ".join(parts))
 
 
-def _ranks(view: View) -> Table:
+def _ranks(view: View, width: int) -> Table:
     """Live ranks from status.json with what each did last, by its trace; for an older run what the traces
-    alone know."""
-    table = Table(box=None, pad_edge=False, header_style="dim", expand=False)
-    for name in ("rank", "pid", "weights", "state", "running", "queued", "scoring"):
-        table.add_column(
-            name, justify="right" if name in ("pid", "running", "queued", "scoring") else "left", no_wrap=True
-        )
-    table.add_column("KV cache", no_wrap=True)
-    table.add_column("tok/s", justify="right", no_wrap=True)
-    table.add_column("last", no_wrap=True)
+    alone know. Columns that do not fit into `width` are left out, the least important ones first."""
     lasts = {
         process.name: _last(process.kind, process.t0, process.t1, view.last_sign)
         for process in view.processes
@@ -120,13 +127,25 @@ def _ranks(view: View) -> Table:
     ranks = sorted(
         view.status.ranks if view.status else [], key=lambda r: (_RANK_ORDER.index(r.role), r.index)
     )
+    rows = [[*_rank_cells(rank, view), lasts.get(f"{rank.role}{rank.index}", "")] for rank in ranks]
     present = {f"{rank.role}{rank.index}" for rank in ranks}
-    for rank in ranks:
-        table.add_row(*_rank_cells(rank, view), lasts.get(f"{rank.role}{rank.index}", ""))
     for name in [process.name for process in view.processes if process.name not in present]:
         gone = "gone" if view.status and name != "controller0" and view.state == "going on" else ""
         pid = str(view.status.pid) if name == "controller0" and view.status else ""
-        table.add_row(name, pid, "", gone, "", "", "", "", "", lasts[name])
+        rows.append([name, pid, "", gone, "", "", "", "", "", lasts[name]])
+    columns = {
+        name: [Text(_plain(cell)) if isinstance(cell, str) else cell for cell in cells]
+        for name, *cells in zip(_COLUMNS, *rows, strict=True)
+    }
+    for name in _DROPPED:
+        widths = [max([len(head), *map(len, cells)]) + _GAP for head, cells in columns.items()]
+        if sum(widths) - _GAP > width:
+            del columns[name]
+    table = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="dim")
+    for name in columns:
+        table.add_column(name, justify="right" if name in _NUMBERS else "left", no_wrap=True)
+    for row in zip(*columns.values(), strict=True):
+        table.add_row(*row)
     return table
 
 
@@ -162,8 +181,13 @@ def _last(kind: str, t0: float, t1: float, now: float) -> str:
     return f"{kind} {duration(t1 - t0)}, {duration(max(0.0, now - t1))} ago" if kind else ""
 
 
+def _plain(text: str) -> str:
+    """On one line, with nothing that a terminal obeys."""
+    return printable(" ".join(text.split()))
+
+
 def _line(label: str, *parts: str) -> Text:
-    return Text(f"{label:<9}", style="dim").append("  ".join(parts), style="default")
+    return Text(f"{label:<10}", style="dim").append("  ".join(map(_plain, parts)), style="default")
 
 
 def _queues(view: View) -> Text | None:

@@ -86,9 +86,9 @@ class RolloutWorker:
         stop_ids = stop_token_ids(model)
         self.episodes = new_episodes(context, stop_ids)
         self.scoring = Scoring(context, self.pool, self._leave, self.episodes)
-        self.payloads = PayloadWriter(
-            context.run_dir, f"rollout{context.index}", context.config.cluster.join_timeout_seconds
-        )
+        cluster, one_world = context.config.cluster, context.config.role == "all"  # which a full disk ends
+        patience = 0.0 if one_world else cluster.join_timeout_seconds
+        self.payloads = PayloadWriter(context.run_dir, f"rollout{context.index}", patience)
         self.health = BatchHealth(context.index, self.state, self.engines)
         turns = self.episodes.run if self.episodes else None
         self.batch = LocalBatch(context, self.engines, self.state, stop_ids, self._ended, turns)

@@ -76,8 +76,11 @@ class Checkpointer:
         learner: Learner,
         welcome: Welcome | None = None,
         saved: Callable[[Saved], None] = lambda _: None,
+        failed: Callable[[BaseException], None] = lambda _: None,
     ) -> None:
-        """`saved` is called on rank 0, by another thread, for each checkpoint that has its name."""
+        """On rank 0 another thread calls `saved` for each checkpoint that has its name, and `failed` for one
+        that could not be written."""
+        self._failed = failed
         self._run_dir, self._policy, self._learner = Path(run_dir), policy, learner
         self._rank, self._config = dist.get_rank(), policy.config
         self._welcome, self._saved = welcome or Welcome(""), saved
@@ -135,6 +138,7 @@ class Checkpointer:
             lambda check: self._write(partial, content, check),
             complete if self._rank == 0 else None,
             self._ranks.seconds,
+            self._failed,
         )
         self._flight.start(in_foreground=not content.copied)
         return state_hash

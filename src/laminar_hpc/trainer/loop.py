@@ -46,7 +46,12 @@ def run(context: RoleContext) -> None:
         policy = MegatronPolicy(config)
         learner = Learner(config, policy, progress.advance)
         checkpointer = Checkpointer(
-            context.run_dir, policy, learner, context.welcome, lambda saved: _tell(context, saved)
+            context.run_dir,
+            policy,
+            learner,
+            context.welcome,
+            lambda saved: _tell(context, saved),
+            context.channel.when_failed,
         )
         progress.advance()
         restored, passed_over = checkpointer.restore()

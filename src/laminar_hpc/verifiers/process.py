@@ -151,8 +151,7 @@ class Process:
             while chunk := os.read(pipe.fileno(), 1 << 16):
                 self._last = " ".join(chunk.decode(errors="replace").split())[-_SHOWN:]
                 kept, self._left = chunk[: self._left], max(0, self._left - len(chunk))
-                while kept:
-                    kept = kept[os.write(2, kept) :]
+                print(kept.decode(errors="backslashreplace"), end="", file=sys.stderr, flush=True)
 
     async def stop(self) -> None:
         """All that it has started ends with it."""

@@ -220,6 +220,11 @@ class SlotWriter:
         manifest = self._manifest(index)
         return None if manifest is None else manifest.weight_id
 
+    def removed(self) -> Path | None:
+        """What somebody has taken away of the slots; None while all is there."""
+        files = [self.root, *(self.root / f"slot{index}" / WEIGHTS_FILE for index in tuple(self._maps))]
+        return next((path for path in files if not path.exists()), None)
+
     def keep_held(self) -> int:
         """The slot being written, which from now on is not rewritten before it is released as often as it was
         kept."""

@@ -17,7 +17,7 @@ from laminar_hpc.config.models import head_size, model_config
 from laminar_hpc.config.schema import RunConfig
 
 HEAD_SIZES = (64, 128, 256)  # that all of SGLang's compiled attention backends have
-# Tokens of a prefill that is one CUDA graph. SGLang's own choice has 58 sizes, a second of each engine's start each.
+# Tokens of a prefill that is one CUDA graph. SGLang's own choice has 58 sizes, a second of a start each.
 PREFILL_GRAPHS = (64, 128, 256, 512, 1024, 2048)
 _MIN_NAMES = 100  # fewer mean that this version of SGLang declares them in another way
 _PRIVATE = (

@@ -4,8 +4,9 @@ trainer/checkpoint.py on every rank.
     every rank   write its part, sync it ----> Reports
     rank 0       all parts there ------------> complete: metadata, list, fence, name
 
-Whatever goes wrong is raised in the trainer's thread, by `poll` or `wait`. What is given up stays without a
-name, and the next checkpoint clears it away.
+Whatever goes wrong is raised in the trainer's thread, by `poll` or `wait`; rank 0, which may wait for a batch
+meanwhile, also tells `failed` at once. What is given up stays without a name, and the next checkpoint clears
+it away.
 """
 
 import threading
@@ -33,14 +34,17 @@ class InFlight:
         write: Callable[[Callable[[], None]], Part],
         complete: Callable[[list[Part]], None] | None,
         seconds: float,
+        failed: Callable[[BaseException], None] = lambda _: None,
     ) -> None:
         self._what, self._reports, self._rank, self._seconds = what, reports, rank, seconds
         self._write, self._complete = write, complete
+        self._failed, self._is_awaited = failed, False
         self._given_up, self._error = threading.Event(), list[BaseException]()
         self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
 
     def start(self, in_foreground: bool) -> None:
         """Returns at once, or `in_foreground` when this rank's part is written and rank 0 is through."""
+        self._is_awaited = in_foreground
         self._thread.start()
         if in_foreground:
             self.wait()
@@ -54,7 +58,7 @@ class InFlight:
         """Returns when this rank's part is on the disk, on rank 0 when the checkpoint has its name. Raises
         what went wrong, LaminarError when it takes too long."""
         # rank 0 waits as long for the others when its own part is written, and says for whom
-        limit = 2 * self._seconds + _MARGIN_SECONDS
+        limit, self._is_awaited = 2 * self._seconds + _MARGIN_SECONDS, True
         self._thread.join(limit)
         self.poll()
         if self._thread.is_alive():
@@ -91,3 +95,5 @@ class InFlight:
             self._error.append(error)
             if self._rank > 0:
                 self._reports.tell(self._rank, Part(wrong=f"{type(error).__name__}: {error}"))
+            elif not self._is_awaited:
+                self._failed(error)

@@ -185,6 +185,7 @@ class Publisher:
             log.exception("publishing failed")
             with self._handover.changed:
                 self._handover.error = error
+            self._context.channel.when_failed(error)
         finally:
             held = self._handover.end()
             if self._leader is not None and held is not None:

@@ -13,6 +13,7 @@ from importlib.metadata import entry_points
 from laminar_hpc.cluster.devices import present
 from laminar_hpc.cluster.processes import die_with_parent
 from laminar_hpc.engine.sglang.plugin import key
+from laminar_hpc.observability import output
 
 PARENT_VARIABLE = "LAMINAR_ENGINE_PARENT"
 
@@ -65,6 +66,7 @@ def main() -> None:
     """Runs SGLang's server with our plugin in this process, until the parent ends."""
     # SGLang asks the kernel the same for the processes that it starts, so none is left behind
     die_with_parent()
+    output.guard()
     if os.environ.pop(PARENT_VARIABLE, str(os.getppid())) != str(os.getppid()):
         sys.exit("the parent of this engine died before the engine was up")
     check_plugins()
