@@ -51,10 +51,9 @@ def _equals(wanted: Any, answer: str) -> bool:
         said += read(european)  # 1,5 is 1.5 where no list is wanted
     if [type(each.value) for each in said] == [str] and len(found := NUMBER.findall(answer)) == 1:
         said += read(found[0]) if "date" not in said[0].value else ()
-    if isinstance(wanted, float):
-        near = [each.value for each in said if getattr(each.value, "is_Rational", False)]
-        if any(abs(value - sympy.Rational(wanted)) <= 1e-15 * abs(wanted) for value in near):
-            return True  # 0.3333333333333333 is what a float has of 1/3
+    rationals = [each.value for each in said if isinstance(each.value, sympy.Rational)]
+    if isinstance(wanted, float) and wanted in map(float, rationals):
+        return True  # 0.3333333333333333 is what a float has of 1/3
     return same(meant, said)
 
 

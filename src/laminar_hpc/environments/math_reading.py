@@ -71,11 +71,11 @@ _HUGE = re.compile(  # what Python would be too long about to write out
 
 def read(text: str) -> Readings:
     """All readings of a text in `spelled` form; none of an empty one."""
+    if len(text) > _LONGEST or max(_depths(text), default=0) > _DEEPEST:
+        return (Reading(text),)
     text = _bare(text)
     if not text:
         return ()
-    if len(text) > _LONGEST or max(_depths(text)) > _DEEPEST:
-        return (Reading(text),)
     if (number := _number(text)) is not None:
         grouped = re.fullmatch(r"\d{1,3}(,[1-9]\d\d)+", text)
         items = [(Reading(sympy.Integer(part)),) for part in text.split(",")] if grouped else []
@@ -245,7 +245,7 @@ def _compound(text: str) -> Readings:
         name = left.replace(" ", "") if _NAME.fullmatch(left) else "?"
         whole = _expression(text) if len(sides) == 2 else None
         named = [replace(r, name=r.name or name) for r in read(right)]
-        return (*named, *([Reading(whole)] if is_relation(whole) else []))
+        return (*named, *([Reading(whole)] if is_relation(whole) and not whole.has(sympy.Derivative) else []))
     return ()
 
 
@@ -254,7 +254,7 @@ def _listed(items: tuple[Readings, ...], brackets: str = "") -> Readings:
     readings = [Reading(items, brackets=brackets)]
     values = [next((r.value for r in item if _comparable(r)), None) for item in items]
     with contextlib.suppress(Exception):
-        if brackets[:1] in ("(", "[") and len(values) == 2:
+        if brackets[:1] in ("(", "[") and len(values) == 2 and sympy.Lt(*values) == sympy.true:
             opened = (brackets[0] == "(", brackets[1] == ")")
             readings.append(Reading(sympy.Interval(values[0], values[1], *opened)))
         elif any(is_relation(v) or isinstance(v, sympy.Set) for v in values):
@@ -337,8 +337,16 @@ def _same_lists(a: Reading, b: Reading) -> bool:
     ordered = len(names[0]) == len(a.value) > 1 and names[1] == {""}  # (1, 2) for x=1, y=2
     if ordered or a.brackets[:1] in ("(", "["):
         return len(a.value) == len(b.value) and all(map(same, a.value, b.value))
-    found = [[same(x, y) for y in b.value] for x in a.value]
-    return all(map(any, found)) and all(map(any, zip(*found, strict=True)))
+    if "{}" in (a.brackets, b.brackets):  # of a set it does not count how often something is in it
+        found = [[same(x, y) for y in b.value] for x in a.value]
+        return all(map(any, found)) and all(map(any, zip(*found, strict=True)))
+    rest = list(b.value)
+    for x in a.value:
+        place = next((i for i, y in enumerate(rest) if same(x, y)), None)
+        if place is None:
+            return False
+        rest.pop(place)
+    return not rest
 
 
 def _same_amounts(a: Reading, b: Reading) -> bool:

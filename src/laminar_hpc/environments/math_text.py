@@ -98,6 +98,7 @@ NUMBER = re.compile(_NUMBER, re.I)
 _LIST = re.compile(rf"(?:{_NUMBER})(?:\s*(?:,|;|,?\s?\b(?:and|or)\b)\s*(?:{_NUMBER}))*", re.I)
 _SENTENCE = re.compile(r"\.+(?=\s|$)|\n")
 _WORD = re.compile(r"(?<![\\a-zA-Z])(?!and\b|or\b)[^\W\d_]{2,}")
+_LONGEST = 5000  # characters: the end of a response without a mark, or the beginning of a box
 _LETTER = re.compile(r"\(([A-J])\)|\*\*([A-J])\*\*|\b([A-J])\W*$")
 _CHOSEN = re.compile(r"\W*([A-J])\b\W*(?:$|is\b|because\b|since\b|as\b)")
 
@@ -131,11 +132,11 @@ def final_answer(response: str) -> str:
     text = response.rpartition("</think>")[2].strip() or response
     tag, hashes = text.rfind("</answer>"), text.rfind("####")
     if max(text.rfind("\\boxed"), text.rfind("\\fbox")) > max(hashes, tag, text.rfind("<answer>")):
-        return spelled(boxes(text) or "")
+        return spelled((boxes(text) or "")[:_LONGEST])
     if max(tag, hashes) >= 0:
         held = text[:tag].rpartition("<answer>")[2] if tag > hashes else text[hashes + 4 :]
         return spelled(held) if len(held) < 60 and not ASKED.search(held) else final_answer(held)
-    return _unmarked(re.sub(r"</?[a-zA-Z]\w*>|<\|\w+\|>|```", " ", text).strip())
+    return _unmarked(re.sub(r"</?[a-zA-Z]\w*>|<\|\w+\|>|```", " ", text[-_LONGEST:]).strip())
 
 
 def _unmarked(text: str) -> str:
