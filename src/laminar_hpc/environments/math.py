@@ -81,9 +81,9 @@ def readable(*, prompt: str, response: str, row: dict) -> float:
     """1.0. Raises ValueError for a row by whose answer few or none can be right: it says nothing, or is a
     text that holds a number."""
     text, meant = gold(row.get("answer"))
-    words = {each.value for each in meant if not each.name}
-    if not words - {"none", "nan", "null", ""}:
+    if not meant or text.casefold() in ("none", "nan", "null"):
         raise ValueError("is no answer")
-    if all(isinstance(each, str) and "date" not in each for each in words) and re.search(r"\d", text):
+    words = all(isinstance(each.value, str) and not each.name and "date" not in each.value for each in meant)
+    if words and re.search(r"\d", text):
         raise ValueError("is read as mere text")
     return 1.0

@@ -16,7 +16,9 @@ from math_verify.grader import is_relation as is_relation
 
 _DIGITS = 300  # of each value
 _SAME = sympy.Float(10, _DIGITS) ** -250  # relative
-_BITS = 1 << 22  # of the longest whole number that is written out
+_LARGE = sympy.Float(10, _DIGITS) ** 200  # beyond it as many digits do not prove a number equal
+_BITS = 1 << 20  # of the longest whole number that is written out
+_TO_DO = (sympy.Sum, sympy.Product, sympy.Integral, sympy.Limit, sympy.Derivative)
 _POINTS: tuple[Callable[[int], Any], ...] = (  # by place of a variable: broken, whole and negative numbers
     lambda i: sympy.Rational(7 * i + 11, 9 + 2 * i),
     lambda i: sympy.Rational(5 * i + 3, 13),
@@ -78,19 +80,20 @@ def _value(expression: Any, at: dict) -> Any:
     if not at and (rational := exact(expression)) is not None:
         return sympy.Rational(rational.numerator, rational.denominator)
     with contextlib.suppress(Exception):
-        for evaluated in (False, True):  # sums and integrals have to be
-            number = (expression.subs(at).doit() if evaluated else expression).evalf(_DIGITS, subs=at)
-            if all(part.is_Float or part.is_Rational for part in number.as_real_imag()):
-                return number
+        number = expression.evalf(_DIGITS, subs=at)
+        if all(part.is_Float or part.is_Rational for part in number.as_real_imag()):
+            return number
     return None
 
 
 def _same_value(x: Any, y: Any) -> bool | None:
-    """None where no digits are left to tell."""
+    """None where the digits cannot tell."""
     if x.is_Rational and y.is_Rational:
         return bool(x == y)
     larger = max(abs(x), abs(y))
-    return bool(abs(x - y) <= _SAME * larger) if larger > sympy.Float(10, _DIGITS) ** -290 else None
+    if abs(x - y) > _SAME * larger:
+        return False
+    return True if 1 / _LARGE < larger < _LARGE else None
 
 
 def _named(expression: Any) -> Any:
@@ -116,7 +119,7 @@ def equal(a: Any, b: Any) -> bool:
         return verify(a, b, _DIGITS, _DIGITS, allow_set_relation_comp=True, timeout_seconds=None)
     if any(matrices + special) or not (isinstance(a, sympy.Expr) and isinstance(b, sympy.Expr)):
         return False
-    a, b = _named(a), _named(b)
+    a, b = (_named(each.doit() if each.has(*_TO_DO) else each) for each in (a, b))
     symbols = sorted(a.free_symbols | b.free_symbols, key=str)
     judged = []
     for point in _POINTS if symbols else _POINTS[:1]:
@@ -127,5 +130,6 @@ def equal(a: Any, b: Any) -> bool:
         judged.append(_same_value(x, y))
         if judged[-1] is False:
             return False
-    sure = judged.count(True) >= (3 if symbols else 1)
-    return sure or bool(sympy.simplify(a - b) == 0)
+    if judged.count(True) >= (3 if symbols else 1):
+        return True
+    return bool(a - b == 0 or (symbols and sympy.simplify(a - b) == 0))

@@ -243,7 +243,7 @@ def _compound(text: str) -> Readings:
         if not re.search(r"(?<![\\a-zA-Z])[a-zA-Z]", left + right):  # 3 + 4 = 7
             return read(right)
         name = left.replace(" ", "") if _NAME.fullmatch(left) else "?"
-        whole = _expression(text) if len(sides) == 2 else None
+        whole: Any = _expression(text) if len(sides) == 2 else None
         named = [replace(r, name=r.name or name) for r in read(right)]
         return (*named, *([Reading(whole)] if is_relation(whole) and not whole.has(sympy.Derivative) else []))
     return ()

@@ -162,7 +162,7 @@ def _unmarked(text: str) -> str:
         alone = re.fullmatch(rf"[^\w.\-]*(?:- )?{re.escape(last)}\W*", plain)
         return last if alone or len(plain) > 60 or _WORD.search(plain) or ". " in plain else plain
     letters = [next(filter(None, found.groups())) for found in _LETTER.finditer(plain)]
-    return plain if len(plain) < 30 else letters[-1] if letters else ""
+    return plain if len(plain.split()) < 4 else letters[-1] if letters else ""
 
 
 def _joined(said: str, formulas: list[re.Match[str]], first: int) -> str:
