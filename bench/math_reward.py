@@ -2,10 +2,10 @@
 
     python bench/math_reward.py [--json FILE] [--pairs FILE] [--first N]
 
-The pairs are lines of JSON: `answer` of a row, `response` of a model, and the reward that is `right`. `agree`
-is the share of pairs with that reward, `raised` counts calls that raised, `seconds_per_1000` is of whole calls,
-the answers unread before. The same for `math_verify.verify(parse(answer), parse(response))`, on the pairs that
-say what it gives (`now`), if any do: others were made to hang it. Limits: `agree` 0.97, `raised` 0.
+The pairs are lines of JSON: `answer` of a row, `response` of a model, and the reward that is `right`.
+`agree` is the share of pairs with that reward, `raised` counts calls that raised, `seconds_per_1000` is of
+whole calls, the answers unread before. The same for `math_verify.verify(parse(answer), parse(response))` on
+the pairs with a field `now`, if there are any: others were made to hang it. Limits: `agree` 0.97, `raised` 0.
 """
 
 import json

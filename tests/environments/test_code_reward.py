@@ -48,7 +48,11 @@ SHOWN = DOUBLE + "\nIt prints\n```\n[2]\n```"
 NAMELESS = [{"input": "[1, 2]", "output": "[2, 4]", "testtype": "functional"}]
 RANGE = {"fn_name": "f", "inputs": [[3]], "outputs": [[0, 1, 2]]}
 MANY = "\n".join(map(str, range(100_000)))
-SETUP = {"test_imports": ["import math"], "test_setup_code": "n = Node(1.5)", "test_list": ["assert f(n) == 2"]}
+SETUP = {
+    "test_imports": ["import math"],
+    "test_setup_code": "n = Node(1.5)",
+    "test_list": ["assert f(n) == 2"],
+}
 CASES += [
     ("begins with __future__", {"tests": TWICE}, FUTURE, 1.0, 1.0),
     ("asserts with imports and a set-up", SETUP, f"```python\n{NODE}```", 1.0, 1.0),
@@ -60,9 +64,9 @@ CASES += [
      {"tests": NAMELESS, "starter_code": "class Solution:\n    def twice(self, xs):"}, DOUBLE, 1.0, 1.0),
     ("output shown behind the program", {"tests": TWICE}, SHOWN, 1.0, 1.0),
     ("returns a range", {"tests": RANGE}, "```python\ndef f(n):\n    return range(n)\n```", 1.0, 1.0),
-    ("returns another range", {"tests": RANGE}, "```python\ndef f(n):\n    return range(1, n)\n```", 0.0, 0.0),
+    ("returns another", {"tests": RANGE}, "```python\ndef f(n):\n    return range(1, n)\n```", 0.0, 0.0),
     ("returns numbers of numpy", {"tests": TWICE}, NUMPY, 1.0, 1.0),
-    ("returns what is no value", {"tests": RANGE}, "```python\ndef f(n):\n    return object()\n```", 0.0, 0.0),
+    ("returns no value", {"tests": RANGE}, "```python\ndef f(n):\n    return object()\n```", 0.0, 0.0),
     ("returns a fraction", {"tests": {"fn_name": "f", "inputs": [[1]], "outputs": [[0.5]]}},
      "```python\nfrom fractions import Fraction\ndef f(n):\n    return Fraction(1, 2)\n```", 1.0, 1.0),
 ]  # fmt: skip
@@ -93,13 +97,16 @@ def test_a_program_without_end_is_told_apart(sandbox):
 
 
 def test_long_outputs():
-    """A program is right by an output of half a megabyte, and wrong by another. Where the sandbox keeps less than
-    the test wants that is an error, and not the program's."""
+    """A program is right by an output of half a megabyte, and wrong by another. Where the sandbox keeps less
+    than the test wants that is an error, and not the program's."""
     right = "```python\nfor i in range(100_000): print(i)\n```"
     listed = "```python\ndef f(n):\n    return range(n)\n```"
     calls = {"fn_name": "f", "inputs": [[100_000]], "outputs": [[list(range(100_000))]]}
     for row, response in (({"tests": [{"input": "", "output": MANY}]}, right), ({"tests": calls}, listed)):
-        with Sandbox(preload=(), limits=Limits(output_bytes=OUTPUT_BYTES)) as large, Sandbox(preload=()) as small:
+        with (
+            Sandbox(preload=(), limits=Limits(output_bytes=OUTPUT_BYTES)) as large,
+            Sandbox(preload=()) as small,
+        ):
             score = CodeReward(large)
             assert asyncio.run(score(prompt="", response=response, row=row))["reward"] == 1.0
             wrong = response.replace("range(", "range(1, ")
@@ -148,8 +155,8 @@ def test_whatever_a_program_says_of_a_fraction(said):
 
 
 def test_the_last_python_block_is_the_program():
-    """Blocks of other languages, and one that is cut off, are none; one without a language is, where none is said
-    to be Python."""
+    """Blocks of other languages, and one that is cut off, are none; one without a language is, where none is
+    said to be Python."""
     assert last_program("```python\nx = 1\n```\nor\n```py\nx = 2\n```") == "x = 2\n"
     assert last_program("```bash\nls\n```") is None and last_program("```python\nx = 1\n") is None
 

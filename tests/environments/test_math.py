@@ -18,7 +18,8 @@ from laminar_hpc.environments.math import readable, reward
 from laminar_hpc.environments.preflight import golds_in_doubt
 from laminar_hpc.environments.reward_pool import RewardPool
 
-PAIRS = [json.loads(line) for line in (Path(__file__).parent / "data" / "math.jsonl").read_text().splitlines()]
+FILE = Path(__file__).parent / "data" / "math.jsonl"
+PAIRS = [json.loads(line) for line in FILE.read_text().splitlines()]
 
 CASES = [
     ("Natalia sold 48/2 = 24 clips in May.\n#### 72", "So 48 + 24 = 72 clips. The answer is 72.", 1.0),
@@ -53,8 +54,8 @@ def test_a_response_runs_no_code(tmp_path):
 
 
 def test_a_row_without_an_answer():
-    """A row without the field raises, rather than scoring 0; an empty answer is met by nothing, not by an empty
-    box, and the check before a run refuses it."""
+    """A row without the field raises, rather than scoring 0; an empty answer is met by nothing, not by an
+    empty box, and the check before a run names it."""
     with pytest.raises(KeyError):
         reward(prompt="", response="1", row={})
     for empty in ("", "#### ", "nan", "None", None):
@@ -69,18 +70,22 @@ def scored(answer, response: str) -> float:
 
 @pytest.mark.timeout(240)
 def test_pairs_that_people_have_judged():
-    """Each of two thousand answers and responses has the reward that a person gave it, and none raises: currency,
-    per cent, units, intervals, lists, dates, choices, several languages, huge numbers, and whatever surrounds the
-    final answer."""
+    """Each of two thousand answers and responses has the reward that a person gave it, and none raises:
+    currency, per cent, units, intervals, lists, dates, choices, several languages, huge numbers, and whatever
+    surrounds the final answer."""
     wrong = [pair for pair in PAIRS if scored(pair["answer"], pair["response"]) != pair["right"]]
     assert wrong == []
 
 
 WAYS = (
-    "\\boxed{%s}", "So it is $\\boxed{%s}$.", "<think>7</think>\\boxed{%s}", "\\boxed{5} is wrong. So \\boxed{%s}",
-    "<answer>%s</answer>", "9 + 9 = 18\n#### %s",
-)  # fmt: skip
-GOLDS = {json.dumps(pair["answer"]): pair["answer"] for pair in PAIRS if "now" in pair and pair["answer"] != ""}
+    "\\boxed{%s}",
+    "So it is $\\boxed{%s}$.",
+    "<think>7</think>\\boxed{%s}",
+    "\\boxed{5} is wrong. So \\boxed{%s}",
+    "<answer>%s</answer>",
+    "9 + 9 = 18\n#### %s",
+)
+GOLDS = {str(pair["answer"]): pair["answer"] for pair in PAIRS if "now" in pair and pair["answer"] != ""}
 
 
 @pytest.mark.timeout(240)
@@ -107,18 +112,31 @@ def test_no_answer_equals_one_with_another_digit():
 @settings(max_examples=60, deadline=None)
 @given(st.integers(-(10**12), 10**12), st.integers(1, 10**6), st.sampled_from([2, 5, 10, 100, 1000]))
 def test_a_number_equals_itself_in_each_spelling(whole, numerator, denominator):
-    """With thousands separated in each way, as a fraction, a decimal, a mixed number, with an exponent, in words
-    before and after; and it differs from its neighbour in each of them."""
+    """With thousands separated in each way, as a fraction, a decimal, a mixed number, with an exponent, a
+    unit, a currency; and its neighbour equals none of them."""
     part = Fraction(numerator % denominator, denominator)
     decimal = f"{abs(whole)}.{int(part * 1000):03}"
     sign = "-" if whole < 0 else ""
     spellings = {
-        str(whole): [f"{whole:,}", f"{whole:,}".replace(",", "{,}"), f"{whole:,}".replace(",", "\\,"), f"{whole}.0",
-                     f"{whole}e0", f"\\frac{{{2 * whole}}}{{2}}", f"{whole} \\text{{ cm}}", f"x = {whole}",
-                     f"{sign}\\${abs(whole)}", str(whole).replace("-", "−").translate(WIDE)],
-        f"{sign}{decimal}": [f"{sign}{abs(whole) + part}", f"{sign}\\frac{{{int((abs(whole) + part) * 1000)}}}{{1000}}",
-                             f"{sign}{abs(whole)} {int(part * 1000)}/1000", f"{sign}{decimal}0", f"{sign}{decimal}e0"],
-    }  # fmt: skip
+        str(whole): [
+            f"{whole:,}",
+            f"{whole:,}".replace(",", "{,}"),
+            f"{whole:,}".replace(",", "\\,"),
+            f"{whole}.0",
+            f"{whole}e0",
+            f"\\frac{{{2 * whole}}}{{2}}",
+            f"{whole} \\text{{ cm}}",
+            f"x = {whole}",
+            f"{sign}\\${abs(whole)}",
+            str(whole).replace("-", "−").translate(WIDE),
+        ],
+        f"{sign}{decimal}": [
+            f"{sign}\\frac{{{int((abs(whole) + part) * 1000)}}}{{1000}}",
+            f"{sign}{abs(whole)} {int(part * 1000)}/1000",
+            f"{sign}{decimal}0",
+            f"{sign}{decimal}e0",
+        ],
+    }
     for answer, ways in spellings.items():
         neighbour = str(Fraction(answer) + Fraction(1, 1000))
         for way in ways:
@@ -129,8 +147,11 @@ def test_a_number_equals_itself_in_each_spelling(whole, numerator, denominator):
 WIDE = str.maketrans("0123456789", "０１２３４５６７８９")
 
 
+SIGNS = "0123456789.,:;()[]{}\\$^_+-=/*<>%!'\" \nabexyπ√½²°答"
+
+
 @settings(max_examples=150, deadline=None)
-@given(st.text(alphabet="0123456789.,:;()[]{}\\$^_+-=/*<>%!'\" \nabexyπ√½²°答", max_size=40), st.sampled_from([*WAYS, "%s"]))
+@given(st.text(alphabet=SIGNS, max_size=40), st.sampled_from([*WAYS, "%s"]))
 def test_no_text_raises(text, way):
     """Whatever a model or a row says, a reward comes of it."""
     assert scored("46", way.replace("%s", text)) in (0.0, 1.0)
@@ -138,27 +159,42 @@ def test_no_text_raises(text, way):
 
 
 HUGE = (
-    "9^{9^{9^{9}}}+1", "(10^{10})!", "\\binom{10^{10}}{10^9}", "(2^{999})^{10^{12}}", "\\sum_{k=1}^{10^{12}} 2^k", "((9!)!)!",
-    "x^{99999999999}", "10^{999999}", "2^{2^{2^{2^{2^{2}}}}}", "(" * 300 + "1" + ")" * 300, "9" * 100_000, "1+" * 9000 + "1",
-    "\\frac{" * 3000, "$" * 30_000, "\\(" * 30_000, "1," * 30_000, "\\boxed{" * 9000,
-)  # fmt: skip
+    "9^{9^{9^{9}}}+1",
+    "(10^{10})!",
+    "\\binom{10^{10}}{10^9}",
+    "(2^{999})^{10^{12}}",
+    "2^{(10^9)}",
+    "\\sum_{k=1}^{10^{12}} 2^k",
+    "((9!)!)!",
+    "x^{99999999999}",
+    "10^{999999}",
+    "2^{2^{2^{2^{2^{2}}}}}",
+    "(" * 300 + "1" + ")" * 300,
+    "9" * 100_000,
+    "1+" * 9000 + "1",
+    "\\frac{" * 3000,
+    "$" * 30_000,
+    "\\(" * 30_000,
+    "1," * 30_000,
+    "\\boxed{" * 9000,
+)
 
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("huge", HUGE, ids=range(len(HUGE)))
 def test_nothing_hangs(huge):
-    """Neither what is too large to be written out nor what has no end is waited for; and a huge number is not its
-    neighbour, in whose digits it cannot be told apart."""
+    """Neither what is too large to be written out nor what has no end is waited for; and a huge number is not
+    its neighbour, although no digits that one can compute tell them apart."""
     for response in (f"\\boxed{{{huge}}}", f"The answer is ${huge}$.", huge):
         begun = time.process_time()
         assert scored("5", response) == 0.0
         assert time.process_time() - begun < 20.0
-    assert scored(f"2^{{1000}}+{huge}"[:900], f"\\boxed{{{huge}}}"[:900]) == 0.0
+    assert scored(f"1+{huge}"[:900], f"\\boxed{{{huge}}}"[:900]) == 0.0
 
 
 def test_answers_in_doubt_are_said_before_a_run():
-    """Each right answer that is none, or that is read as mere text although it holds a number, has a line with its
-    row, once for rows that share it; nothing is said without the mathematics reward."""
+    """Each right answer that is none, or that is read as mere text although it holds a number, has a line
+    with its row, once for rows that share it; nothing is said without the mathematics reward."""
     config = RunConfig()
     config.reward.function = "laminar_hpc.environments.math.reward"
     answers = ["42", "\\$36", "$5 to $10", "July 4", "east", "$5 to $10", "####", "nan", "{1,2}", "3:30 p.m."]

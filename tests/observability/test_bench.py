@@ -132,8 +132,8 @@ def test_the_stock_engine_has_none_of_our_hooks(load, tmp_path):
 
 
 def test_the_math_bench_counts_what_agrees(load, tmp_path, monkeypatch):
-    """Promise: its figures are the share of pairs with the reward that is right, calls that raised, and a time,
-    for the reward and for math-verify alone."""
+    """Promise: its figures are the share of pairs with the reward that is right, calls that raised, and a
+    time, for the reward and for math-verify alone."""
     pairs = [("\\$36", "\\boxed{36}", 1.0), ("7", "\\boxed{8}", 0.0), ("7", "\\boxed{7}", 0.0)]
     lines = [json.dumps({"answer": a, "response": r, "right": right}) for a, r, right in pairs]
     (tmp_path / "pairs.jsonl").write_text("\n".join(lines))

@@ -57,23 +57,26 @@ class Case:
         call = (
             "import json as _json\n_where = globals()\n"
             "def _plain(v):\n"  # what JSON does not know: arrays, fractions, ranges
-            "    return v.tolist() if hasattr(v, 'tolist') else float(v) if hasattr(v, '__float__') else list(v)\n"
+            "    if hasattr(v, 'tolist'): return v.tolist()\n"
+            "    return float(v) if hasattr(v, '__float__') else list(v)\n"
             f"_f = getattr(_where['Solution'](), {self.function!r}) if 'Solution' in _where "
             f"else _where[{self.function!r}]\n"
             f"print('\\n' + {mark!r} + _json.dumps(_f(*_json.loads({given!r})), default=_plain))\n"
         )
-        alone = f"exec(compile({code!r}, 'answer.py', 'exec', dont_inherit=True))"  # it may begin with __future__
+        alone = (
+            f"exec(compile({code!r}, 'answer.py', 'exec', dont_inherit=True))"  # it may begin with __future__
+        )
         return f"{_PRELUDE}{alone}\n{call}", mark
 
     def passed(self, result: Result, mark: str) -> bool:
-        """Whether the program did what this test wants. Raises SandboxFailed if that is longer than the sandbox
-        keeps."""
+        """Whether the program did what this test wants. Raises SandboxFailed if that is longer than the
+        sandbox keeps."""
         if result.timed_out or result.exit != 0:
             return False
         wanted, kept = (json.dumps(self.value), 2) if self.function else (self.output, 1)
         if result.truncated and len(wanted) > len(result.stdout) // kept - _CUT:
             raise SandboxFailed(
-                f"a test wants {len(wanted)} characters of output, and the sandbox keeps {len(result.stdout)}; "
+                f"a test wants {len(wanted)} characters of output, the sandbox keeps {len(result.stdout)}; "
                 "give CodeReward a sandbox with more Limits.output_bytes"
             )
         if self.check:

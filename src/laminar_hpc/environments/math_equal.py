@@ -5,6 +5,7 @@ math-verify's."""
 import contextlib
 import ctypes
 import threading
+import time
 from collections.abc import Callable, Iterator
 from fractions import Fraction
 from math import prod
@@ -34,25 +35,27 @@ class TooLong(BaseException):
 
 @contextlib.contextmanager
 def limited(seconds: float) -> Iterator[None]:
-    """Raises TooLong in this thread when the block has not ended in time. It needs no main thread, as a
-    signal would; it cannot interrupt C code."""
-    lock, thread, over = threading.Lock(), ctypes.c_ulong(threading.get_ident()), False
+    """Raises TooLong in this thread when the block has computed for so long; waiting for a core is not
+    computing. It needs no main thread, as a signal would; it cannot interrupt C code."""
+    lock, over, ident = threading.Lock(), threading.Event(), threading.get_ident()
+    clock, thread = time.pthread_getcpuclockid(ident), ctypes.c_ulong(ident)
+    interrupt = ctypes.pythonapi.PyThreadState_SetAsyncExc
+    end = time.clock_gettime(clock) + seconds
 
-    def stop() -> None:
-        with lock:
-            if not over:
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(TooLong))
+    def watch() -> None:
+        while not over.wait(max(end - time.clock_gettime(clock), 0.01)):
+            with lock:
+                if time.clock_gettime(clock) >= end and not over.is_set():
+                    interrupt(thread, ctypes.py_object(TooLong))
+                    return
 
-    timer = threading.Timer(seconds, stop)
-    timer.daemon = True
-    timer.start()
+    threading.Thread(target=watch, daemon=True).start()
     try:
         yield
     finally:
-        timer.cancel()
         with lock:
-            over = True
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, None)
+            over.set()
+            interrupt(thread, None)
 
 
 def exact(expression: Any) -> Fraction | None:

@@ -5,11 +5,13 @@ import itertools
 import re
 import unicodedata
 
-_SIGNS = dict(zip("−–‐‑×÷⁄∕·⋅∙π∞≤≥≠⩽⩾∪∩∅±∓∈°º⟨⟩≈≡θαβλ’′。、→⇒∴", (
-    *"----", r"\times ", *"///", *[r"\cdot "] * 3, r"\pi ", r"\infty ", r"\le ", r"\ge ", r"\ne ", r"\le ",
-    r"\ge ", r"\cup ", r"\cap ", r"\emptyset ", r"\pm ", r"\mp ", r"\in ", *[r"^\circ "] * 2, r"\langle ",
-    r"\rangle ", r"\approx ", r"\equiv ", r"\theta ", r"\alpha ", r"\beta ", r"\lambda ", *"''.,== ",
-), strict=True))
+_SIGNS = {
+    sign: f"\\{pair[1:]} "
+    for pair in "×times πpi ∞infty ≤le ⩽le ≥ge ⩾ge ≠ne ∪cup ∩cap ∅emptyset ±pm ∓mp ∈in ⟨langle ⟩rangle "
+    "≈approx ≡equiv θtheta αalpha βbeta λlambda ·cdot ⋅cdot ∙cdot".split()
+    for sign in pair[0]
+} | {"°": r"^\circ ", "º": r"^\circ ", "’": "'", "′": "'", "。": ".", "、": ","}
+_SIGNS |= dict.fromkeys("−–‐‑", "-") | dict.fromkeys("÷⁄∕", "/") | dict.fromkeys("→⇒∴", "=")
 _SPELLINGS = [(re.compile(pattern), to) for pattern, to in (
     (r"\\(?:left|right|mleft|mright|[bB]igg?[lr]?|displaystyle|textstyle|[lL]arge|bf|rm)(?![a-zA-Z])\.?", ""),
     (r"\\(?:text)?color\s*\{\w+\}|\\!|\\phantom\{.*?\}", ""), (r"(?<!\\)\\[,;: \n]|\\q?quad(?![a-z])|~", " "),
