@@ -55,7 +55,9 @@ def first_call(config: RunConfig, prompt: str, row: dict) -> list[str]:
 def golds_in_doubt(config: RunConfig, prompts: Sequence[Prompt]) -> list[str]:
     """Warnings, one line for each right answer that the mathematics reward cannot read, or reads as mere
     text; none without that reward."""
-    if not any(entry.function == f"{_MATH}.reward" for entry in reward_functions(config.reward).values()):
+    if not prompts or not any(
+        entry.function == f"{_MATH}.reward" for entry in reward_functions(config.reward).values()
+    ):
         return []
     first = {str(prompt.row.get("answer")): prompt for prompt in reversed(prompts)}
     found = asyncio.run(_read_golds([prompt.row for prompt in first.values()]))
