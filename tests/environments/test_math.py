@@ -69,8 +69,8 @@ def scored(answer, response: str) -> float:
 
 
 @pytest.mark.timeout(240)
-def test_pairs_that_people_have_judged():
-    """Each of two thousand answers and responses has the reward that a person gave it, and none raises:
+def test_pairs_have_the_reward_that_is_right():
+    """Each of two thousand answers and responses has the reward that is right, and none raises:
     currency, per cent, units, intervals, lists, dates, choices, several languages, huge numbers, and whatever
     surrounds the final answer."""
     wrong = [pair for pair in PAIRS if scored(pair["answer"], pair["response"]) != pair["right"]]
