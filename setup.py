@@ -22,7 +22,7 @@ HERE = Path(__file__).parent
 # What src/laminar_hpc itself imports; lock.txt holds the version of each, and of everything they bring along.
 DIRECT = (
     "aiohttp datasets httpx huggingface-hub hydra-core jinja2 math-verify megatron-core msgspec "
-    "numpy omegaconf psutil pyarrow pydantic pyyaml pyzmq rich safetensors tensorboardX tokenizers "
+    "numpy omegaconf psutil pyarrow pydantic pyyaml pyzmq rich safetensors sympy tensorboardX tokenizers "
     "transformers"
 ).split()
 

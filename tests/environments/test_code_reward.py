@@ -7,10 +7,10 @@ import pytest
 from aiohttp import web
 
 from laminar_hpc.config.schema import RewardConfig
-from laminar_hpc.environments.code import CodeReward, last_program
+from laminar_hpc.environments.code import OUTPUT_BYTES, CodeReward, last_program
 from laminar_hpc.environments.code_cases import Case, cases_of, same_output
 from laminar_hpc.environments.reward_pool import RewardPool
-from laminar_hpc.environments.sandbox import Result, Sandbox, SandboxFailed
+from laminar_hpc.environments.sandbox import Limits, Result, Sandbox, SandboxFailed
 from laminar_hpc.environments.sandbox.fusion import SandboxFusion
 
 SUM = "So:\n```python\nprint(sum(map(int, input().split())))\n```\nDone."
@@ -41,6 +41,37 @@ CASES = [
 ]  # fmt: skip
 
 
+FUTURE = "```python\nfrom __future__ import annotations\n" + DOUBLE.removeprefix("```python\n")
+NUMPY = "```python\nimport numpy as np\ndef twice(xs):\n    return [np.int64(2 * x) for x in xs]\n```"
+NODE = "class Node:\n    def __init__(self, x):\n        self.x = x\ndef f(n):\n    return math.ceil(n.x)\n"
+SHOWN = DOUBLE + "\nIt prints\n```\n[2]\n```"
+NAMELESS = [{"input": "[1, 2]", "output": "[2, 4]", "testtype": "functional"}]
+RANGE = {"fn_name": "f", "inputs": [[3]], "outputs": [[0, 1, 2]]}
+MANY = "\n".join(map(str, range(100_000)))
+SETUP = {
+    "test_imports": ["import math"],
+    "test_setup_code": "n = Node(1.5)",
+    "test_list": ["assert f(n) == 2"],
+}
+CASES += [
+    ("begins with __future__", {"tests": TWICE}, FUTURE, 1.0, 1.0),
+    ("asserts with imports and a set-up", SETUP, f"```python\n{NODE}```", 1.0, 1.0),
+    ("asserts with imports, begins with __future__", SETUP,
+     f"```python\nfrom __future__ import annotations\n{NODE}```", 1.0, 1.0),
+    ("a name in the row's metadata, as in LiveCodeBench",
+     {"tests": NAMELESS, "metadata": '{"func_name": "twice"}'}, DOUBLE, 1.0, 1.0),
+    ("a name in the code to begin with",
+     {"tests": NAMELESS, "starter_code": "class Solution:\n    def twice(self, xs):"}, DOUBLE, 1.0, 1.0),
+    ("output shown behind the program", {"tests": TWICE}, SHOWN, 1.0, 1.0),
+    ("returns a range", {"tests": RANGE}, "```python\ndef f(n):\n    return range(n)\n```", 1.0, 1.0),
+    ("returns another", {"tests": RANGE}, "```python\ndef f(n):\n    return range(1, n)\n```", 0.0, 0.0),
+    ("returns numbers of numpy", {"tests": TWICE}, NUMPY, 1.0, 1.0),
+    ("returns no value", {"tests": RANGE}, "```python\ndef f(n):\n    return object()\n```", 0.0, 0.0),
+    ("returns a fraction", {"tests": {"fn_name": "f", "inputs": [[1]], "outputs": [[0.5]]}},
+     "```python\nfrom fractions import Fraction\ndef f(n):\n    return Fraction(1, 2)\n```", 1.0, 1.0),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("row", "response", "right", "passed"), [c[1:] for c in CASES], ids=[c[0] for c in CASES]
 )
@@ -65,11 +96,33 @@ def test_a_program_without_end_is_told_apart(sandbox):
     assert (scored["reward"], scored["timed_out"]) == (0.0, 1.0)
 
 
+def test_long_outputs():
+    """A program is right by an output of half a megabyte, and wrong by another. Where the sandbox keeps less
+    than the test wants that is an error, and not the program's."""
+    right = "```python\nfor i in range(100_000): print(i)\n```"
+    listed = "```python\ndef f(n):\n    return range(n)\n```"
+    calls = {"fn_name": "f", "inputs": [[100_000]], "outputs": [[list(range(100_000))]]}
+    for row, response in (({"tests": [{"input": "", "output": MANY}]}, right), ({"tests": calls}, listed)):
+        with (
+            Sandbox(preload=(), limits=Limits(output_bytes=OUTPUT_BYTES)) as large,
+            Sandbox(preload=()) as small,
+        ):
+            score = CodeReward(large)
+            assert asyncio.run(score(prompt="", response=response, row=row))["reward"] == 1.0
+            wrong = response.replace("range(", "range(1, ")
+            assert asyncio.run(score(prompt="", response=wrong, row=row))["reward"] == 0.0
+            with pytest.raises(SandboxFailed, match=r"Limits\.output_bytes"):
+                asyncio.run(CodeReward(small)(prompt="", response=response, row=row))
+    with Sandbox(preload=()) as small:
+        short = {"tests": [{"input": "", "output": "1"}]}
+        assert asyncio.run(CodeReward(small)(prompt="", response=right, row=short))["reward"] == 0.0
+
+
 def test_rows_without_tests_are_errors():
     """They raise, rather than scoring 0."""
     with pytest.raises(KeyError):
         cases_of({"question": "?"})
-    for wrong in ("[]", "3", '[{"input": 1}]'):
+    for wrong in ("[]", "3", '[{"input": 1}]', NAMELESS):
         with pytest.raises((ValueError, KeyError)):
             cases_of({"tests": wrong})
 
@@ -102,7 +155,8 @@ def test_whatever_a_program_says_of_a_fraction(said):
 
 
 def test_the_last_python_block_is_the_program():
-    """Blocks of other languages, and one that is cut off, are none."""
+    """Blocks of other languages, and one that is cut off, are none; one without a language is, where none is
+    said to be Python."""
     assert last_program("```python\nx = 1\n```\nor\n```py\nx = 2\n```") == "x = 2\n"
     assert last_program("```bash\nls\n```") is None and last_program("```python\nx = 1\n") is None
 

@@ -131,6 +131,20 @@ def test_the_stock_engine_has_none_of_our_hooks(load, tmp_path):
         assert (SOCKET_VARIABLE in process.environment()) is hooked
 
 
+def test_the_math_bench_counts_what_agrees(load, tmp_path, monkeypatch):
+    """Promise: its figures are the share of pairs with the reward that is right, calls that raised, and a
+    time, for the reward and for math-verify alone."""
+    pairs = [("\\$36", "\\boxed{36}", 1.0), ("7", "\\boxed{8}", 0.0), ("7", "\\boxed{7}", 0.0)]
+    lines = [json.dumps({"answer": a, "response": r, "right": right}) for a, r, right in pairs]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(lines))
+    words = ["--pairs", str(tmp_path / "pairs.jsonl"), "--json", str(tmp_path / "out.json")]
+    monkeypatch.setattr(sys, "argv", ["math_reward.py", *words])
+    load("math_reward").main()
+    figures = json.loads((tmp_path / "out.json").read_text())["figures"]
+    assert figures["agree"] == pytest.approx(2 / 3) and figures["raised"] == 0
+    assert figures["seconds_per_1000"] > 0 and "math_verify_agree" in figures
+
+
 def test_the_kernels_bench_says_that_it_needs_a_gpu():
     """Promise: without one, a single line and a non-zero exit; no figure is made up."""
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}

@@ -2,7 +2,7 @@
 while the run goes on."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from laminar_hpc.config.rewards import SINGLE, reward_functions
@@ -39,6 +39,12 @@ def try_rewards(config: RunConfig, say: Callable[[str], None], prompts: list[Pro
     first = (prompts or _first_prompt(config))[0]
     for warning in preflight.first_call(config, first.text, first.row):
         say(console.line("reward", warning))
+
+
+def say_doubts(config: RunConfig, say: Callable[[str], None], sources: Iterable[list[Prompt]]) -> None:
+    """Says which rows have an answer that the mathematics reward cannot read."""
+    for doubt in preflight.golds_in_doubt(config, [prompt for source in sources for prompt in source]):
+        say(console.line("reward", doubt))
 
 
 def _first_prompt(config: RunConfig) -> list[Prompt]:

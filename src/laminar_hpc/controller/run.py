@@ -40,7 +40,7 @@ from laminar_hpc.controller.gang import StopCutShort
 from laminar_hpc.controller.journal import Journal
 from laminar_hpc.controller.loop import Controller
 from laminar_hpc.controller.members import Members, rollout_silence
-from laminar_hpc.controller.rewards import try_rewards
+from laminar_hpc.controller.rewards import say_doubts, try_rewards
 from laminar_hpc.controller.rundir import (
     cause_of_death,
     journal_folder,
@@ -82,6 +82,7 @@ def build(
         prompts, held_out = load_run_prompts(config, say)
         check_same_prompts(store_path(config), prompts)
         try_rewards(config, say, prompts)
+        say_doubts(config, say, [prompts, *held_out.values()])
     start, lock = begun.start, begun.lock
     store = Store(store_directory(config), journal=_journal(config, begun, say), assure=lock.assure)
     epoch = store.get("restore_epoch", -1) + 1

@@ -28,11 +28,12 @@ RowRender = Callable[[Messages, str, dict], str]  # (messages, place of the row,
 
 @dataclass(frozen=True)
 class Prompt:
-    """`text` is what the model sees, `row` what the reward gets."""
+    """`text` is what the model sees, `row` what the reward gets; `where` names the file and the row."""
 
     text: str
     tokens: list[int]
     row: dict
+    where: str = ""
 
 
 @dataclass
@@ -160,7 +161,7 @@ def load_prompts(
         if not tokens:
             raise LaminarError(f"{where}: the tokenizer makes no token of its prompt; mend the row")
         if len(tokens) <= tokens_max:
-            result.prompts.append(Prompt(text, tokens, row))
+            result.prompts.append(Prompt(text, tokens, row, where))
         elif data.too_long == "refuse":
             beside = "lower sampling.max_response_tokens, or raise trainer.tokens_per_microbatch (within the "
             cure = "or raise data.max_prompt_tokens" if tokens_max < room else f"{beside}model's positions)"

@@ -10,10 +10,11 @@ import re
 from typing import Protocol
 
 from laminar_hpc.environments.code_cases import cases_of
-from laminar_hpc.environments.sandbox import Result, Sandbox
+from laminar_hpc.environments.sandbox import Limits, Result, Sandbox
 
 _BLOCK = re.compile(r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)^[ \t]*```[ \t]*$", re.M | re.S)
-_PYTHON = ("python", "python3", "py", "")
+_PYTHON = ("python", "python3", "py")
+OUTPUT_BYTES = 4 << 20  # kept of each stream: tests of sorting want some hundred thousand numbers
 
 
 class Runner(Protocol):
@@ -34,7 +35,8 @@ class CodeReward:
     def __init__(
         self, sandbox: Runner | None = None, timeout_seconds: float = 6.0, most_tests: int = 32
     ) -> None:
-        self._sandbox, self._seconds, self._most = sandbox or Sandbox(), timeout_seconds, most_tests
+        self._sandbox = sandbox or Sandbox(limits=Limits(output_bytes=OUTPUT_BYTES))
+        self._seconds, self._most = timeout_seconds, most_tests
 
     def prepare(self) -> None:
         """Called once, before workers are forked: they share one preloaded process."""
@@ -62,9 +64,11 @@ class CodeReward:
 
 
 def last_program(response: str) -> str | None:
-    """The last fenced block of Python, or of no named language; None if there is none."""
-    blocks = [found[2] for found in _BLOCK.finditer(response) if found[1].lower() in _PYTHON]
-    return blocks[-1] if blocks else None
+    """The last fenced block of Python, else the last of no named language; None if there is neither."""
+    blocks = [(found[1].lower(), found[2]) for found in _BLOCK.finditer(response)]
+    named = [text for language, text in blocks if language in _PYTHON]
+    plain = [text for language, text in blocks if not language]
+    return next(iter([*named[::-1], *plain[::-1]]), None)
 
 
 reward = CodeReward()

@@ -5,7 +5,7 @@
 | `{"inputs": [...], "outputs": [...]}`, with `fn_name` for calls | APPS, TACO, PRIME, verl's ground_truth |
 | `{"input": [...], "output": [...]}` | CodeContests (`public_tests`, `private_tests`, `generated_tests`) |
 | `[{"input": ..., "output": ..., "testtype": "stdin" or "functional"}, ...]` | LiveCodeBench, DeepCoder |
-| `["assert f(1) == 2", ...]` | MBPP (`test_list`) |
+| `["assert f(1) == 2", ...]`, after `test_imports` and `test_setup_code` | MBPP (`test_list`) |
 
 Each may be JSON text. Outputs are compared outside of the program, which never has them; only an assert
 shows the program what it wants.
@@ -13,15 +13,18 @@ shows the program what it wants.
 
 import json
 import math
+import re
 import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from laminar_hpc.environments.sandbox import Result
+from laminar_hpc.environments.sandbox import Result, SandboxFailed
 
 _FIELDS = ("tests", "test_cases", "input_output", "test_list")
 _CODE_CONTESTS = ("public_tests", "private_tests", "generated_tests")
+_CUT = 200  # characters at most that a shortened output has of others
+_STARTED = re.compile(r"def (\w+)\(self\b")
 _TOLERANCE = 1e-6  # of numbers that are not whole
 _PRELUDE = (
     "from typing import *\n"
@@ -33,7 +36,7 @@ _PRELUDE = (
 @dataclass(frozen=True)
 class Case:
     """`stdin` and the wanted `output`; with `function`, its `arguments` and the wanted value; with `check`,
-    an assert."""
+    an assert behind its `setup`."""
 
     stdin: str = ""
     output: str = ""
@@ -41,27 +44,41 @@ class Case:
     arguments: tuple = ()
     value: Any = None
     check: str = ""
+    setup: str = ""
 
     def program(self, code: str) -> tuple[str, str]:
         """What is to be run for this answer, and the mark that its own words cannot have."""
         mark = secrets.token_hex(16)
         if self.check:
-            return f"{code}\n{self.check}\nprint({mark!r})\n", mark
+            return f"{code}\n{self.setup}\n{self.check}\nprint({mark!r})\n", mark
         if not self.function:
             return code, mark
         given = json.dumps(self.arguments)
         call = (
-            f"import json as _json\n_where = globals()\n"
+            "import json as _json\n_where = globals()\n"
+            "def _plain(v):\n"  # what JSON does not know: arrays, fractions, ranges
+            "    if hasattr(v, 'tolist'): return v.tolist()\n"
+            "    return float(v) if hasattr(v, '__float__') else list(v)\n"
             f"_f = getattr(_where['Solution'](), {self.function!r}) if 'Solution' in _where "
             f"else _where[{self.function!r}]\n"
-            f"print('\\n' + {mark!r} + _json.dumps(_f(*_json.loads({given!r}))))\n"
+            f"print('\\n' + {mark!r} + _json.dumps(_f(*_json.loads({given!r})), default=_plain))\n"
         )
-        return f"{_PRELUDE}{code}\n{call}", mark
+        alone = (
+            f"exec(compile({code!r}, 'answer.py', 'exec', dont_inherit=True))"  # it may begin with __future__
+        )
+        return f"{_PRELUDE}{alone}\n{call}", mark
 
     def passed(self, result: Result, mark: str) -> bool:
-        """Whether the program did what this test wants."""
+        """Whether the program did what this test wants. Raises SandboxFailed if that is longer than the
+        sandbox keeps."""
         if result.timed_out or result.exit != 0:
             return False
+        wanted, kept = (json.dumps(self.value), 2) if self.function else (self.output, 1)
+        if result.truncated and len(wanted) > len(result.stdout) // kept - _CUT:
+            raise SandboxFailed(
+                f"a test wants {len(wanted)} characters of output, the sandbox keeps {len(result.stdout)}; "
+                "give CodeReward a sandbox with more Limits.output_bytes"
+            )
         if self.check:
             return result.stdout.rstrip().endswith(mark)
         if not self.function:
@@ -84,22 +101,32 @@ def cases_of(row: dict) -> list[Case]:
     ]
     if not found:
         raise KeyError("tests")
-    tests = [test for each in found for test in _parsed(each)]
+    setup = "\n".join([*(row.get("test_imports") or []), row.get("test_setup_code") or ""])
+    name = _name_in(row) or (_STARTED.search(row.get("starter_code") or "") or ["", ""])[1]
+    tests = [test for each in found for test in _parsed(each, setup, name)]
     if not tests:
         raise ValueError("the row's tests are empty")
     return tests
 
 
-def _parsed(found: object) -> Iterator[Case]:
+def _name_in(row: dict) -> str:
+    """The function that tests call, as far as `row`, or a test, says it."""
+    metadata = row.get("metadata")
+    metadata = json.loads(metadata) if isinstance(metadata, str) and metadata[:1] == "{" else metadata
+    return row.get("fn_name") or (metadata.get("func_name") if isinstance(metadata, dict) else "") or ""
+
+
+def _parsed(found: object, setup: str, name: str) -> Iterator[Case]:
     if isinstance(found, str):
         found = json.loads(found)
     if isinstance(found, list) and all(isinstance(each, str) for each in found):
-        yield from (Case(check=each) for each in found)
+        yield from (Case(check=each, setup=setup) for each in found)
     elif isinstance(found, list) and all(isinstance(each, dict) for each in found):
         for each in found:
-            metadata = each.get("metadata")
-            name = each.get("fn_name") or (metadata.get("func_name") if isinstance(metadata, dict) else "")
-            yield _test(each["input"], each["output"], name or "")
+            called = _name_in(each) or (name if each.get("testtype") == "functional" else "")
+            if each.get("testtype") == "functional" and not called:
+                raise ValueError("a functional test has no name of a function (fn_name, metadata.func_name)")
+            yield _test(each["input"], each["output"], called)
     elif isinstance(found, dict):
         plural = "inputs" in found
         inputs, outputs = (found["inputs"], found["outputs"]) if plural else (found["input"], found["output"])

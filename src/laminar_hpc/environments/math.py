@@ -1,39 +1,89 @@
 """The reward for mathematics: does the response's final answer equal the row's, as mathematics (1/2 = 0.5 =
-\\frac{1}{2})? By math-verify.
+\\frac{1}{2})?
 
-math-verify's own time limits use signals, which only a main thread may have; they are off here, and
-reward.timeout_seconds holds: a call that is stuck in sympy costs its worker process, never the rollout.
+    math_text     the final answer of a response, in one spelling
+    math_reading  what it can mean, by math-verify where it is LaTeX, and whether two mean the same
+    math_equal    whether two expressions are equal, exactly
+    math_units    which units agree
 """
 
 import logging
+import re
 from functools import lru_cache
+from typing import Any
 
-from math_verify import parse, verify
+import sympy
+
+from laminar_hpc.environments.math_equal import TooLong, limited
+from laminar_hpc.environments.math_reading import Reading, Readings, read, same
+from laminar_hpc.environments.math_text import NUMBER, boxes, final_answer, spelled
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its time limits are off
+_SECONDS = 3.0  # for one response
 
 
 def reward(*, prompt: str, response: str, row: dict) -> dict[str, float]:
-    """Scores `response` against `row["answer"]`: a number, LaTeX, or a worked solution that ends in "#### 42"
-    as in GSM8K.
+    """Scores the final answer of `response` against `row["answer"]`: a number, LaTeX, words, a list of
+    answers that are all wanted, or a worked solution that ends in "#### 42" or a box.
 
-    Of the response the last boxed expression counts, else the last number or LaTeX expression. Returns
-    `reward` and `accuracy` (1.0 if equal, else 0.0) and `answered` (1.0 if an answer was found). Raises
-    KeyError if the row has no answer, ValueError if it is none.
+    Returns `reward` and `accuracy` (1.0 if equal, else 0.0) and `answered` (1.0 if an answer was found). What
+    takes longer than a few seconds to compare is not equal. Raises KeyError if the row has no answer.
     """
-    right_answer = gold(str(row["answer"]))
-    answer = parse(response, parsing_timeout=None)
-    right = float(bool(answer) and verify(list(right_answer), answer, timeout_seconds=None))
-    return {"reward": right, "accuracy": right, "answered": float(bool(answer))}
+    wanted, answer, right = row["answer"], "", False
+    try:
+        with limited(_SECONDS):
+            answer = final_answer(response)
+            right = bool(answer) and _equals(wanted, answer)
+    except (TooLong, Exception) as error:  # a response is never the cause of an error
+        logging.getLogger(__name__).debug("not compared: %r", error)
+    return {"reward": float(right), "accuracy": float(right), "answered": float(bool(answer))}
 
 
-@lru_cache(maxsize=4096)
-def gold(answer: str) -> tuple:
-    """What math-verify makes of a row's answer: expressions and their text. Raises ValueError when that is
-    nothing."""
-    final = answer.rpartition("####")[2].strip()
-    boxed = "\\boxed" in final or "$" in final
-    parsed = parse(final if boxed else f"\\boxed{{{final}}}", parsing_timeout=None)
-    if not parsed:
-        raise ValueError(f"math-verify finds no answer in {final!r:.60}")
-    return tuple(parsed)
+def _equals(wanted: Any, answer: str) -> bool:
+    text, meant = gold(wanted)
+    if not meant:
+        return False
+    if _squeezed(answer) in (_squeezed(text), re.sub(r"_\{?\w+\}?$", "", text)):  # a base may be left out
+        return True
+    said = read(answer)
+    european = re.sub(r"^(-?\d+),(?!\d{3}\b)(?=\d+\D*$)", r"\1.", answer)
+    if european != answer and not any(isinstance(each.value, tuple) for each in meant):
+        said += read(european)  # 1,5 is 1.5 where no list is wanted
+    if [type(each.value) for each in said] == [str] and len(found := NUMBER.findall(answer)) == 1:
+        said += read(found[0]) if "date" not in said[0].value else ()
+    rationals = [each.value for each in said if isinstance(each.value, sympy.Rational)]
+    if isinstance(wanted, float) and wanted in map(float, rationals):
+        return True  # 0.3333333333333333 is what a float has of 1/3
+    return same(meant, said)
+
+
+def _squeezed(text: str) -> str:
+    return re.sub(r" (?=\W)|(?<=\W) ", "", text)
+
+
+def gold(answer: Any) -> tuple[str, Readings]:
+    """The text of a row's answer, as far as it counts, and its readings; none if it has no answer."""
+    if not isinstance(answer, list):
+        return _gold(str(answer))
+    if len(answer) == 1:
+        return gold(answer[0])
+    return "", (Reading(tuple(gold(each)[1] for each in answer)),)
+
+
+@lru_cache(maxsize=1 << 16)
+def _gold(answer: str) -> tuple[str, Readings]:
+    final = answer.rpartition("####")[2]
+    text = spelled(boxes(final) or final)
+    return text, read(text)
+
+
+def readable(*, prompt: str, response: str, row: dict) -> float:
+    """1.0. Raises ValueError for a row by whose answer few or none can be right: it says nothing, or is a
+    text that holds a number."""
+    text, meant = gold(row.get("answer"))
+    if not meant or text.casefold() in ("none", "nan", "null"):
+        raise ValueError("is no answer")
+    words = all(isinstance(each.value, str) and not each.name and "date" not in each.value for each in meant)
+    if words and re.search(r"\d", text):
+        raise ValueError("is read as mere text")
+    return 1.0

@@ -8,13 +8,18 @@ about: the response is not one of the model's.
 
 import asyncio
 import dataclasses
+import os
+from collections.abc import Sequence
 
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.config.rewards import label
-from laminar_hpc.config.schema import RunConfig
+from laminar_hpc.config.rewards import label, reward_functions
+from laminar_hpc.config.schema import RewardConfig, RunConfig
+from laminar_hpc.data.prompts import Prompt
 from laminar_hpc.environments.reward_pool import RewardPool
 from laminar_hpc.environments.reward_protocol import Result
 
+_MATH = "laminar_hpc.environments.math"
+MAX_DOUBTS = 20  # lines
 _CURES = {
     "value": "return a number, or a dict with 'reward' and numbers",
     "arguments": "give the rows that field (data.*), or change the function",
@@ -45,6 +50,35 @@ def first_call(config: RunConfig, prompt: str, row: dict) -> list[str]:
             fields = f"; the row has {', '.join(map(str, row))}" if got.error.startswith("KeyError") else ""
             warnings.append(f"warning: {what} failed on the first row, {tried}: {got.error}{fields}")
     return warnings
+
+
+def golds_in_doubt(config: RunConfig, prompts: Sequence[Prompt]) -> list[str]:
+    """Warnings, one line for each right answer that the mathematics reward cannot read, or reads as mere
+    text; none without that reward."""
+    if not prompts or not any(
+        entry.function == f"{_MATH}.reward" for entry in reward_functions(config.reward).values()
+    ):
+        return []
+    first = {str(prompt.row.get("answer")): prompt for prompt in reversed(prompts)}
+    found = asyncio.run(_read_golds([prompt.row for prompt in first.values()]))
+    doubts = [
+        f"warning: {prompt.where}: its answer {answer!r:.60} {got.error.rpartition(': ')[2]}"
+        for (answer, prompt), got in zip(first.items(), found, strict=True)
+        if got.error
+    ][::-1]
+    more = len(doubts) - MAX_DOUBTS
+    return doubts[:MAX_DOUBTS] + [f"warning: {more} more answers are like these"] * (more > 0)
+
+
+async def _read_golds(rows: list[dict]) -> list[Result]:
+    cores, function = len(os.sched_getaffinity(0)), f"{_MATH}.readable"
+    pool = RewardPool(RewardConfig(function=function, workers=cores, timeout_seconds=10.0), quiet=True)
+    await pool.start()
+    try:
+        called = await asyncio.gather(*(pool.call_each("", "", row) for row in rows))
+        return [result for each in called for result in each.values()]
+    finally:
+        await pool.close()
 
 
 def _pool(config: RunConfig) -> RewardPool:
