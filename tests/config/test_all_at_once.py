@@ -114,7 +114,6 @@ def test_a_generation_config_is_looked_at_before_a_run(tmp_path, file, text, say
     [
         (["data.system_prompt=Be brief."], "data.system_prompt needs data.chat_template=true"),
         (["data.chat_template_arguments={a: 1}"], "data.chat_template_arguments needs data.chat_template"),
-        (["data.continue_final_message=true"], "data.continue_final_message needs data.chat_template=true"),
         (
             ["data.chat_template=true", "data.chat_template_arguments.tools=[]"],
             "data.chat_template_arguments.tools: that is the run's to give; leave it out",

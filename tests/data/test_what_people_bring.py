@@ -184,16 +184,17 @@ def test_the_first_field_that_is_not_null(model, tmp_path):
 
 
 def test_a_prompt_that_ends_with_the_assistants_words(model, tmp_path):
-    """Promise: refused with the row, as it may be the solution; with data.continue_final_message the response
+    """Promise: refused with the row, as it may be the solution; with continue_final_message the response
     goes on from it, as transformers writes it."""
     for begun in ("<think>", "So: ", " x  "):
         messages = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": begun}]
         path = jsonl(tmp_path / "rows.jsonl", {"prompt": messages})
         with pytest.raises(
-            LaminarError, match=r"row 1: the last message .* data.continue_final_message=true"
+            LaminarError, match=r"row 1: the last message .* data.chat_template_arguments.continue_final_mess"
         ):
             load(model, path, chat_template=True)
-        [prompt] = load(model, path, chat_template=True, continue_final_message=True).prompts
+        goes_on = {"continue_final_message": True}
+        [prompt] = load(model, path, chat_template=True, chat_template_arguments=goes_on).prompts
         theirs = of_transformers(model)
         assert prompt.text == theirs.apply_chat_template(
             messages, tokenize=False, continue_final_message=True

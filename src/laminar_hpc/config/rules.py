@@ -65,7 +65,7 @@ def _source(config: RunConfig) -> Iterator[Rule]:
 
 def _data(config: RunConfig) -> Iterator[Rule]:
     data, own = config.data, [name for name in _OWN_VARIABLES if name in config.data.chat_template_arguments]
-    for name in ("chat_template_arguments", "system_prompt", "continue_final_message"):
+    for name in ("chat_template_arguments", "system_prompt"):
         yield (
             bool(getattr(data, name)) and not data.chat_template,
             f"data.{name} needs data.chat_template=true: a prompt that is not rendered is the text as it is",

@@ -60,11 +60,10 @@ class DataConfig:
     chat_template: bool = False
     """render prompts with the model's chat template; false = text as it is"""
     chat_template_arguments: dict[str, Any] = field(default_factory=dict)
-    """variables of the chat template, as {enable_thinking: false}"""
+    """variables of the chat template, as {enable_thinking: false}; and continue_final_message, true where a
+    prompt's last message is the assistant's and the response goes on from it"""
     system_prompt: str = ""
     """the system's message before prompts that have none; with the chat template"""
-    continue_final_message: bool = False
-    """of a prompt whose last message is the assistant's: the response goes on from it; false = refuse it"""
     max_prompt_tokens: int | None = number(None, at_least=1)
     """longest prompt; null = what fits beside a response"""
     too_long: str = choice("refuse", "drop")

@@ -267,10 +267,12 @@ def _text(value: object, row: dict, render: RowRender | None, data: DataConfig, 
             f"role and a content that is text, not {value!r:.60}"
         )
     if render is not None:
-        if continued(messages) and not (data.continue_final_message or own):
+        goes_on = data.chat_template_arguments.get("continue_final_message", own)
+        if continued(messages) and not goes_on:
             raise LaminarError(
                 f"{where}: the last message of field '{name}' is the assistant's; leave it out if it is a "
-                "solution, or set data.continue_final_message=true if the response goes on from it"
+                "solution, or set data.chat_template_arguments.continue_final_message=true if the response "
+                "goes on from it"
             )
         if data.system_prompt and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": data.system_prompt}, *messages]
