@@ -18,7 +18,6 @@ bits.
 """
 
 import argparse
-import functools
 import statistics
 import sys
 import time
@@ -240,7 +239,7 @@ def delta_row(options: argparse.Namespace, share: float) -> dict[str, object]:
     count = sum(p.view.numel() for p in local_slices(parameters(options, torch.bfloat16), options.shape))
     old = torch.randn(count, device=options.device, dtype=torch.bfloat16)
     new = torch.where(torch.rand(count, device=options.device) < share, -2 * old, old)
-    image, images = old.clone(), (old.clone(), old.clone())
+    image = old.clone()
     delta, (indices, values) = kernels.delta_encode(new, old), delta_in_torch(new, old)
     kernels.delta_apply(image, delta)
     same = torch.equal(delta.indices, indices) and torch.equal(
