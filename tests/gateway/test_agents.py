@@ -18,7 +18,7 @@ from chats import SEPARATED, save
 
 from laminar_hpc.cluster.context import RoleContext
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.config.schema import RunConfig
+from laminar_hpc.config.schema import EnvironmentConfig, RunConfig
 from laminar_hpc.data.tokens import TextDecoder, load_tokenizer
 from laminar_hpc.messages.data import Partial, PromptGroup, VersionSpan
 from laminar_hpc.messages.membership import Welcome
@@ -187,6 +187,28 @@ async def test_an_agent_that_fails_begins_again(folder: Path) -> None:
         assert "unlucky after n" in (short.lost or ""), "a turn that the agent itself has cut is no limit"
         nothing = await rollout.run(rollout.works("obeys"), saying("nothing", "nothing", "nothing"))
         assert "no reward, and reward.function is not set" in (nothing.lost or "")
+
+    await with_agents(folder, "run", test)
+
+
+async def test_a_rollout_that_was_stopped_hears_its_agents(folder: Path) -> None:
+    """An agent that has asked again, and one that has returned, while this process stood still for longer
+    than an agent may be silent."""
+
+    lives, limits = list[str](), EnvironmentConfig()
+
+    def held(text: str) -> str:
+        lives.append(text)
+        limits.timeout_seconds = 3.0
+        asyncio.get_running_loop().call_later(0.0, time.sleep, 4.0)
+        return looking(1)(text)
+
+    async def test(rollout: Rollout) -> None:
+        nonlocal limits
+        limits = rollout.episodes.limits
+        outcome = await rollout.run(work := rollout.works("looks"), held)
+        assert outcome == Outcome() and work.score is not None and work.score.reward == 1
+        assert len(lives) == 2, "it has not begun again"
 
     await with_agents(folder, "run", test)
 

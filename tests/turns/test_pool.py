@@ -3,6 +3,7 @@ hang or die."""
 
 import asyncio
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -221,6 +222,24 @@ async def test_sessions(pool, factory: str) -> None:
         assert json.loads(await second.call("add", {"by": "many"}))["error"].startswith("by: Input should be")
     finally:
         await environments.close()
+
+
+@pytest.mark.parametrize("factory", ["Counter", "Waiting"])
+async def test_a_rollout_that_was_stopped_reads_its_answers(pool, factory: str) -> None:
+    """A reset, a call and a reward that were there while this process stood still, for longer than their
+    limit, are no failures of the environment."""
+    held = asyncio.get_running_loop().call_later
+    made = pool(factory=factory, seconds=2.0)
+    await made.start()
+    try:
+        held(0.05, time.sleep, 3.0)
+        session = await made.open({"start": 1})
+        held(0.0, time.sleep, 3.0)
+        assert "3" in await session.call("add", {"by": 2})
+        held(0.0, time.sleep, 3.0)
+        assert (await session.reward()).reward in (0.3, 3.0)
+    finally:
+        await made.close()
 
 
 async def test_a_row_names_its_environment(pool) -> None:

@@ -8,10 +8,12 @@ Made by agents.py, one for each life of a trajectory.
 """
 
 import asyncio
+import contextlib
 import json
 import time
 from collections.abc import Callable, Sequence
 
+from laminar_hpc.cluster.own_time import own_time, within
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.environments.reward_protocol import Result
 from laminar_hpc.gateway.chat import Chat, Refused, Turn, completion
@@ -57,7 +59,7 @@ class Talk:
 
     async def held(self, agent: asyncio.Task[Result]) -> Outcome:
         """Until the agent has returned, or failed behind a limit. Raises EnvironmentFailed."""
-        since, clock, outcome = time.time(), time.monotonic(), Outcome()
+        since, clock, outcome = time.time(), own_time(), Outcome()
         while (question := await self._next(agent, clock)) is not None:
             try:
                 tokens = await self._given(question, since)
@@ -67,7 +69,7 @@ class Talk:
             outcome = await self._drawn(question, tokens)
             if outcome.moved_away or outcome.lost is not None:
                 return outcome
-            since, clock = time.time(), time.monotonic()
+            since, clock = time.time(), own_time()
         if not self.episode.turns:
             agent.result()
             raise EnvironmentFailed("the agent has ended, and asked the model for nothing")
@@ -75,12 +77,13 @@ class Talk:
 
     async def _next(self, agent: asyncio.Task[Result], since: float) -> Question | None:
         """None: the agent has ended, or takes its time behind a limit. Questions that are refused buy it no
-        time. `since`: when it had its last answer (monotonic)."""
+        time. `since`: when it had its last answer (own_time)."""
         limit = self.episode.limits.timeout_seconds
         asking = asyncio.create_task(self.door.question())
         try:
-            left = max(0.0, since + limit - time.monotonic())
-            await asyncio.wait({asking, agent}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            with contextlib.suppress(TimeoutError):
+                async with within(since + limit - own_time()):
+                    await asyncio.wait({asking, agent}, return_when=asyncio.FIRST_COMPLETED)
             if agent.done():
                 return None
             if asking.done():
