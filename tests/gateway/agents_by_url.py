@@ -2,6 +2,7 @@
 the folder of a test, and imported there by environment workers."""
 
 import asyncio
+import contextlib
 import json
 import os
 
@@ -52,6 +53,14 @@ async def obeys(row: dict, client: AsyncOpenAI, model: str) -> float | None:
     if said in ("no", "n"):
         raise ValueError(f"unlucky after {said}")
     return None if said == "nothing" else 1.0
+
+
+async def careless(row: dict, client: AsyncOpenAI, model: str) -> float:
+    """What is refused is no reason for it to do otherwise, or to say so."""
+    for given in row["asks"]:
+        with contextlib.suppress(APIStatusError):
+            await client.chat.completions.create(**{"model": model, "messages": begin(row)} | given)
+    return 0.0
 
 
 async def tries(row: dict, client: AsyncOpenAI, model: str) -> dict:
@@ -199,7 +208,7 @@ async def run(row: dict, base_url: str, api_key: str, model: str) -> float | dic
     """All of the above."""
     async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
         kinds = {"looks": looks, "tries": tries, "obeys": obeys, "generates": generates, "nemo": nemo}
-        kinds |= {"compacts": compacts, "edits": edits}
+        kinds |= {"careless": careless, "compacts": compacts, "edits": edits}
         return await kinds[row["kind"]](row, client, model)
 
 

@@ -191,6 +191,32 @@ async def test_an_agent_that_fails_begins_again(folder: Path) -> None:
     await with_agents(folder, "run", test)
 
 
+async def test_refused_requests_are_counted(folder: Path) -> None:
+    """Of an agent that says nothing of them and returns a reward, with the first reason; those that meet a
+    limit of the run are told by that. One that was refused all it asked for is lost with the last reason."""
+
+    async def test(rollout: Rollout) -> None:
+        more = [{"messages": [{"role": "user", "content": word}]} for word in ("a", "b")]
+        work = rollout.works("careless", asks=[{}, {"n": 2}, *more, {"model": "gpt"}])
+        assert await rollout.run(work, saying("one")) == Outcome()
+        assert work.score is not None and work.score.reward == 0.0 and work.episode is not None
+        reasons = ["n: one answer", "messages[0] (system) is not", "messages[0] (sys", "there is no model"]
+        for reason, said in zip(reasons, work.episode.refusals, strict=True):
+            assert said.startswith(reason)
+        assert work.episode.figures(time.time())["environment.refused_requests"] == 4
+        rollout.episodes.limits.max_turns = 1
+        begun = [{"role": "user", "content": "a"}]
+        on = [*begun, {"role": "assistant", "content": "one"}, *begun]
+        limited = rollout.works("careless", asks=[{"messages": begun}, {"messages": on}])
+        assert await rollout.run(limited, saying("one")) == Outcome()
+        assert limited.episode is not None and not limited.episode.refusals
+        assert limited.finish_reason == "turns"
+        none = await rollout.run(rollout.works("careless", asks=[{"n": 2}, {"model": "gpt"}]), saying())
+        assert "for nothing; its last request that was refused: there is no model 'gpt'" in (none.lost or "")
+
+    await with_agents(folder, "run", test)
+
+
 async def test_a_rollout_that_was_stopped_hears_its_agents(folder: Path) -> None:
     """An agent that has asked again, and one that has returned, while this process stood still for longer
     than an agent may be silent."""

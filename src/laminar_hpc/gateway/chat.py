@@ -14,6 +14,7 @@ from laminar_hpc.turns.conversation import Messages
 from laminar_hpc.turns.json_values import TOO_DEEP, json_value, too_deep
 
 MODEL = "policy"  # the only model that there is
+LIMITS = ("laminar_limit", "context_length_exceeded")  # codes of refusals by limits of the run
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
 

@@ -16,12 +16,13 @@ from collections.abc import Awaitable, Callable
 import msgspec
 from aiohttp import web
 
-from laminar_hpc.gateway.chat import Refused, events, models, parse
+from laminar_hpc.gateway.chat import LIMITS, Refused, events, models, parse
 from laminar_hpc.gateway.session import Session
 from laminar_hpc.gateway.tokens import parse_prompt
 
 logger = logging.getLogger(__name__)
 MAX_REQUEST = 16 << 20  # bytes
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _CLOSE_SECONDS = 0.2  # for answers that are on their way when all ends
 
 
@@ -32,7 +33,7 @@ class Gateway:
         self._max_tokens, self._branches = max_tokens, branches
         self._sessions: dict[str, Session] = {}
         self._base = ""
-        app = web.Application(client_max_size=MAX_REQUEST, middlewares=[_refusals])
+        app = web.Application(client_max_size=MAX_REQUEST, middlewares=[self._refusals])
         app.router.add_post("/sessions/{session}/v1/chat/completions", self._chat)
         app.router.add_post("/sessions/{session}/inference/v1/generate", self._generate)
         app.router.add_get("/sessions/{session}/v1/models", self._models)
@@ -67,6 +68,21 @@ class Gateway:
 
     # ---- requests ------------------------------------------------------------------------------------------
 
+    @web.middleware
+    async def _refusals(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Every error has a body as OpenAI's clients read it, and is noted unless a limit of the run is its
+        reason."""
+        try:
+            return await handler(request)
+        except Refused as error:
+            why = error
+        except web.HTTPException as error:
+            why = Refused(f"{request.path}: {error.reason}", error.status)
+        session = self._sessions.get(request.match_info.get("session", ""))
+        if session is not None and why.code not in LIMITS and why.status < 500:
+            session.refusals.append(str(why))
+        return _json(why.body(), why.status)
+
     def _session(self, request: web.Request) -> Session:
         """Raises Refused."""
         session = self._sessions.get(request.match_info["session"])
@@ -99,20 +115,6 @@ class Gateway:
             for event in events(body, chat.stream_usage):
                 await response.write(event)
         return response
-
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-
-@web.middleware
-async def _refusals(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Every error has a body as OpenAI's clients read it."""
-    try:
-        return await handler(request)
-    except Refused as why:
-        return _json(why.body(), why.status)
-    except web.HTTPException as error:
-        return _json(Refused(f"{request.path}: {error.reason}", error.status).body(), error.status)
 
 
 def _json(body: dict, status: int = 200) -> web.Response:

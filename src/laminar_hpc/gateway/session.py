@@ -45,6 +45,7 @@ class Session:
         self._asked: asyncio.Queue[Question] = asyncio.Queue()
         self._open: Question | None = None
         self._ended = ""
+        self.refusals: list[str] = []  # reasons, of the agent's requests
 
     # ---- the agent's side ----------------------------------------------------------------------------------
 

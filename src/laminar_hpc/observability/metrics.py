@@ -33,6 +33,7 @@ NOT_CURVES = frozenset(
         "end",
         "restart",
         "reward_error",
+        "refused",
         "given_up",
         "lost",
         "regranted",
