@@ -137,6 +137,30 @@ def dies() -> str:
     return "answered"
 dies.idempotent = True
 
+class Gym:
+    """As in Gymnasium."""
+    size = 4
+
+    def reset(self, **row):
+        return f"at {row['start']}", {"seed": 1}
+
+    def step(self, by: int) -> str:
+        """Goes."""
+        return f"went {by}"
+
+    @classmethod
+    def board(cls, scale: int) -> str:
+        """Its size."""
+        return f"{scale * cls.size} fields"
+
+    @staticmethod
+    def total(x: int, y: int) -> int:
+        """Adds."""
+        return x + y
+
+    def get_reward(self) -> float:
+        return 1.0
+
 class Bare:
     def get_reward(self) -> float:
         return 0.0
@@ -222,6 +246,24 @@ async def test_sessions(pool, factory: str) -> None:
         assert json.loads(await second.call("add", {"by": "many"}))["error"].startswith("by: Input should be")
     finally:
         await environments.close()
+
+
+async def test_methods_of_every_kind(pool) -> None:
+    """Class methods and static ones are tools with all their arguments, as one or the other is in TRL. Of what Gymnasium's reset returns the observation is the model's."""
+    made = pool(factory="Gym", seconds=60.0)
+    await made.start()
+    try:
+        [board, step, total] = [tool["function"] for tool in made.tools[""]]
+        assert (board["name"], list(board["parameters"]["properties"])) == ("board", ["scale"])
+        assert (step["name"], list(step["parameters"]["properties"])) == ("step", ["by"])
+        assert (total["name"], list(total["parameters"]["properties"])) == ("total", ["x", "y"])
+        session = await made.open({"start": 3})
+        assert await session.call("total", {"x": 2, "y": 3}) == "5"
+        assert session.observation == "at 3"
+        assert await session.call("board", {"scale": 2}) == "8 fields"
+        assert await session.call("step", {"by": 2}) == "went 2"
+    finally:
+        await made.close()
 
 
 @pytest.mark.parametrize("factory", ["Counter", "Waiting"])
