@@ -249,7 +249,8 @@ async def test_sessions(pool, factory: str) -> None:
 
 
 async def test_methods_of_every_kind(pool) -> None:
-    """Class methods and static ones are tools with all their arguments, as one or the other is in TRL. Of what Gymnasium's reset returns the observation is the model's."""
+    """Class methods and static ones are tools with all their arguments, as one or the other is in TRL. Of
+    what Gymnasium's reset returns the observation is the model's."""
     made = pool(factory="Gym", seconds=60.0)
     await made.start()
     try:

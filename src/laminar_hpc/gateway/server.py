@@ -21,6 +21,12 @@ from laminar_hpc.gateway.session import Session
 from laminar_hpc.gateway.tokens import parse_prompt
 
 logger = logging.getLogger(__name__)
+_THERE = "POST chat/completions and GET models under base_url, and POST inference/v1/generate beside its v1"
+_INSTEAD = {
+    "responses": "no Responses API, only chat completions: say set_default_openai_api('chat_completions') to "
+    "openai-agents, OpenAIChatModel to pydantic-ai, use_responses_api=False to LangChain's ChatOpenAI",
+    "completions": f"no legacy completions; there is {_THERE}",
+}
 MAX_REQUEST = 16 << 20  # bytes
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _CLOSE_SECONDS = 0.2  # for answers that are on their way when all ends
@@ -37,6 +43,7 @@ class Gateway:
         app.router.add_post("/sessions/{session}/v1/chat/completions", self._chat)
         app.router.add_post("/sessions/{session}/inference/v1/generate", self._generate)
         app.router.add_get("/sessions/{session}/v1/models", self._models)
+        app.router.add_route("*", "/sessions/{session}/{other:.*}", self._other)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=_CLOSE_SECONDS)
 
     async def start(self) -> None:
@@ -87,7 +94,8 @@ class Gateway:
         """Raises Refused."""
         session = self._sessions.get(request.match_info["session"])
         wanted = (session.key if session else secrets.token_urlsafe(32)).encode()
-        bearer = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+        bearer = token if scheme.lower() == "bearer" else ""
         given = request.headers.get("x-api-key", bearer).encode("utf-8", "replace")
         if not hmac.compare_digest(wanted, given) or session is None:
             raise Refused(
@@ -98,6 +106,13 @@ class Gateway:
     async def _models(self, request: web.Request) -> web.StreamResponse:
         self._session(request)
         return _json(models(self._max_tokens))
+
+    async def _other(self, request: web.Request) -> web.StreamResponse:
+        """What there is instead."""
+        self._session(request)
+        path = request.match_info["other"]
+        there = _INSTEAD.get(path.removeprefix("v1/"), f"there is {_THERE}")
+        raise Refused(f"{request.method} {path[:80]!r}: {there}", 404, "not_found")
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         session = self._session(request)

@@ -51,6 +51,7 @@ class Talk:
         self.episode: Episode = work.episode
         self.calls: list[ToolCall] = []  # of the last turn
         self.limited = False  # it has met a limit of the run
+        self.finish = ""  # of the last turn
         self.numbered = 0  # calls
         # by place among the messages: where each was drawn, and from where on its branch is
         self.answers = dict[int, tuple[int, int, int]]()
@@ -195,7 +196,11 @@ class Talk:
             return Outcome(lost="its earlier turns are not what they were")
         if work.partial.count == start:
             return Outcome(lost="the engine returned no token")
+        work.cut(start + self._dialogues.length(chat, tokens_of(work.partial)[start:].tolist()))
+        self.finish = work.finish_reason
         self.limited = work.room == 0
+        if not self.limited:  # a turn that the agent has cut is no trajectory that was
+            work.finish_reason = "stop"
         self.episode.waited(work.waited)
         self.episode.turn(self.seen, work.cached_tokens, time.time() - t0 - work.waited)
         self.seen = len(work.sequence)
@@ -208,7 +213,7 @@ class Talk:
             self.door.answer(generated(self._turn(start, {})), {})
             return
         drawn = tokens_of(self.work.partial)[start:].tolist()
-        content, self.calls = self._dialogues.said(await self._dialogues.of(chat.tools), chat.calls, drawn)
+        content, self.calls = self._dialogues.said(await self._dialogues.of(chat.tools), chat, drawn)
         message: dict = {"role": "assistant", "content": content}
         theirs = dict(message)
         if self.calls:
@@ -236,7 +241,7 @@ class Talk:
             logprobs_of(work.partial)[start:].tolist(),
             texts,
             message,
-            "length" if work.finish_reason == "length" else finish,
+            "length" if self.finish == "length" else finish,
             work.cached_tokens,
         )
 
