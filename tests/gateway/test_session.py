@@ -85,7 +85,8 @@ async def test_a_thought_may_be_left_out(came: dict) -> None:
     with pytest.raises(Refused, match=r"messages\[1\] \(assistant\) is not what it was"):
         await session.ask(chat(USER, {"role": "assistant", "content": "no"}, MORE))
     again = asyncio.create_task(session.ask(chat(USER, {"role": "assistant", **came}, MORE)))
-    question = await session.question()
+    async with asyncio.timeout(10):
+        question = await session.question()
     assert question.more == [MORE] and not question.anew and isinstance(question.chat, Chat)
     assert question.chat.messages == [USER, drawn, MORE]
     session.end("over")
