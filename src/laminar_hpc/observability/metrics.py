@@ -35,6 +35,7 @@ NOT_CURVES = frozenset(
         "end",
         "restart",
         "reward_error",
+        "refused",
         "given_up",
         "lost",
         "regranted",
