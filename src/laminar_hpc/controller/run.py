@@ -82,7 +82,8 @@ def build(
         check_same_prompts(store_path(config), prompts)
         try_rewards(config, say, prompts)
     start, lock = begun.start, begun.lock
-    store = Store(store_directory(config), journal=_journal(config, begun, say), assure=lock.assure)
+    journal = _journal(config, begun, say)
+    store = Store(store_directory(config), journal=journal, assure=lock.assure, say=say)
     epoch = store.get("restore_epoch", -1) + 1
     store.put("restore_epoch", epoch)
     tracker = _tracker(config, store, prompts)

@@ -249,6 +249,7 @@ class Training:
         self._shared.metrics.write("checkpoint", **fields)
         if self._archiving:
             self._archiving.checkpointed()
+        self._store.suspect()
         log.info("checkpoint of step %d in %.1f s: %s", saved.step, saved.seconds, saved.path)
 
     def on_trainer_done(self, _: Member, done: TrainerDone) -> None:
