@@ -4,22 +4,18 @@ import json
 import shutil
 import sqlite3
 from pathlib import Path
-from types import SimpleNamespace
 
 import pandas
 import pytest
 import yaml
-from emulated_run import EmulatedRun
-from short_run import STEPS, record
+from emulated_run import archive
+from short_run import record
 
 from laminar_hpc import cli
 from laminar_hpc.archive import files
 from laminar_hpc.audit.command import main as audit_main
-from laminar_hpc.cluster.checkpoints import checkpoint_path
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.controller import old_steps
-from laminar_hpc.controller.archiving import Archiving
-from laminar_hpc.controller.gone_writers import GoneWriters
 from laminar_hpc.controller.store import Store
 from laminar_hpc.report import rundata, summary
 
@@ -32,25 +28,6 @@ def recorded(tmp_path_factory) -> Path:
 @pytest.fixture
 def run_dir(recorded, tmp_path) -> Path:
     return Path(shutil.copytree(recorded, tmp_path / "run"))
-
-
-def archive(run_dir: Path) -> None:
-    """Two steps, as the controller does when two later checkpoints are there."""
-    for step in (2, 3):
-        checkpoint_path(run_dir, step).mkdir(parents=True, exist_ok=True)
-        (checkpoint_path(run_dir, step) / "state.json").write_text(json.dumps({"step": step}))
-    run = SimpleNamespace(said=[], state=SimpleNamespace(trainer_step=STEPS), store=Store(run_dir))
-    shared = SimpleNamespace(
-        config=SimpleNamespace(run_dir=str(run_dir), archive="all", checkpoint=SimpleNamespace(keep=2)),
-        state=run.state,
-        say=run.said.append,
-        metrics=SimpleNamespace(write=lambda *_, **__: None),
-    )
-    run.archiving = Archiving(shared, run.store, GoneWriters(run_dir, False, 60.0, 0.0))
-    run._limit = lambda: min(run.archiving._limit, STEPS)
-    EmulatedRun.settle(run)
-    assert not run.said and run.store.archived_steps == 2
-    run.store.close()
 
 
 def exported(run_dir: Path, out: Path, *words: str) -> list[dict]:
@@ -175,8 +152,10 @@ def test_old_steps_are_audited_by_their_sums(run_dir, tmp_path, monkeypatch):
     intact = files.path_of(run_dir, 1).read_bytes()
     shutil.copy(files.path_of(run_dir, 2), files.path_of(run_dir, 1))
     told = audited(run_dir)["checks"]["archived responses have theirs"]
-    text = "step 1: step_000001.parquet does not hold what it trained, by the store's sums"
-    assert told["culprits"] == [text]
+    changed, *prompts, sums = told["culprits"]
+    assert changed == "step 1: step_000001.parquet has changed since it was written"
+    assert sums == "step 1: step_000001.parquet does not hold what it trained, by the store's sums"
+    assert not prompts
     files.path_of(run_dir, 1).write_bytes(intact)
     with sqlite3.connect(run_dir / "store.sqlite") as database:
         database.execute("DELETE FROM trajectories WHERE id = (SELECT MAX(id) - 1 FROM trajectories)")

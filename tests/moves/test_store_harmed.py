@@ -8,10 +8,10 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from audits import assert_clean
 from script import Script
 from stand import Stand, assert_every_one_ended_once, small_config
 
+from audits import assert_clean
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.controller.loop import Controller
 from laminar_hpc.controller.store import Store
@@ -55,8 +55,9 @@ def replace(path: Path) -> None:
     ],
 )
 def test_a_live_run_makes_its_store_again(tmp_path, harm: Callable, apart: bool, says: str):
-    """Promise: docs/architecture.md#store-harmed. It is found in the next turn and said once; the run goes on to
-    its end, loses nothing, and its records are clean. The same where the store lies apart, beside a journal."""
+    """Promise: docs/architecture.md#store-harmed. It is found in the next turn and said once; the run goes on
+    to its end, loses nothing, and its records are clean. The same where the store lies apart, beside a
+    journal."""
     config = small_config(tmp_path)
     if apart:
         config.store_dir = str(tmp_path / "apart")
@@ -80,8 +81,8 @@ def test_a_live_run_makes_its_store_again(tmp_path, harm: Callable, apart: bool,
 
 
 def test_harm_within_a_turn_ends_the_run_in_one_line(tmp_path):
-    """Promise: docs/architecture.md#store-harmed. Where a turn reads what was damaged a moment before, the run
-    ends in one line, and the store is as of the last turn: a resume goes on from it."""
+    """Promise: docs/architecture.md#store-harmed. Where a turn reads what was damaged a moment before, the
+    run ends in one line, and the store is as of the last turn: a resume goes on from it."""
     config = small_config(tmp_path)
     script = Script(config)
     store, look = script.controller.store, script.controller.store.look
@@ -113,7 +114,8 @@ def test_harm_within_a_turn_ends_the_run_in_one_line(tmp_path):
 
 
 def test_all_of_it_is_read_at_each_checkpoint(tmp_path):
-    """Promise: docs/architecture.md#store-harmed. Noise that left no trace in the file's times is found there."""
+    """Promise: docs/architecture.md#store-harmed. Noise that left no trace in the file's times is found
+    there."""
     script = Script(small_config(tmp_path))
     store, said = script.controller.store, []
     store._say = said.append

@@ -122,7 +122,7 @@ def read(path: Path, only: Container[int] | None = None) -> Iterator[Whole]:
 
 
 def _rows(batch: pa.RecordBatch) -> Iterator[Whole]:
-    names = (*_RECORD, "reward_parts", "version_spans")
+    names = (*_RECORD, "reward_parts", "version_spans", "step", "staleness")
     lists = {
         name: batch.column(name) for name in ("prompt_tokens", "response_tokens", "logprobs", "mask_runs")
     }
@@ -135,6 +135,10 @@ def _rows(batch: pa.RecordBatch) -> Iterator[Whole]:
             row["trajectory_id"], row["attempt"], tokens, logprobs, spans, runs, row["digest"]
         )
         row["reward_parts"] = json.loads(row["reward_parts"])
+        step, staleness = row.pop("step"), row.pop("staleness")
+        if step is not None and staleness != step - 1 - row["weight_step"]:
+            text = f"trajectory {row['trajectory_id']} of weight step {row['weight_step']}"
+            raise Damaged(f"{text} has staleness {staleness} at step {step}")
         known: dict[str, Any] = {
             "length": len(tokens),
             "trained": response.trained,

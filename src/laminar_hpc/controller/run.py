@@ -157,6 +157,7 @@ def _note_start(controller: Controller, restored_step: int | None, epoch: int) -
         "start",
         restored_step=(state.trainer_step or None) if state.gang else restored_step,
         pipeline=config.pipeline.name,
+        refresh=config.pipeline.refresh,
         epoch=epoch,
         derived=dataclasses.asdict(controller.derived),
         torchrun=torchrun_identity(),

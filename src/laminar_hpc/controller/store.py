@@ -34,6 +34,7 @@ from laminar_hpc.controller.store_layout import LAYOUT, SCHEMA, has_tables
 from laminar_hpc.observability import console
 from laminar_hpc.payload.writer import FOLDER as PAYLOADS
 
+log = logging.getLogger(__name__)
 _CHECK_SECONDS = 5.0  # of a turn, for a look at the whole file
 
 
@@ -47,7 +48,7 @@ class Store:
         read_only: bool = False,
         journal: Journal | None = None,
         assure: Callable[[], None] = lambda: None,
-        say: Callable[[str], None] = logging.getLogger(__name__).warning,
+        say: Callable[[str], None] = log.warning,
     ) -> None:
         """`read_only`: that of another run, which may be a live one, for a replay; only `rows`, to be read,
         `archived_steps` and `run_dir` work. `journal`: gets each transaction first. `assure` raises an error
@@ -57,7 +58,7 @@ class Store:
         try:
             if read_only:
                 uri = f"{self.path.resolve().as_uri()}?mode=ro"
-                self._db = sqlite3.connect(uri, uri=True, isolation_level=None)
+                self._db = sqlite3.connect(uri, uri=True, isolation_level=None, factory=RecordedConnection)
                 self._db.execute("SELECT 1 FROM groups LIMIT 1").fetchone()
                 self._refuse_other_layouts()
                 self.rows = Rows(self._db)

@@ -61,7 +61,7 @@ class MetricsWriter:
         assure: Callable[[], None] = lambda: None,
     ) -> None:
         self._run_dir, self._mirror, self._assure = Path(run_dir), mirror, assure
-        self._file = jsonl.Appender(self._run_dir / "metrics.jsonl")
+        self._file = jsonl.Appender(self._run_dir / "metrics.jsonl", seals=True)
         self._board: SummaryWriter | None = None
         self._newest_step = 0  # of the curves
 
