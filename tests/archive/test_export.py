@@ -57,6 +57,8 @@ def test_the_same_rows_wherever_they_are(run_dir, tmp_path, capsys):
     frame = pandas.read_parquet(tmp_path / "all.parquet")
     assert frame.trajectory_id.tolist() == [r["trajectory_id"] for r in after]
     assert frame.response.tolist() == [r["response"] for r in after]
+    assert cli.run(["export", str(run_dir), "--out", str(tmp_path / "named.parquet")]) == 0
+    assert pandas.read_parquet(tmp_path / "named.parquet").equals(frame)
     files.path_of(run_dir, 1).unlink()
     rest = exported(run_dir, tmp_path / "rest.jsonl")
     assert {r["step"] for r in rest} == {2, 3, None} and "left out: 1 steps" in capsys.readouterr().out
@@ -69,7 +71,9 @@ def test_the_same_rows_wherever_they_are(run_dir, tmp_path, capsys):
         (["--out", "x.csv", "--format", "csv"], "--format csv: use jsonl or parquet"),
         (["--out", "x", "--steps", "1-3"], "--steps 1-3: write A:B"),
         (["--out", "x", "--steps", "3:1"], "--steps 3:1: no step is in it"),
-        (["--out", "config.yaml"], "config.yaml exists; name another file"),
+        (["--out", "metrics.jsonl"], "metrics.jsonl exists; name another file"),
+        (["--out", "y.csv"], "--out y.csv: use jsonl or parquet"),
+        (["--out", "config.yaml"], "--out config.yaml: use jsonl or parquet"),
         (["--out", "missing/x"], "cannot be written"),
     ],
 )

@@ -23,7 +23,9 @@ from laminar_hpc.audit import origins, sealed, steps
 from laminar_hpc.audit.checks import audit
 from laminar_hpc.audit.records import read
 from laminar_hpc.cluster.checkpoints import checkpoint_path
+from laminar_hpc.config.errors import Refused
 from laminar_hpc.controller import old_steps
+from laminar_hpc.controller.same_run import refuse_unsound_source
 from laminar_hpc.controller.seals import UNSEALED_KEY
 from laminar_hpc.controller.store import Store
 from laminar_hpc.observability.jsonl import Appender
@@ -285,3 +287,16 @@ def test_a_run_of_an_earlier_version_is_audited(copy, capsys):
         store.execute("UPDATE meta SET value = '2' WHERE key = 'later'")
     store.close()
     assert culprits(copy) == ["the store's row later of meta is not as the run wrote it"]
+
+
+def test_a_replay_of_it_is_refused(copy, tmp_path):
+    """Promise: docs/data.md. What an audit would object to is not trained again; a sound run is."""
+    config = short_run.configuration(tmp_path)
+    config.source = f"replay:{copy}"
+    refuse_unsound_source(config)
+    with sqlite3.connect(copy / "store.sqlite") as store:
+        store.execute(f"UPDATE trajectories SET reward = 1 - reward WHERE id = {NEWEST}")
+    store.close()
+    with pytest.raises(Refused, match=r"replay:.* its records are not as .*; see laminar audit ") as raised:
+        refuse_unsound_source(config)
+    assert "\n" not in str(raised.value)

@@ -156,5 +156,5 @@ def finished_in_one_order(_: Records, store: StoreRecords) -> Iterator[str | Non
                 else f"groups {other} and {group.id}: both finished as number {order}"
             )
     count = int(store.meta.get("groups_finished", 0))
-    wrong = count != max(seen, default=0)
+    wrong = count < max(seen, default=0)  # the last one may have lost a response since
     yield f"{count} groups were finished, the last as number {max(seen, default=0)}" if wrong else None
