@@ -7,6 +7,7 @@ import sqlite3
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -78,10 +79,13 @@ class TrajectoryRow(msgspec.Struct):
         score = self.parts()
         if score is None:
             return None
-        known = {name: getattr(self, name) for name in Trajectory.__struct_fields__ if hasattr(self, name)}
-        of_score = {name: getattr(score, name) for name in ScorePart.__struct_fields__}
-        names = {"trajectory_id": self.id, "length": self.response_length}
-        return Trajectory(**known | of_score | names)
+        known: dict[str, Any] = {name: getattr(self, name) for name in _SAME}
+        of_score = (score.time_scored, score.reward, score.reward_parts, score.reward_error)
+        names: dict[str, Any] = dict(zip(ScorePart.__struct_fields__, of_score, strict=True))
+        return Trajectory(trajectory_id=self.id, length=self.response_length or 0, **known, **names)
+
+
+_SAME = {*Trajectory.__struct_fields__} & {*TrajectoryRow.__struct_fields__} - {*ScorePart.__struct_fields__}
 
 
 class OldStep(msgspec.Struct):
