@@ -9,7 +9,7 @@ from typing import Any
 
 from laminar_hpc.cluster.context import RoleContext
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.data.tokens import TextDecoder
+from laminar_hpc.data.tokens import TextDecoder, stop_token_ids
 from laminar_hpc.environments.reward_pool import RewardPool, Score
 from laminar_hpc.messages.data import PromptGroup, Sample
 from laminar_hpc.messages.rollouts import Lost, Scored, ScoreOrder
@@ -35,7 +35,8 @@ class Scoring:
         episodes: Episodes | None = None,
     ) -> None:
         self.context, self.pool, self.failed, self.episodes = context, pool, failed, episodes
-        self.decoder = TextDecoder(Path(context.config.model.path))
+        model = Path(context.config.model.path)
+        self.decoder, self._ends = TextDecoder(model), stop_token_ids(model)
         self._tasks: dict[asyncio.Task[None], tuple[str, Sample]] = {}
 
     @property
@@ -149,7 +150,8 @@ class Scoring:
         refused: str = "",
     ) -> None:
         tokens = response.tolist()
-        score = await self.pool.score(group.prompt, self.decoder.text(tokens), group.row, tokens)
+        said = tokens[:-1] if tokens and tokens[-1] in self._ends else tokens  # it need not be marked special
+        score = await self.pool.score(group.prompt, self.decoder.text(said), group.row, tokens)
         self._say(evaluation, sample, score, figures or {}, refused)
 
     def _say(
