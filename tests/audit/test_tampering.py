@@ -304,7 +304,7 @@ def test_a_replay_of_it_is_refused(copy, tmp_path):
 
 
 def test_the_seals_of_many_rows_are_looked_up_by_their_index(copy):
-    """Promise: an audit of 10^5 rows takes seconds: twice as many rows take twice the time, not four times."""
+    """Promise: an audit of 10^5 rows takes seconds: twice as many rows take twice the time."""
     store = Store(copy)
     store._db.executemany("INSERT INTO mismatches VALUES(?, 0.5, 0)", [(i,) for i in range(1000, 41_000)])
     store.close()
