@@ -19,7 +19,7 @@ version=$("$PYTHON" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 [ "$version" = @PYTHON@ ] ||
   die "the parts are for Python @PYTHON@ and $PYTHON is $version: name another with PYTHON=, or pack with --python $version"
 [ ! -e "$VENV" ] || [ -d "$SITE" ] || die "$VENV was not made by unpack.sh: move it away"
-mkdir -p "$SITE"; LOG=$VENV/unpack.log; STAMP=$VENV/carried.stamp; : >"$LOG"
+mkdir -p "$SITE"; LOG=$VENV/unpack.log; STAMP=$VENV/carried.stamp; BUILT=$VENV/built.stamp; : >"$LOG"
 unset PYTHONPATH
 
 stage() { # words, command...
@@ -35,7 +35,7 @@ whole() { # all parts are there, with their sums
   (cd "$PARTS" && sha256sum --quiet -c - <<<"$SUMS" 2>/dev/null) || { echo "a part is damaged: copy it again"; return 1; }
 }
 unpacked() {
-  rm -rf "$SITE" "$STAMP"; mkdir "$SITE"
+  rm -rf "$SITE" "$STAMP" "$BUILT"; mkdir "$SITE"
   (cd "$PARTS" && awk '{print $2}' <<<"$SUMS" | xargs cat) | xz -dc -T0 | tar x -C "$SITE" || return 1
   echo "$SUMS" >"$STAMP"
 }
@@ -73,13 +73,13 @@ for folder in spec.submodule_search_locations or () if spec else ():
 PROGRAM
 }
 extension() {
-  cd "$REPOSITORY"
-  local built; built=$(find src/laminar_hpc -maxdepth 1 -name '_kv*.so')
-  [ -z "$built" ] || [ -n "$(find csrc setup.py -newer "$built")" ] || return 0
-  "$VENV/bin/python" setup.py -q egg_info build_ext --inplace || return 1
+  "$VENV/bin/python" setup.py -q egg_info build_ext --inplace --force || return 1
+  # setup.py leaves out what it cannot build, and says so
   ! grep -E 'without (laminar_hpc|its GPU part)' "$LOG" || return 1
+  "$VENV/bin/python" -c 'import laminar_hpc._kv, laminar_hpc._sums' || return 1
+  touch "$BUILT"
 }
-working() {
+packages() {
   "$VENV/bin/python" - "$SITE/carried.txt" <<'PROGRAM'
 import importlib.metadata as metadata
 import sys
@@ -89,11 +89,8 @@ for line in open(sys.argv[1]).read().split():
     found = metadata.version(name)
     if found != version:
         sys.exit(f"{name} is {found} instead of {version}")
-metadata.version("laminar_hpc")
 import torch
 import triton
-
-import laminar_hpc._kv
 PROGRAM
 }
 
@@ -102,6 +99,9 @@ if [ "$(cat "$STAMP" 2>/dev/null)" != "$SUMS" ]; then
   stage "unpacking" unpacked
 fi
 stage "environment" environment
-stage "extension" extension
-stage "imports" working
+stage "packages" packages  # before the extension, which asks torch for CUDA
+cd "$REPOSITORY"
+if [ ! -e "$BUILT" ] || [ -z "$(find src/laminar_hpc -name '_kv*.so')" ] || [ -n "$(find csrc setup.py -newer "$BUILT")" ]; then
+  stage "extension" extension
+fi
 echo "unpack: ready: $VENV/bin/python in $REPOSITORY, with HF_HUB_OFFLINE=1 and PATH=$VENV/bin:\$PATH"
