@@ -15,6 +15,7 @@ import argparse
 import hashlib
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -74,10 +75,17 @@ def chosen(files: list[Path], have: Path | None) -> dict[str, str]:
     return {name: pin for name, pin in sorted(pins.items()) if name not in absent}
 
 
-def pip(*words: str | Path) -> None:
-    """Raises SystemExit with pip's own error."""
+def pip(room: Path, *words: str | Path) -> None:
+    """Lets pip unpack in `room`, as /tmp may be small. Raises SystemExit with pip's own error."""
     command = [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check", *map(str, words)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    done = subprocess.run(
+        command,
+        env={**os.environ, "TMPDIR": str(room)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
     if done.returncode:
         errors = [line for line in done.stdout.splitlines() if "error" in line.lower()]
         raise SystemExit(f"pip {words[0]} failed: {' '.join((errors or [done.stdout])[-1].split())}")
@@ -90,16 +98,15 @@ def install(pins: dict[str, str], python: str, wheels: Path, tree: Path) -> None
     for platform in (*glibc, "manylinux2014_x86_64", "manylinux2010_x86_64", "manylinux1_x86_64"):
         target += ["--platform", platform]
     local = ["--no-deps", "--find-links", wheels]
-    lines, listed = wheels / "pins.txt", tree / CARRIED
+    room, lines, listed = tree.parent, tree.with_name("pins.txt"), tree / CARRIED
     lines.write_text("\n".join(pin for name, pin in pins.items() if name not in NO_WHEEL))
-    pip("download", *local, *target, "-d", wheels, "-r", lines)
+    pip(room, "download", *local, *target, "-d", wheels, "-r", lines)
     if sources := [pin for name, pin in pins.items() if name in NO_WHEEL]:
         lines.write_text("\n".join(sources))
-        pip("wheel", *local, "--no-build-isolation", "-w", wheels, "-r", lines)
-    lines.unlink()
+        pip(room, "wheel", *local, "--no-build-isolation", "-w", wheels, "-r", lines)
     tree.mkdir()
     listed.write_text("".join(f"{pin.split()[0]}\n" for pin in pins.values()))
-    pip("install", *local, *target, "--no-index", "--no-compile", "--target", tree, "-r", listed)
+    pip(room, "install", *local, *target, "--no-index", "--no-compile", "--target", tree, "-r", listed)
 
 
 def strip(tree: Path, arch: int) -> None:
@@ -116,8 +123,8 @@ def pack(tree: Path, out: Path, python: str, megabytes: int) -> int:
     """Writes the parts of `tree` and unpack.sh, which knows their check sums; returns the bytes of all
     parts."""
     tar = "tar c --sort=name --owner=0 --group=0 --mtime=@0 ."
-    line = f"set -o pipefail; {tar} | xz -T0 | split -b {megabytes}MB -d -a 3 - '{out.resolve()}/part-'"
-    subprocess.run(["bash", "-c", line], cwd=tree, check=True)
+    split = f"split -b {megabytes}MB -d -a 3 - {shlex.quote(str(out.resolve() / 'part-'))}"
+    subprocess.run(["bash", "-c", f"set -o pipefail; {tar} | xz -T0 | {split}"], cwd=tree, check=True)
     parts = sorted(out.glob("part-*"))
     sums = [f"{hashlib.sha256(part.read_bytes()).hexdigest()}  {part.name}" for part in parts]
     script = (HERE / "unpack.sh").read_text().replace("@PYTHON@", python).replace("@SUMS@", "\n".join(sums))
@@ -132,7 +139,6 @@ def main(words: list[str] | None = None) -> None:
         raise SystemExit(f"{options.out} is not empty: name a new folder, or delete what is in it")
     pins = chosen(options.pins, options.have)
     with tempfile.TemporaryDirectory(dir=options.out.resolve().parent) as room:
-        os.environ["TMPDIR"] = room  # of pip, which unpacks there first: /tmp may be small
         wheels, tree = (options.wheels or Path(room) / "wheels").resolve(), Path(room) / "tree"
         wheels.mkdir(parents=True, exist_ok=True)
         print(f"{len(pins)} packages for Python {options.python}", flush=True)

@@ -34,7 +34,6 @@ def carry(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     spec = importlib.util.spec_from_file_location("gpu_carry_main", CARRY / "__main__.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    monkeypatch.setenv("TMPDIR", os.environ.get("TMPDIR", "/tmp"))  # the packer sets it for pip
     return module
 
 
@@ -156,6 +155,7 @@ def wheel(folder: Path) -> Path:
     return path
 
 
+@pytest.mark.timeout(600)  # it compiles the extension
 def test_from_parts_to_an_environment(
     carry: ModuleType, tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
