@@ -256,11 +256,8 @@ def _batch(config: RunConfig) -> Iterator[Rule]:
 
 def _model(config: RunConfig, model: dict) -> Iterator[Rule]:
     tensor, stages = config.trainer.tensor_parallel, config.trainer.pipeline_parallel
-    heads, layers, width = (
-        model["num_attention_heads"],
-        model["num_hidden_layers"],
-        model["intermediate_size"],
-    )
+    heads, layers = model["num_attention_heads"], model["num_hidden_layers"]
+    width = model["intermediate_size"]
     kv_heads = model.get("num_key_value_heads") or heads
     parts = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "intermediate_size": width}
     undivided = _first(f"{name}={value}" for name, value in parts.items() if value % tensor != 0)
