@@ -1,4 +1,4 @@
-"""The resharding kernels on a GPU: pack, delta encode and delta apply against a plain copy, torch eager and
+"""The resharding kernels on a GPU: pack and delta encode against a plain copy, torch eager and
 torch.compile.
 
     python bench/kernels.py --json kernels.json     layers of Qwen2.5-7B's shape, 10 repeats
@@ -18,7 +18,6 @@ bits.
 """
 
 import argparse
-import functools
 import statistics
 import sys
 import time
@@ -90,15 +89,15 @@ def main() -> None:
     torch.manual_seed(0)
     torch._dynamo.config.recompile_limit = 64  # a program for each kind of slice
     rows = [pack_row(options, *cast) for cast in CASTS]
-    deltas = [delta_rows(options, share) for share in CHANGED]
-    counted = [encode for share, (encode, _) in zip(CHANGED, deltas, strict=True) if share <= COUNTED]
+    deltas = [delta_row(options, share) for share in CHANGED]
+    counted = [delta for share, delta in zip(CHANGED, deltas, strict=True) if share <= COUNTED]
     figures = {
         "pack_over_copy": min(row["over copy"] for row in rows),
         "pack_over_compile": min(row["over compile"] for row in rows),
         "delta_over_copy": min(row["over copy"] for row in counted),
         "delta_over_compile": min(row["over compile"] for row in counted),
     }
-    common.finish(options, figures, [*rows, *(row for both in deltas for row in both)], COLUMNS)
+    common.finish(options, figures, [*rows, *deltas], COLUMNS)
     name = torch.cuda.get_device_name() if options.device == "cuda" else "none"
     print(f"GPU {name}; goals: over_copy 0.85, over_compile 1.5")
 
@@ -147,10 +146,6 @@ def one_piece(view: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, t
 def delta_in_torch(new: torch.Tensor, old: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     changed = torch.nonzero(reference.bits(new) != reference.bits(old)).view(-1)
     return changed.to(torch.int32), new[changed]
-
-
-def apply_in_torch(image: torch.Tensor, indices: torch.Tensor, values: torch.Tensor) -> None:
-    image.index_copy_(0, indices.long(), values)
 
 
 # ---- measuring ---------------------------------------------------------------------------------------------
@@ -239,12 +234,12 @@ def pack_row(options: argparse.Namespace, source: torch.dtype, serving: torch.dt
     return row("pack", f"{name_of(source)} -> {name_of(serving)}", moved, options, works)
 
 
-def delta_rows(options: argparse.Namespace, share: float) -> tuple[dict[str, object], dict[str, object]]:
-    """Encode and apply, of a bf16 image as large as the packed layers."""
+def delta_row(options: argparse.Namespace, share: float) -> dict[str, object]:
+    """Encoding of a bf16 image as large as the packed layers; its application gives the new image's bits."""
     count = sum(p.view.numel() for p in local_slices(parameters(options, torch.bfloat16), options.shape))
     old = torch.randn(count, device=options.device, dtype=torch.bfloat16)
     new = torch.where(torch.rand(count, device=options.device) < share, -2 * old, old)
-    image, images = old.clone(), (old.clone(), old.clone())
+    image = old.clone()
     delta, (indices, values) = kernels.delta_encode(new, old), delta_in_torch(new, old)
     kernels.delta_apply(image, delta)
     same = torch.equal(delta.indices, indices) and torch.equal(
@@ -252,21 +247,15 @@ def delta_rows(options: argparse.Namespace, share: float) -> tuple[dict[str, obj
     )
     if not same or not torch.equal(reference.bits(image), reference.bits(new)):
         sys.exit(f"delta of {share:g}: the kernel's indices, values or image are not the reference's")
-    encode, apply = (compiled_by(options, f) for f in (delta_in_torch, apply_in_torch))
-    changed, case = len(indices), f"{share:g} changed"
+    encode = compiled_by(options, delta_in_torch)
     encoding = {
         "ours": lambda: kernels.delta_encode(new, old),
         "eager": lambda: delta_in_torch(new, old),
         "compile": lambda: encode(new, old),
     }
-    applying = {
-        "ours": lambda: kernels.delta_apply(image, delta),
-        "eager": functools.partial(apply_in_torch, images[0], indices, values),
-        "compile": lambda: apply(images[1], indices, values),
-    }
-    written = delta.nbytes
-    first = row("delta encode", case, new.nbytes + old.nbytes + written, options, encoding)
-    return first, row("delta apply", case, written + changed * image.element_size(), options, applying)
+    return row(
+        "delta encode", f"{share:g} changed", new.nbytes + old.nbytes + delta.nbytes, options, encoding
+    )
 
 
 def name_of(dtype: torch.dtype) -> str:

@@ -119,3 +119,23 @@ class EmulatedRun:
 
     def payload_files(self) -> list[Path]:
         return sorted((self.run_dir / FOLDER).iterdir())
+
+
+def archive(run_dir: Path) -> None:
+    """Two of three steps that a run has trained, as the controller does when two later checkpoints are
+    there."""
+    for step in (2, 3):
+        checkpoint_path(run_dir, step).mkdir(parents=True, exist_ok=True)
+        (checkpoint_path(run_dir, step) / "state.json").write_text(json.dumps({"step": step}))
+    run = SimpleNamespace(said=[], state=SimpleNamespace(trainer_step=3), store=Store(run_dir))
+    shared = SimpleNamespace(
+        config=SimpleNamespace(run_dir=str(run_dir), archive="all", checkpoint=SimpleNamespace(keep=2)),
+        state=run.state,
+        say=run.said.append,
+        metrics=SimpleNamespace(write=lambda *_, **__: None),
+    )
+    run.archiving = Archiving(shared, run.store, GoneWriters(run_dir, False, 60.0, 0.0))
+    run._limit = lambda: min(run.archiving._limit, 3)
+    EmulatedRun.settle(run)
+    assert not run.said and run.store.archived_steps == 2
+    run.store.close()

@@ -37,7 +37,7 @@ def test_rows_are_the_responses(tmp_path):
     wholes = [m.whole for m in (made(0, 300, reward=0.25, attempt=2), odd, made(2, 0), made(5, 7))]
     size = files.write(tmp_path, 7, [wholes[:2], wholes[2:]])
     path = files.path_of(tmp_path, 7)
-    assert path.name == "step_000007.parquet" and path.stat().st_size == size
+    assert path.name == "step_000007.parquet" and path.stat().st_size == size.bytes
     back = list(table.read(path))
     assert [b.record for b in back] == [w.record for w in wholes]
     for b, w in zip(back, wholes, strict=True):
@@ -62,7 +62,7 @@ def test_half_the_bytes(tmp_path):
     policy that is certain of two in three; bench/archive.py has more."""
     wholes = [made(i, 2_000).whole for i in range(64)]
     size = files.write(tmp_path, 1, [wholes])
-    assert size / (64 * 2_000) <= BYTES_PER_TOKEN_MAX
+    assert size.bytes / (64 * 2_000) <= BYTES_PER_TOKEN_MAX
 
 
 def test_a_write_that_fails_leaves_no_file(tmp_path):

@@ -4,22 +4,18 @@ import json
 import shutil
 import sqlite3
 from pathlib import Path
-from types import SimpleNamespace
 
 import pandas
 import pytest
 import yaml
-from emulated_run import EmulatedRun
-from short_run import STEPS, record
+from emulated_run import archive
+from short_run import record
 
 from laminar_hpc import cli
 from laminar_hpc.archive import files
 from laminar_hpc.audit.command import main as audit_main
-from laminar_hpc.cluster.checkpoints import checkpoint_path
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.controller import old_steps
-from laminar_hpc.controller.archiving import Archiving
-from laminar_hpc.controller.gone_writers import GoneWriters
 from laminar_hpc.controller.store import Store
 from laminar_hpc.report import rundata, summary
 
@@ -32,25 +28,6 @@ def recorded(tmp_path_factory) -> Path:
 @pytest.fixture
 def run_dir(recorded, tmp_path) -> Path:
     return Path(shutil.copytree(recorded, tmp_path / "run"))
-
-
-def archive(run_dir: Path) -> None:
-    """Two steps, as the controller does when two later checkpoints are there."""
-    for step in (2, 3):
-        checkpoint_path(run_dir, step).mkdir(parents=True, exist_ok=True)
-        (checkpoint_path(run_dir, step) / "state.json").write_text(json.dumps({"step": step}))
-    run = SimpleNamespace(said=[], state=SimpleNamespace(trainer_step=STEPS), store=Store(run_dir))
-    shared = SimpleNamespace(
-        config=SimpleNamespace(run_dir=str(run_dir), archive="all", checkpoint=SimpleNamespace(keep=2)),
-        state=run.state,
-        say=run.said.append,
-        metrics=SimpleNamespace(write=lambda *_, **__: None),
-    )
-    run.archiving = Archiving(shared, run.store, GoneWriters(run_dir, False, 60.0, 0.0))
-    run._limit = lambda: min(run.archiving._limit, STEPS)
-    EmulatedRun.settle(run)
-    assert not run.said and run.store.archived_steps == 2
-    run.store.close()
 
 
 def exported(run_dir: Path, out: Path, *words: str) -> list[dict]:
@@ -80,6 +57,8 @@ def test_the_same_rows_wherever_they_are(run_dir, tmp_path, capsys):
     frame = pandas.read_parquet(tmp_path / "all.parquet")
     assert frame.trajectory_id.tolist() == [r["trajectory_id"] for r in after]
     assert frame.response.tolist() == [r["response"] for r in after]
+    assert cli.run(["export", str(run_dir), "--out", str(tmp_path / "named.parquet")]) == 0
+    assert pandas.read_parquet(tmp_path / "named.parquet").equals(frame)
     files.path_of(run_dir, 1).unlink()
     rest = exported(run_dir, tmp_path / "rest.jsonl")
     assert {r["step"] for r in rest} == {2, 3, None} and "left out: 1 steps" in capsys.readouterr().out
@@ -92,7 +71,9 @@ def test_the_same_rows_wherever_they_are(run_dir, tmp_path, capsys):
         (["--out", "x.csv", "--format", "csv"], "--format csv: use jsonl or parquet"),
         (["--out", "x", "--steps", "1-3"], "--steps 1-3: write A:B"),
         (["--out", "x", "--steps", "3:1"], "--steps 3:1: no step is in it"),
-        (["--out", "config.yaml"], "config.yaml exists; name another file"),
+        (["--out", "metrics.jsonl"], "metrics.jsonl exists; name another file"),
+        (["--out", "y.csv"], "--out y.csv: use jsonl or parquet"),
+        (["--out", "config.yaml"], "--out config.yaml: use jsonl or parquet"),
         (["--out", "missing/x"], "cannot be written"),
     ],
 )
@@ -175,8 +156,10 @@ def test_old_steps_are_audited_by_their_sums(run_dir, tmp_path, monkeypatch):
     intact = files.path_of(run_dir, 1).read_bytes()
     shutil.copy(files.path_of(run_dir, 2), files.path_of(run_dir, 1))
     told = audited(run_dir)["checks"]["archived responses have theirs"]
-    text = "step 1: step_000001.parquet does not hold what it trained, by the store's sums"
-    assert told["culprits"] == [text]
+    changed, *prompts, sums = told["culprits"]
+    assert changed == "step 1: step_000001.parquet has changed since it was written"
+    assert sums == "step 1: step_000001.parquet does not hold what it trained, by the store's sums"
+    assert not prompts
     files.path_of(run_dir, 1).write_bytes(intact)
     with sqlite3.connect(run_dir / "store.sqlite") as database:
         database.execute("DELETE FROM trajectories WHERE id = (SELECT MAX(id) - 1 FROM trajectories)")

@@ -25,10 +25,10 @@ def configuration(folder: Path) -> RunConfig:
     return config
 
 
-def record(folder: Path) -> Path:
+def record(folder: Path, config: RunConfig | None = None) -> Path:
     """The run directory: three steps trained on two weight ids and more, the third after a restore to step 2;
     one group waiting, one being scored, one in progress, one given up; one attempt that was lost."""
-    script = Script(configuration(folder))
+    script = Script(config or configuration(folder))
     config = script.controller.config
     for step in range(2):
         fill(script, step, config.algorithm.prompts_per_step)

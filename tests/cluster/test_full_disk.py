@@ -96,6 +96,7 @@ def test_a_store_that_cannot_grow_keeps_what_it_committed(tmp_path):
         for number in range(100_000):
             store.put(f"lost {number}", number)
     assert is_full_disk(raised.value)
+    store.roll_back()
     store.close()
     assert Store(tmp_path).get("kept", 0) == 1
 

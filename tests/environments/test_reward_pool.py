@@ -151,6 +151,21 @@ async def test_async_calls_overlap():
     assert (await scores("as_object", [{}]))[0].reward == 0.0
 
 
+@pytest.mark.parametrize("function", ["plain", "patient"])
+async def test_a_rollout_that_was_stopped_reads_its_rewards(function):
+    """Calls whose workers have answered while this process stood still, for longer than their limit, have
+    their rewards."""
+    rows = [{"do": "sleep", "seconds": 2.0}] * 4 if function == "plain" else [{}] * 4
+    pool = RewardPool(RewardConfig(function=f"{MODULE}.{function}", workers=4, timeout_seconds=3.0))
+    await pool.start()
+    try:
+        asyncio.get_running_loop().call_later(0.1, time.sleep, 4.0)
+        found = await asyncio.gather(*(pool.score("a prompt", str(i), row) for i, row in enumerate(rows)))
+    finally:
+        await pool.close()
+    assert [score.error for score in found] == [""] * 4 and [s.reward for s in found] == [0.0, 1.0, 2.0, 3.0]
+
+
 async def test_slots_bound_the_calls_in_flight():
     """No more calls than slots run at once, and results keep their order."""
     t0 = time.monotonic()

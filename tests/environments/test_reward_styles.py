@@ -107,6 +107,7 @@ async def test_trl_functions_get_messages_where_the_data_has_messages():
         ("prompt", {"prompt": messages}),
         ("a.b|c", {"c": messages}),
         ("a.b", {"a": {"b": messages}}),
+        ("turns.0.messages", {"turns": [{"messages": messages}]}),
     ):
         found = await scores(
             config("chat", "trl"), ("<user>hello", "four", row, []), prompt_field=prompt_field

@@ -2,10 +2,11 @@
 the folder of a test, and imported there by environment workers."""
 
 import asyncio
+import contextlib
 import json
 import os
 
-from httpx import Response
+from httpx import AsyncClient, Response
 from openai import APIStatusError, AsyncOpenAI, OpenAI
 
 LOOK = {
@@ -52,6 +53,35 @@ async def obeys(row: dict, client: AsyncOpenAI, model: str) -> float | None:
     if said in ("no", "n"):
         raise ValueError(f"unlucky after {said}")
     return None if said == "nothing" else 1.0
+
+
+async def careless(row: dict, client: AsyncOpenAI, model: str) -> float:
+    """What is refused is no reason for it to do otherwise, or to say so."""
+    for given in row["asks"]:
+        with contextlib.suppress(APIStatusError):
+            await client.chat.completions.create(**{"model": model, "messages": begin(row)} | given)
+    return 0.0
+
+
+async def stops(row: dict, client: AsyncOpenAI, model: str) -> float:
+    """Ends its turns by itself, writes its key as it likes, and asks where nothing is; what it saw goes into
+    a file."""
+    messages, seen = begin(row), {"turns": [], "elsewhere": {}}
+    for given in row["turns"]:
+        answer = await client.chat.completions.create(model=model, messages=messages, **given)
+        [choice] = answer.choices
+        seen["turns"].append([choice.message.content, choice.finish_reason])
+        messages += [choice.message.model_dump(), USER]
+    for path in ("responses", "completions", "v1/chat/completions", "embeddings"):
+        try:
+            await client.post(f"/{path}", cast_to=Response, body={})
+        except APIStatusError as error:
+            seen["elsewhere"][path] = [error.status_code, error.body["message"]]
+    async with AsyncClient(headers={"Authorization": f"bearer {client.api_key}"}) as plain:
+        seen["key"] = (await plain.get(f"{client.base_url}models")).status_code
+    with open("stopped.json", "w") as file:
+        json.dump(seen, file)
+    return 1.0
 
 
 async def tries(row: dict, client: AsyncOpenAI, model: str) -> dict:
@@ -199,7 +229,7 @@ async def run(row: dict, base_url: str, api_key: str, model: str) -> float | dic
     """All of the above."""
     async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
         kinds = {"looks": looks, "tries": tries, "obeys": obeys, "generates": generates, "nemo": nemo}
-        kinds |= {"compacts": compacts, "edits": edits}
+        kinds |= {"careless": careless, "stops": stops, "compacts": compacts, "edits": edits}
         return await kinds[row["kind"]](row, client, model)
 
 

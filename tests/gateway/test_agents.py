@@ -18,7 +18,7 @@ from chats import SEPARATED, save
 
 from laminar_hpc.cluster.context import RoleContext
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.config.schema import RunConfig
+from laminar_hpc.config.schema import EnvironmentConfig, RunConfig
 from laminar_hpc.data.tokens import TextDecoder, load_tokenizer
 from laminar_hpc.messages.data import Partial, PromptGroup, VersionSpan
 from laminar_hpc.messages.membership import Welcome
@@ -191,6 +191,93 @@ async def test_an_agent_that_fails_begins_again(folder: Path) -> None:
     await with_agents(folder, "run", test)
 
 
+async def test_turns_that_an_agent_ends(folder: Path) -> None:
+    """By its stop texts, by tokens, or by max_tokens: what was drawn up to there is trained, the token that
+    completes the text included, and the next turn follows on it; the trajectory was not cut. What there is
+    not is answered with what there is."""
+
+    async def test(rollout: Rollout) -> None:
+        letter = rollout.tokenizer.token_to_id("l")
+        turns = [
+            {"stop": ["no", "Observation:"]},
+            {"stop": "call"},
+            {"extra_body": {"stop_token_ids": [letter]}},
+            {"stop": ["nowhere"]},
+            {"max_tokens": 3},
+        ]
+        work = rollout.works("stops", turns=turns)
+        assert await rollout.run(work, saying(*["I call Observation: 4"] * len(turns))) == Outcome()
+        seen = json.loads((folder / "stopped.json").read_text())
+        whole = ["I call ", "stop"], ["I ", "stop"], ["I cal", "stop"], ["I call Observation: 4", "stop"]
+        assert seen["turns"] == [*whole, ["I c", "length"]] and seen["key"] == 200
+        spans, tokens = work.partial.spans, tokens_of(work.partial)
+        drawn = [rollout.text(tokens[span.start : span.end]) for span in spans]
+        ends = ["Observation:", "call", "cal", f"call Observation: 4{END}", "c"]
+        assert drawn == ["I call Observation:", *(f"I {end}" for end in ends[1:])]
+        assert np.count_nonzero(logprobs_of(work.partial)) == sum(span.end - span.start for span in spans)
+        text = rollout.text(tokens)
+        assert all(f"{end.removesuffix(END)}{END}\n<|user|>\ngo on" in text for end in ends[:-1])
+        assert work.finish_reason == "stop", "a turn that the agent has cut is no trajectory that was"
+        for path, words in {
+            "responses": "only chat completions: say set_default_openai_api('chat_completions')",
+            "completions": "no legacy completions; there is POST chat/completions",
+            "v1/chat/completions": "there is POST chat/completions and GET models under base_url",
+            "embeddings": "there is POST chat/completions and GET models under base_url",
+        }.items():
+            status, said = seen["elsewhere"][path]
+            assert status == 404 and words in said and "\n" not in said, said
+
+    await with_agents(folder, "run", test)
+
+
+async def test_refused_requests_are_counted(folder: Path) -> None:
+    """Of an agent that says nothing of them and returns a reward, with the first reason; those that meet a
+    limit of the run are told by that. One that was refused all it asked for is lost with the last reason."""
+
+    async def test(rollout: Rollout) -> None:
+        more = [{"messages": [{"role": "user", "content": word}]} for word in ("a", "b")]
+        work = rollout.works("careless", asks=[{}, {"n": 2}, *more, {"model": "gpt"}])
+        assert await rollout.run(work, saying("one")) == Outcome()
+        assert work.score is not None and work.score.reward == 0.0 and work.episode is not None
+        reasons = ["n: one answer", "messages[0] (system) is not", "messages[0] (sys", "there is no model"]
+        for reason, said in zip(reasons, work.episode.refusals, strict=True):
+            assert said.startswith(reason)
+        assert work.episode.figures(time.time())["environment.refused_requests"] == 4
+        rollout.episodes.limits.max_turns = 1
+        begun = [{"role": "user", "content": "a"}]
+        on = [*begun, {"role": "assistant", "content": "one"}, *begun]
+        limited = rollout.works("careless", asks=[{"messages": begun}, {"messages": on}])
+        assert await rollout.run(limited, saying("one")) == Outcome()
+        assert limited.episode is not None and not limited.episode.refusals
+        assert limited.finish_reason == "turns"
+        none = await rollout.run(rollout.works("careless", asks=[{"n": 2}, {"model": "gpt"}]), saying())
+        assert "for nothing; its last request that was refused: there is no model 'gpt'" in (none.lost or "")
+
+    await with_agents(folder, "run", test)
+
+
+async def test_a_rollout_that_was_stopped_hears_its_agents(folder: Path) -> None:
+    """An agent that has asked again, and one that has returned, while this process stood still for longer
+    than an agent may be silent."""
+
+    lives, limits = list[str](), EnvironmentConfig()
+
+    def held(text: str) -> str:
+        lives.append(text)
+        limits.timeout_seconds = 3.0
+        asyncio.get_running_loop().call_later(0.0, time.sleep, 4.0)
+        return looking(1)(text)
+
+    async def test(rollout: Rollout) -> None:
+        nonlocal limits
+        limits = rollout.episodes.limits
+        outcome = await rollout.run(work := rollout.works("looks"), held)
+        assert outcome == Outcome() and work.score is not None and work.score.reward == 1
+        assert len(lives) == 2, "it has not begun again"
+
+    await with_agents(folder, "run", test)
+
+
 async def test_plain_agents_have_a_process_each(folder: Path) -> None:
     """One that computes for ever is ended, and the one beside it is not held up."""
 
@@ -221,13 +308,15 @@ def nested(levels: int) -> dict:
 DEEP_TOOL = {"type": "function", "function": {"name": "look", "parameters": nested(90)}}
 REFUSED = {
     "model": ({"model": "gpt"}, "there is no model 'gpt' here; it is called 'policy'"),
-    "stop": ({"stop": ["\n"]}, "stop: a turn ends with the model's own stop token"),
+    "stop": ({"stop": ["\n", ""]}, "stop: an empty text stands everywhere"),
     "n": ({"n": 2}, "n: one answer at a time"),
     "least": ({"extra_body": {"min_tokens": 9}}, "min_tokens: the policy is drawn from as it is"),
     "functions": ({"functions": [{"name": "look"}]}, "functions: write them as tools"),
     "format": ({"response_format": {"type": "json_object"}}, "response_format: only text"),
-    "choice": ({"tool_choice": "required", "tools": []}, "tool_choice: auto or none"),
-    "few": ({"max_tokens": 0}, "max_tokens: at least 1"),
+    "choice": ({"tool_choice": {"type": "function"}}, "tool_choice: auto, none or required"),
+    "few": ({"max_tokens": 0}, "max_tokens: a whole number, at least 1"),
+    "half a token": ({"max_tokens": 1.5}, "max_tokens: a whole number, at least 1"),
+    "sound": ({"modalities": ["text", "audio"]}, "modalities: only text"),
     "none": ({"messages": []}, "messages: at least one"),
     "role": ({"messages": [{"role": "ghost", "content": ""}]}, "no role 'ghost'; there is: system"),
     "begun": ({"messages": [{"role": "assistant", "content": "I"}]}, "never begun by others"),
@@ -236,6 +325,28 @@ REFUSED = {
         "messages[0]: text only",
     ),
     "no call": ({"messages": called("{")}, "messages[1]: the arguments of look are no JSON"),
+    **{
+        name: ({"extra_body": {name: value}}, f"{name}: the policy is drawn from as it is")
+        for name, value in {
+            "guided_json": {"type": "object"},
+            "guided_choice": ["a", "b"],
+            "guided_regex": "a+",
+            "regex": "a+",
+            "ebnf": "root ::= a",
+            "json_schema": "{}",
+            "continue_final_message": True,
+            "logit_bias": {"5": 1},
+        }.items()
+    },
+    **{
+        name: ({"extra_body": {name: value}}, f"'{name}': there is no such field here; leave it out")
+        for name, value in {
+            "chat_template_kwargs": {"enable_thinking": False},
+            "reasoning_effort": "low",
+            "web_search_options": {},
+            "nobody_knows": 0,
+        }.items()
+    },
     "half": ({"messages": called('{"key": "\\ud800"}')}, "are JSON with half of a surrogate pair"),
     "deep": ({"messages": called("[" * 5000 + "]" * 5000)}, "are nested deeper than 64 levels"),
     "deep tool": ({"tools": [DEEP_TOOL]}, "tools: nested deeper than 64 levels"),

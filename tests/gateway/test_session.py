@@ -64,6 +64,57 @@ async def test_calls_come_back_as_they_were_meant() -> None:
 
 
 @pytest.mark.parametrize(
+    "came",
+    [
+        {"content": "yes"},
+        {"content": "yes", "reasoning_content": "hm"},
+        {"content": "<think>hm</think>yes"},
+        {"content": " <think>\n hm \n</think>\n\n\nyes "},
+        {"content": [{"type": "text", "text": "yes"}]},
+        {"content": [{"type": "refusal", "refusal": "yes"}]},
+    ],
+)
+async def test_a_thought_may_be_left_out(came: dict) -> None:
+    """Or moved, or set otherwise, as litellm and pydantic-ai do: the answer is the one that was drawn, whose
+    tokens and text stand; another answer behind it is another history."""
+    session, drawn = Session("url", "key"), {"role": "assistant", "content": "<think>\nhm\n</think>\n\nyes"}
+    asking = asyncio.create_task(session.ask(chat(USER)))
+    await session.question()
+    session.answer({}, drawn)
+    await asking
+    with pytest.raises(Refused, match=r"messages\[1\] \(assistant\) is not what it was"):
+        await session.ask(chat(USER, {"role": "assistant", "content": "no"}, MORE))
+    again = asyncio.create_task(session.ask(chat(USER, {"role": "assistant", **came}, MORE)))
+    async with asyncio.timeout(10):
+        question = await session.question()
+    assert question.more == [MORE] and not question.anew and isinstance(question.chat, Chat)
+    assert question.chat.messages == [USER, drawn, MORE]
+    session.end("over")
+    await asyncio.gather(again, return_exceptions=True)
+
+
+def test_what_clients_send_beside_it() -> None:
+    """What openai, openai-agents, pydantic-ai, langgraph, litellm and smolagents send and nothing here heeds
+    is taken, and so is null; and numbers, arguments and keys in the ways that they are written."""
+    sampling = dict.fromkeys(("temperature", "top_p", "top_k", "min_p", "presence_penalty", "seed"), 1)
+    sampling |= dict.fromkeys(("frequency_penalty", "repetition_penalty"), 1.0)
+    books: dict = {"metadata": {"a": "b"}, "store": False, "priority": 1}
+    for name in ("user", "safety_identifier", "service_tier", "prompt_cache_key", "prompt_cache_retention"):
+        books |= {name: "x", "cache_salt": "y", "request_id": "r"}
+    same = {"n": 1, "modalities": ["text"], "response_format": {"type": "text"}, "top_logprobs": 0}
+    null = {"reasoning_effort": None, "functions": None, "logit_bias": {}, "ignore_eos": False}
+    more = {"parallel_tool_calls": False, "prediction": {"type": "content", "content": ""}}
+    stream = {"stream": True, "stream_options": {"include_usage": True, "include_obfuscation": False}}
+    given = sampling | books | same | null | more | stream
+    asked = chat(USER, tool_choice="required", max_tokens=5.0, stop="Observation:", **given)
+    assert (asked.max_tokens, asked.stop, asked.stream_usage) == (5, ["Observation:"], True)
+    for arguments, read in (({"a": [1]}, {"a": [1]}), (None, {}), ("", {}), ('{"b": 2}', {"b": 2})):
+        said = call(arguments)  # type: ignore[arg-type]
+        [_, found, _] = chat(USER, said, MORE).messages
+        assert found["tool_calls"][0]["function"]["arguments"] == read
+
+
+@pytest.mark.parametrize(
     "raw",
     [b"", b"[]", b'{"model": 1}', b'{"messages": []}', b"[" * 100_000, b'"\\ud800"', b'{"model": "\xff"}'],
 )

@@ -15,7 +15,10 @@ from laminar_hpc.rollout.work import Outcome, logprobs_of, tokens_of
 
 SCRIPT = f"(again){END}"
 WRONG = {
-    "stop": ({"sampling_params": {"stop": ["x"]}}, "stop: the policy is drawn from as it is"),
+    "stop": ({"sampling_params": {"stop": ""}}, "stop: an empty text stands everywhere"),
+    "guided": ({"sampling_params": {"guided_regex": "a"}}, "guided_regex: the policy is drawn from as"),
+    "warmth": ({"sampling_params": {"warmth": 1}}, "'warmth': there is no such field here"),
+    "elsewhere": ({"kv_transfer_params": {"a": 1}}, "'kv_transfer_params': there is no such field"),
     "choices": ({"sampling_params": {"n": 2}}, "n: one answer at a time"),
     "bias": ({"sampling_params": {"logit_bias": {"5": 1}}}, "logit_bias: the policy is drawn from"),
     "more": ({"sampling_params": {"logprobs": 5}}, "logprobs: there are those of the drawn tokens only"),

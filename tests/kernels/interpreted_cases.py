@@ -206,10 +206,8 @@ def test_delta(length: int, share: float, dtype: torch.dtype) -> None:
         and found.indices.dtype == torch.int32
     )
     image = old.clone()
-    triton_delta.apply(image, found)
-    by_reference = old.clone()
-    reference.delta_apply(by_reference, expected)
-    assert same_bits(image, new) and same_bits(by_reference, new)
+    reference.delta_apply(image, found)
+    assert same_bits(image, new)
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
@@ -228,4 +226,3 @@ def test_delta_of_nothing() -> None:
     empty = torch.empty(0, dtype=BF16)
     found = triton_delta.encode(empty, empty)
     assert found.indices.numel() == found.values.numel() == 0
-    triton_delta.apply(empty, found)

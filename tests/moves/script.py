@@ -74,13 +74,14 @@ class Script:
         machine: str = "one",
         restored_step: int | None = None,
         trainer: bool = True,
+        say: Callable[[str], None] = lambda _: None,
     ) -> None:
         """`trainer`: it comes and starts at `restored_step`."""
         self.hub = Hub()
         os.makedirs(config.run_dir, exist_ok=True)
         Path(config.run_dir, "config.yaml").write_text(dump_config(config))
         begun = Begun(check(config), Start(restored_step, None), Unlocked(), 0)
-        self.controller = controller_run.build(config, begun, self.hub, 1, "apart", lambda _: None)
+        self.controller = controller_run.build(config, begun, self.hub, 1, "apart", say)
         if trainer:
             self.trainer("", Restored(restored_step))
         self.relay(0, machine)

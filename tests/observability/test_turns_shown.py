@@ -22,6 +22,7 @@ MEANS = {
     "wait_seconds_mean": 0.0,
     "cached_share_mean": 0.96,
     "busy_share_mean": 0.31,
+    "refused_requests_mean": 0.5,
 }
 
 
@@ -35,6 +36,9 @@ def run_dir(tmp_path: Path) -> Path:
         record.update(MEANS if record["kind"] == "step" else {})
     for reason in ("an environment failed: it ended", "all 4 rewards are 0"):
         records.insert(-1, {"kind": "given_up", "time": records[-1]["time"], "group_id": 1, "reason": reason})
+    for reason in ("n: one answer", "stop: none"):
+        of = {"trajectory_id": 1, "text": reason}
+        records.insert(-1, {"kind": "refused", "time": records[-1]["time"], **of})
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return tmp_path / "run"
 
@@ -53,6 +57,7 @@ def test_turns_in_summary_report_and_top(run_dir: Path, capsys: pytest.CaptureFi
     page = document.document(run)
     section = page[page.index("<h2>Turns and tools") :].partition("</section>")[0]
     rows = ["told to the model</td><td>0.250", f"answered, and wrong</td><td>graded</td><td>{wrong}"]
+    rows.append("refused, the first: n: one answer</td><td>told to the agent</td><td>0.500 per trajectory<")
     for words in (*rows, "not trained</td><td>1<"):
         assert words in section, section
     assert top.main([str(run_dir), "--once"]) == 0

@@ -82,7 +82,7 @@ class PlainTrainer:
             overlong = 0.0
             if a.overlong_buffer_tokens:
                 free = longest - a.overlong_buffer_tokens
-                overlong = max(-1.0, min(0.0, (free - sum(t.loss_mask)) / a.overlong_buffer_tokens))
+                overlong = max(-1.0, min(0.0, (free - len(t.loss_mask)) / a.overlong_buffer_tokens))
             rewards.append(t.reward + overlong)
         beta = a.kl_coefficient if a.kl_in_reward else 0.0
         if a.advantage.startswith("reinforce_pp"):

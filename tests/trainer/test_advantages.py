@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from laminar_hpc.config.bounds import allowed
-from laminar_hpc.config.schema import AlgorithmConfig
+from laminar_hpc.config.schema import AlgorithmConfig, RunConfig
+from laminar_hpc.messages.data import Trajectory
 from laminar_hpc.trainer.algorithms.advantages import (
     EPSILON,
     group_advantages,
@@ -18,6 +20,7 @@ from laminar_hpc.trainer.algorithms.advantages import (
     whitened,
 )
 from laminar_hpc.trainer.algorithms.shaping import overlong_punishment, shuffled
+from laminar_hpc.trainer.step.learner import Learner
 
 ADVANTAGES = next(allowed(f).names for f in dataclasses.fields(AlgorithmConfig) if f.name == "advantage")
 
@@ -138,3 +141,16 @@ def test_shuffled_rewards_are_a_permutation_by_seed_and_step() -> None:
     assert shuffled(rewards, 1, 5) == shuffled(rewards, 1, 5)
     assert sorted(shuffled(rewards, 1, 5)) == rewards
     assert len({tuple(shuffled(rewards, seed, step)) for seed in range(3) for step in range(3)}) == 9
+
+
+def test_overlong_punishment_counts_what_is_bounded() -> None:
+    """Of several turns sampling.max_response_tokens bounds all tokens, what tools gave included: a trajectory
+    that was cut there is punished, however few of its tokens are its own."""
+    config = RunConfig()
+    config.sampling.max_response_tokens, config.algorithm.overlong_buffer_tokens = 256, 64
+    lengths = [(256, 150), (224, 10), (192, 192), (150, 150)]
+    records = [
+        Trajectory(i, 0, 0, 0, 0, 0, length, trained, 1, "length", 0.0, 1.0, reward=1.0)
+        for i, (length, trained) in enumerate(lengths)
+    ]
+    assert Learner._rewards(SimpleNamespace(config=config), records, 0) == [0.0, 0.5, 1.0, 1.0]

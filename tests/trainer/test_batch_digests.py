@@ -1,6 +1,8 @@
 """docs/architecture.md#intact-responses: the trainer trains on nothing but what was generated."""
 
+import shutil
 from collections import deque
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,10 +11,12 @@ import tiny
 
 import made
 from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.messages.data import Message
 from laminar_hpc.messages.training import Batch
 from laminar_hpc.payload.writer import FOLDER
-from laminar_hpc.trainer.inbox import Inbox
+from laminar_hpc.trainer import loop
+from laminar_hpc.trainer.inbox import Inbox, Unreadable
 from laminar_hpc.trainer.step.batch import StepBatch
 
 
@@ -64,3 +68,41 @@ def test_a_changed_response_ends_the_run_in_one_line(world, tmp_path, what):
     step = taken(tmp_path, Batch(7, groups, 4, ""))
     with pytest.raises(LaminarError, match=r"^the response of trajectory 5 .* laminar audit RUN_DIR$"):
         step.read(step.planned)
+
+
+def test_another_batch_is_asked_for(world, tmp_path):
+    """docs/architecture.md#intact-responses: a step whose responses cannot all be read asks for another batch
+    and names them, before anything is trained; where none can be read, the run ends: that is the file
+    system."""
+    groups = made.groups(tmp_path, tiny.make_batch(0))
+    whole = made.groups(tmp_path, tiny.make_batch(1))
+    place = groups[1].trajectories[1].place
+    with open(tmp_path / FOLDER / place.file, "rb+") as file:
+        file.seek(place.offset + place.size - 1)
+        file.write(b"\xff")
+    channel = Channel(Batch(7, groups, 4, ""), Batch(7, whole, 4, ""))
+    sent = list[Message]()
+    channel.send = sent.append
+    config = RunConfig()
+    inbox = Inbox(
+        SimpleNamespace(channel=channel, config=config, run_dir=tmp_path),
+        SimpleNamespace(advance=lambda: None, enter=lambda phase: None),
+    )
+    trained = []
+
+    def train(batch: StepBatch, *_: object) -> dict[str, float]:
+        trained.append([r.trajectory_id for r in batch.read(batch.planned)])
+        return {"trajectories": 1.0}
+
+    context = SimpleNamespace(config=config, trace=SimpleNamespace(span=lambda *_, **__: nullcontext()))
+    learner = SimpleNamespace(train=train, mismatches={})
+    done = loop._train(context, inbox, learner, None, SimpleNamespace(enter=lambda phase: None), 7)
+    assert done is not None and trained == [[t.trajectory_id for g in whole for t in g.trajectories]]
+    bad = groups[1].trajectories[1].trajectory_id
+    assert [[s.trajectory_id for s in message.unreadable] for message in sent] == [[], [bad]]
+    assert f"the response of trajectory {bad} is not in" in sent[1].why
+    shutil.rmtree(tmp_path / FOLDER)
+    step = taken(tmp_path, Batch(7, groups, 4, ""))
+    with pytest.raises(LaminarError) as raised:
+        step.read(step.planned)
+    assert not isinstance(raised.value, Unreadable)

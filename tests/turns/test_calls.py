@@ -74,6 +74,24 @@ def test_what_a_model_says(tmp_path: Path) -> None:
         assert isinstance(found, Malformed) and words in found.reason, text
 
 
+def test_a_call_that_was_thought_of_is_not_made(tmp_path: Path) -> None:
+    """Calls count behind the thought, as for SGLang's and vLLM's reasoning parsers: also where the prompt has
+    begun it, and where it does not end."""
+    render = with_tools(str(save(tmp_path / "model", SEPARATED, ["<|end|>"])), TOOLS)
+    made, other = call('{"name": "add", "arguments": {"a": 1}}'), call("{")
+    for parser, begin in (
+        (CallParser(TOOLS, render), "<think>\n"),
+        (CallParser(TOOLS, lambda messages: render(messages) + "<think>\n"), ""),
+    ):
+        for thought in (made, other, "perhaps"):
+            text = f"{begin}{thought}\n</think>\n\n"
+            assert parser.split(f"{text}5") == (f"{text}5", [])
+            beside, found = parser.split(text + made)
+            assert found == [ToolCall("add", {"a": 1})] and beside.split("</think>")[1].strip() == "so"
+            assert isinstance(parser.calls(text + other), Malformed)
+            assert parser.calls(f"{begin}{thought}") == []
+
+
 def test_the_parser_is_that_of_the_template(tmp_path: Path) -> None:
     """Another format is read by another parser; a template without one is refused."""
     pythonic = str(save(tmp_path / "pythonic", PYTHONIC, ["<|end|>"]))

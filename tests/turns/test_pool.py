@@ -3,6 +3,7 @@ hang or die."""
 
 import asyncio
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -136,6 +137,30 @@ def dies() -> str:
     return "answered"
 dies.idempotent = True
 
+class Gym:
+    """As in Gymnasium."""
+    size = 4
+
+    def reset(self, **row):
+        return f"at {row['start']}", {"seed": 1}
+
+    def step(self, by: int) -> str:
+        """Goes."""
+        return f"went {by}"
+
+    @classmethod
+    def board(cls, scale: int) -> str:
+        """Its size."""
+        return f"{scale * cls.size} fields"
+
+    @staticmethod
+    def total(x: int, y: int) -> int:
+        """Adds."""
+        return x + y
+
+    def get_reward(self) -> float:
+        return 1.0
+
 class Bare:
     def get_reward(self) -> float:
         return 0.0
@@ -221,6 +246,43 @@ async def test_sessions(pool, factory: str) -> None:
         assert json.loads(await second.call("add", {"by": "many"}))["error"].startswith("by: Input should be")
     finally:
         await environments.close()
+
+
+async def test_methods_of_every_kind(pool) -> None:
+    """Class methods and static ones are tools with all their arguments, as one or the other is in TRL. Of
+    what Gymnasium's reset returns the observation is the model's."""
+    made = pool(factory="Gym", seconds=60.0)
+    await made.start()
+    try:
+        [board, step, total] = [tool["function"] for tool in made.tools[""]]
+        assert (board["name"], list(board["parameters"]["properties"])) == ("board", ["scale"])
+        assert (step["name"], list(step["parameters"]["properties"])) == ("step", ["by"])
+        assert (total["name"], list(total["parameters"]["properties"])) == ("total", ["x", "y"])
+        session = await made.open({"start": 3})
+        assert await session.call("total", {"x": 2, "y": 3}) == "5"
+        assert session.observation == "at 3"
+        assert await session.call("board", {"scale": 2}) == "8 fields"
+        assert await session.call("step", {"by": 2}) == "went 2"
+    finally:
+        await made.close()
+
+
+@pytest.mark.parametrize("factory", ["Counter", "Waiting"])
+async def test_a_rollout_that_was_stopped_reads_its_answers(pool, factory: str) -> None:
+    """A reset, a call and a reward that were there while this process stood still, for longer than their
+    limit, are no failures of the environment."""
+    held = asyncio.get_running_loop().call_later
+    made = pool(factory=factory, seconds=2.0)
+    await made.start()
+    try:
+        held(0.05, time.sleep, 3.0)
+        session = await made.open({"start": 1})
+        held(0.0, time.sleep, 3.0)
+        assert "3" in await session.call("add", {"by": 2})
+        held(0.0, time.sleep, 3.0)
+        assert (await session.reward()).reward in (0.3, 3.0)
+    finally:
+        await made.close()
 
 
 async def test_a_row_names_its_environment(pool) -> None:

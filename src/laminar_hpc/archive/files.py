@@ -6,7 +6,7 @@ import re
 from collections.abc import Container, Iterable, Iterator
 from pathlib import Path
 
-from laminar_hpc.cluster.durable import seal, sync_folder
+from laminar_hpc.cluster.durable import FileSum, seal, sync_folder
 from laminar_hpc.payload.whole import Whole
 from laminar_hpc.policies.retention import kept
 
@@ -26,8 +26,8 @@ def steps(run_dir: Path) -> list[int]:
     return sorted(int(found[1]) for found in map(_NAME.fullmatch, names) if found)
 
 
-def write(run_dir: Path, step: int, parts: Iterable[list[Whole]]) -> int:
-    """The bytes of the step's file, which replaces one that may be there; `parts` are written one after the
+def write(run_dir: Path, step: int, parts: Iterable[list[Whole]]) -> FileSum:
+    """The sum of the step's file, which replaces one that may be there; `parts` are written one after the
     other. Raises OSError and layout.Damaged, and then there is no such file."""
     from laminar_hpc.archive import table
 
@@ -38,12 +38,12 @@ def write(run_dir: Path, step: int, parts: Iterable[list[Whole]]) -> int:
         with table.writer(beside) as file:
             for part in parts:
                 file.write_batch(table.batch_of(step, part))
-        size = seal(beside).bytes
+        found = seal(beside)
         beside.rename(path)
     finally:
         beside.unlink(missing_ok=True)
     sync_folder(path.parent)
-    return size
+    return found
 
 
 def read(path: Path, only: Container[int] | None = None) -> Iterator[Whole]:

@@ -122,19 +122,22 @@ def read(path: Path, only: Container[int] | None = None) -> Iterator[Whole]:
 
 
 def _rows(batch: pa.RecordBatch) -> Iterator[Whole]:
-    names = (*_RECORD, "reward_parts", "version_spans")
-    lists = {
-        name: batch.column(name) for name in ("prompt_tokens", "response_tokens", "logprobs", "mask_runs")
-    }
+    names = (*_RECORD, "reward_parts", "version_spans", "step", "staleness")
+    lists = [
+        (column.offsets.to_numpy(), column.values.to_numpy(zero_copy_only=False))
+        for column in map(batch.column, ("prompt_tokens", "response_tokens", "logprobs", "mask_runs"))
+    ]
     for i, row in enumerate(batch.select(names).to_pylist()):
         spans = [VersionSpan(**span) for span in row.pop("version_spans")]
-        prompt, tokens, logprobs, runs = (
-            column[i].values.to_numpy(zero_copy_only=False) for column in lists.values()
-        )
+        prompt, tokens, logprobs, runs = (values[offsets[i] : offsets[i + 1]] for offsets, values in lists)
         response = Response(
             row["trajectory_id"], row["attempt"], tokens, logprobs, spans, runs, row["digest"]
         )
         row["reward_parts"] = json.loads(row["reward_parts"])
+        step, staleness = row.pop("step"), row.pop("staleness")
+        if step is not None and staleness != step - 1 - row["weight_step"]:
+            text = f"trajectory {row['trajectory_id']} of weight step {row['weight_step']}"
+            raise Damaged(f"{text} has staleness {staleness} at step {step}")
         known: dict[str, Any] = {
             "length": len(tokens),
             "trained": response.trained,

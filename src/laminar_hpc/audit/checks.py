@@ -4,10 +4,11 @@ A check is a function that looks at one thing after the other and yields a line 
 promise, None for each that keeps it.
 """
 
+import sqlite3
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
-from laminar_hpc.audit import archived, origins, steps, trajectories
+from laminar_hpc.audit import archived, origins, sealed, steps, trajectories
 from laminar_hpc.audit.records import Records, StoreRecords
 
 SHOWN = 10  # culprits of one check
@@ -24,7 +25,7 @@ class Finding:
 
     def take(self, lines: Iterable[str | None]) -> "Finding":
         """A line for a culprit, None for a thing that is as it should be."""
-        for line in lines:
+        for line in _all(lines):
             self.looked_at += 1
             if line is not None:
                 self.wrong += 1
@@ -33,22 +34,35 @@ class Finding:
         return self
 
 
+def _all(lines: Iterable[str | None]) -> Iterator[str | None]:
+    try:
+        yield from lines
+    except (ValueError, TypeError, sqlite3.Error) as error:  # a value of the records is none of ours
+        yield f"what is on record cannot be checked ({error})"
+
+
 Check = Callable[[Records, StoreRecords], Iterator[str | None]]
 
 
 CHECKS: dict[str, Check] = {
     "every step has its groups": steps.batches_are_whole,
     "trained as the trainer says, once": steps.trained_once,
+    "figures of each step are its batch's": steps.figures_agree,
+    "staleness is within its bound": steps.staleness_is_bounded,
     "all ids are on record": trajectories.all_on_record,
     "each trajectory has one state": trajectories.one_state_each,
+    "scores agree with their rows": trajectories.scores_agree,
     "groups and trajectories agree": trajectories.groups_agree,
     "given up for a reason": trajectories.given_up_for_a_reason,
     "finished in one order": trajectories.finished_in_one_order,
     "weight ids rise": origins.weight_ids_rise,
     "weight ids have one step": origins.weight_ids_are_known,
     "attempts rise": origins.attempts_rise,
+    "one policy, unless they may mix": origins.one_policy,
     "responses have their digests": origins.responses_are_intact,
     "archived responses have theirs": archived.archived_are_intact,
+    "rows are as they were written": sealed.rows_are_as_written,
+    "metrics are as they were written": sealed.lines_are_as_written,
 }
 
 

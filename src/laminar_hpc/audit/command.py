@@ -8,6 +8,7 @@ from pathlib import Path
 
 from laminar_hpc.audit.checks import Finding, audit
 from laminar_hpc.audit.records import Records, read
+from laminar_hpc.audit.sealed import not_proven
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.controller.old_steps import GIVEN_UP
 
@@ -64,6 +65,7 @@ def _summary(records: Records, findings: list[Finding]) -> dict:
         "newest_checkpoint": max(records.checkpoints, default=None),
         "trajectories": {meaning: states.pop(state, 0) for state, meaning in _MEANINGS.items()},
         "given_up_because": dict(reasons.most_common()),
+        "not_proven": not_proven(records),
         "checks": [
             {"name": f.name, "looked_at": f.looked_at, "wrong": f.wrong, "culprits": f.culprits}
             for f in findings
@@ -83,7 +85,7 @@ def _lines(summary: dict, findings: list[Finding]) -> list[str]:
     lines += [f"  given up: {count:,} because {why}" for why, count in summary["given_up_because"].items()]
     lines += ["", f"{'check':<36}{'looked at':>12}{'wrong':>8}"]
     lines += [f"{f.name:<36}{f.looked_at:>12,}{f.wrong or '-':>8}" for f in findings]
-    lines.append("")
+    lines += ["", *([summary["not_proven"], ""] if summary["not_proven"] else [])]
     for finding in findings:
         if finding.wrong:
             lines.append(f"{finding.name}:")

@@ -40,6 +40,16 @@ def weight_ids_are_known(records: Records, store: StoreRecords) -> Iterator[str 
             yield None
 
 
+def one_policy(records: Records, store: StoreRecords) -> Iterator[str | None]:
+    """Of each trajectory, unless a launch had a pipeline that mixes policies."""
+    pipelines = {launch.refresh for launch in records.launches}
+    if None in pipelines:
+        pipelines.add((records.config.get("pipeline") or {}).get("refresh"))
+    for t in store.trajectories if "interrupt" not in pipelines else ():
+        wrong = t.policies not in (None, 1)
+        yield f"trajectory {t.id}: {t.policies} policies drew its tokens" if wrong else None
+
+
 def attempts_rise(records: Records, store: StoreRecords) -> Iterator[str | None]:
     """No attempt is older than one that was lost; what is complete is of a later one."""
     lost: dict[int, int] = {}
@@ -59,7 +69,7 @@ def attempts_rise(records: Records, store: StoreRecords) -> Iterator[str | None]
 
 def responses_are_intact(_: Records, store: StoreRecords) -> Iterator[str | None]:
     """Tokens and log-probs have the digest that their replica gave them."""
-    rows = {t.id: t for t in store.trajectories}
+    rows, published = {t.id: t for t in store.trajectories}, {weights.id for weights in store.weights}
     for trajectory_id, response in store.responses():
         row = rows.get(trajectory_id)
         if row is None:
@@ -78,5 +88,11 @@ def responses_are_intact(_: Records, store: StoreRecords) -> Iterator[str | None
         elif len(response.tokens) != row.response_length:
             count = len(response.tokens)
             yield f"trajectory {row.id}: {count} tokens, {row.response_length} on record"
+        elif response.trained != row.trained:
+            yield f"trajectory {row.id}: {response.trained} drawn tokens, {row.trained} on record"
+        elif len(drawn_by := {span.weight_id for span in response.spans}) != row.policies:
+            yield f"trajectory {row.id}: {len(drawn_by)} policies drew its tokens, {row.policies} on record"
+        elif not drawn_by <= published:
+            yield f"trajectory {row.id}: drawn by weight ids {sorted(drawn_by - published)}, not in the store"
         else:
             yield None

@@ -7,15 +7,18 @@ import sqlite3
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from laminar_hpc.cluster.checkpoints import checkpoint_path, steps
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.controller.read_only import connect_read_only
+from laminar_hpc.controller.seals import ALL_SEALED, ARCHIVE, PROMPTS, seal_of
 from laminar_hpc.controller.store_copy import readable_store
 from laminar_hpc.controller.store_layout import has_tables
-from laminar_hpc.messages.data import Place
+from laminar_hpc.messages.data import Place, ScorePart, Trajectory
+from laminar_hpc.messages.wire import decode_score
 from laminar_hpc.observability import jsonl
 from laminar_hpc.payload.layout import Response
 from laminar_hpc.payload.reader import read as read_payloads
@@ -50,6 +53,39 @@ class TrajectoryRow(msgspec.Struct):
     digest: str | None
     scored: int
     stored: int  # its response is there
+    replica: int | None
+    step_finished: int | None
+    reward: float | None
+    accuracy: float | None
+    finish_reason: str | None
+    reward_error: str | None
+    time_started: float | None
+    time_finished: float | None
+    time_scored: float | None
+    trained: int | None
+    policies: int | None
+    moves: int | None
+    score: bytes | None
+
+    def parts(self) -> ScorePart | None:
+        """Its score; None where there is none that can be read."""
+        try:
+            return decode_score(self.score) if self.score else None
+        except msgspec.DecodeError:
+            return None
+
+    def record(self) -> Trajectory | None:
+        """As the archive has it; None without a score."""
+        score = self.parts()
+        if score is None:
+            return None
+        known: dict[str, Any] = {name: getattr(self, name) for name in _SAME}
+        of_score = (score.time_scored, score.reward, score.reward_parts, score.reward_error)
+        names: dict[str, Any] = dict(zip(ScorePart.__struct_fields__, of_score, strict=True))
+        return Trajectory(trajectory_id=self.id, length=self.response_length or 0, **known, **names)
+
+
+_SAME = {*Trajectory.__struct_fields__} & {*TrajectoryRow.__struct_fields__} - {*ScorePart.__struct_fields__}
 
 
 class OldStep(msgspec.Struct):
@@ -77,6 +113,8 @@ class Launch:
 
     restored: int
     trajectories_per_step: int | None
+    derived: dict  # as its line in metrics.jsonl has it; of an older version empty
+    refresh: str | None  # pipeline.refresh
     steps: list[dict] = field(default_factory=list)
 
 
@@ -92,6 +130,7 @@ class StoreRecords:
     connection: sqlite3.Connection
     run_dir: Path  # where its payload files are
     store_dir: str | None  # as the configuration has it
+    seals: dict[tuple[str, int], int | str]  # of prompts and of the archive's files
 
     def responses(self) -> Iterator[tuple[int, Response | str | None]]:
         """(trajectory id, its response, or why it cannot be read); None where a live run has archived it."""
@@ -107,6 +146,15 @@ class StoreRecords:
                     yield i, found
         there = self._have_places() if unread else set()
         yield from ((i, why if i in there else None) for i, why in unread.items())
+
+    def archive_seal(self, step: int) -> str:
+        """The SHA-256 of the archive's file of a step, from 1; "" where none is known."""
+        return str(self.seals.get((ARCHIVE, step), ""))
+
+    def is_sealed_prompt(self, group_id: int, tokens: bytes) -> bool:
+        """Whether a group had this prompt; True also where an earlier version noted nothing of it."""
+        known = self.seals.get((PROMPTS, group_id))
+        return known == seal_of((group_id, tokens)) or (known is None and ALL_SEALED not in self.meta)
 
     def _read(self, some: list[tuple[int, Place]]) -> Sequence[Response | str]:
         try:
@@ -134,6 +182,11 @@ class Records:
     checkpoints: dict[int, dict | None]  # step -> its state.json
     store: StoreRecords | None
     damage: str = ""
+
+    @property
+    def all_sealed(self) -> bool:
+        """Whether all that can have a seal has had one from the beginning."""
+        return self.store is not None and ALL_SEALED in self.store.meta
 
     @property
     def is_replay(self) -> bool:
@@ -188,11 +241,12 @@ def _metrics(path: Path) -> tuple[list[Launch], dict[str, list[dict]]]:
         kind = str(record.get("kind"))
         if kind in ("start", "restored") or not launches:
             restored = max(0, record.get("restored_step") or 0)
-            size = launches[-1].trajectories_per_step if launches else None
-            size = (record.get("derived") or {}).get("trajectories_per_step", size)
-            if kind == "restored" and not launches[-1].steps:
+            before = launches[-1] if launches else Launch(0, None, {}, None)
+            derived = record.get("derived") or before.derived
+            size = derived.get("trajectories_per_step", before.trajectories_per_step)
+            if kind == "restored" and launches and not launches[-1].steps:
                 launches.pop()
-            launches.append(Launch(restored, size))
+            launches.append(Launch(restored, size, derived, record.get("refresh", before.refresh)))
         if kind == "step":
             launches[-1].steps.append(record)
         else:
@@ -213,8 +267,7 @@ def _store(connection: sqlite3.Connection, run_dir: Path, store_dir: str | None)
     """All but the responses, which follow from the same snapshot."""
     connection.execute("BEGIN")
     rows = connection.execute(
-        "SELECT id, group_id, sample_index, attempt, state, weight_id, weight_step, consumed_step, "
-        "response_length, digest, score IS NOT NULL AS scored, trajectory_id IS NOT NULL AS stored "
+        "SELECT trajectories.*, score IS NOT NULL AS scored, trajectory_id IS NOT NULL AS stored "
         "FROM trajectories LEFT JOIN responses ON trajectory_id = id ORDER BY id"
     )
     trajectories = [msgspec.convert(row, TrajectoryRow) for row in _named(rows)]
@@ -233,7 +286,16 @@ def _store(connection: sqlite3.Connection, run_dir: Path, store_dir: str | None)
         connection,
         run_dir,
         store_dir,
+        _seals(connection),
     )
+
+
+def _seals(connection: sqlite3.Connection) -> dict[tuple[str, int], int | str]:
+    if not connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'seals'").fetchone():
+        return {}
+    sql = "SELECT kind, a, digest FROM seals WHERE b = '' AND kind IN (?, ?)"
+    rows = connection.execute(sql, (PROMPTS, ARCHIVE))
+    return {(kind, a): digest for kind, a, digest in rows}
 
 
 def _named(cursor: sqlite3.Cursor) -> Iterator[dict]:

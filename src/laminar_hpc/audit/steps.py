@@ -4,10 +4,26 @@ A trajectory that was trained twice is missing from the first of both steps, sin
 of each: so every step must have its groups, and as many trajectories and tokens as the trainer was given.
 """
 
+import contextlib
+import math
 from collections import defaultdict
 from collections.abc import Iterator
+from pathlib import Path
 
 from laminar_hpc.audit.records import Records, StoreRecords
+from laminar_hpc.cluster import checkpoints
+from laminar_hpc.cluster.signatures import key_path, objection, read_key
+from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.config.load import read_config
+from laminar_hpc.messages.data import Trajectory
+from laminar_hpc.policies.metrics import batch_metrics
+
+_FIGURES = (
+    *("reward_mean", "accuracy_mean", "reward_error_count", "truncated_fraction"),
+    *("response_length_mean", "response_length_max", "versions_per_trajectory_max"),
+    *("staleness_generation_mean", "staleness_generation_max"),
+    *("staleness_training_mean", "staleness_training_max"),
+)
 
 
 def steps_follow(records: Records) -> Iterator[str | None]:
@@ -38,7 +54,25 @@ def _checkpoint_damage(records: Records, step: int, state: dict | None) -> str |
     store_id = records.store.meta.get("store_id") if records.store else None
     if store_id and state.get("store_id", store_id) not in ("", store_id):
         return f"checkpoint of step {step}: it belongs to store {state['store_id']}, the run has {store_id}"
+    if step == max(records.checkpoints):  # all of it is read
+        path = checkpoints.checkpoint_path(records.run_dir, step)
+        with contextlib.suppress(FileNotFoundError), checkpoints.reading(path):
+            wrong = ""
+            if checkpoints.is_listed(path) or "files" in state:
+                wrong = checkpoints.damage(path) or _signature_damage(records.run_dir, path)
+            return f"checkpoint of step {step}: {wrong}" if wrong else None
     return None
+
+
+def _signature_damage(run_dir: Path, checkpoint: Path) -> str:
+    """Nothing can be said without the key."""
+    try:
+        config = read_config(run_dir / "config.yaml")
+        return objection(config, run_dir, checkpoint) if read_key(key_path(config, run_dir)) else ""
+    except checkpoints.Damaged as error:
+        return str(error)
+    except LaminarError:
+        return ""
 
 
 def batches_are_whole(records: Records, store: StoreRecords) -> Iterator[str | None]:
@@ -87,3 +121,45 @@ def trained_once(records: Records, store: StoreRecords) -> Iterator[str | None]:
             if wrong
             else None
         )
+
+
+def figures_agree(records: Records, store: StoreRecords) -> Iterator[str | None]:
+    """What a step's line in metrics.jsonl says of rewards, accuracy, lengths, staleness and policies is what
+    its trajectories in the store give."""
+    batches: dict[int, list[Trajectory]] = defaultdict(list)
+    for t in store.trajectories:
+        if t.consumed_step is not None and (record := t.record()) is not None:
+            batches[t.consumed_step].append(record)
+    for step, line in records.history().items():
+        if records.is_replay or step > records.steps_kept() or step - 1 in store.old_steps:
+            continue
+        try:
+            known = batch_metrics(batches[step - 1], 0, step - 1)
+        except (TypeError, ZeroDivisionError):  # columns without a value, or none at all
+            yield f"step {step - 1}: the store does not have what its figures are made of"
+            continue
+        said = {name: line[name] for name in _FIGURES if line.get(name) is not None}
+        wrong = [n for n, of in said.items() if not math.isclose(of, known[n], rel_tol=1e-6, abs_tol=1e-9)]
+        yield (
+            f"step {step - 1}: {wrong[0]} {said[wrong[0]]:.6g} in metrics.jsonl, {known[wrong[0]]:.6g} by "
+            "the store"
+            if wrong
+            else None
+        )
+
+
+def staleness_is_bounded(records: Records, store: StoreRecords) -> Iterator[str | None]:
+    """By pipeline.max_staleness of the launch that trained it, or of an earlier one by which it was
+    granted."""
+    bounds, bound = dict[int, float](), 0.0
+    for launch in records.launches:
+        if "max_staleness" not in launch.derived:  # of a version that did not say
+            return
+        of_launch = launch.derived["max_staleness"]
+        bound = max(bound, math.inf if of_launch is None else of_launch)
+        bounds |= {record["step"] - 1: bound for record in launch.steps}
+    for t in store.trajectories:
+        if t.consumed_step is not None and not records.is_replay:
+            staleness, most = t.consumed_step - t.weight_step, bounds.get(t.consumed_step, bound)
+            wrong = staleness > most
+            yield f"trajectory {t.id}: staleness {staleness}, at most {most:.0f}" if wrong else None

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from laminar_hpc.audit.records import GroupRow, Records, StoreRecords, TrajectoryRow
 from laminar_hpc.policies.filtering import UNGRADED
+from laminar_hpc.policies.metrics import accuracy
 
 # state of a trajectory -> (it has a response, it has a score, the states that its group may have)
 _STATES = {
@@ -71,6 +72,20 @@ def _state_wrong(t: TrajectoryRow, archived: int, ungraded: bool) -> str | None:
     if (t.consumed_step is not None) != (t.state == "consumed"):
         return f"trajectory {t.id}: {t.state}, and the step that trained it is {t.consumed_step}"
     return None
+
+
+def scores_agree(_: Records, store: StoreRecords) -> Iterator[str | None]:
+    """The score as a whole, and what columns of their own say of it."""
+    for t in store.trajectories:
+        score = t.parts()
+        if score is None:
+            yield f"trajectory {t.id}: its score cannot be read" if t.scored else None
+            continue
+        right = accuracy(score.reward, score.reward_parts)
+        whole = (score.reward, right, score.reward_error, score.time_scored)
+        names = ("reward", "accuracy", "reward_error", "time_scored")
+        wrong = [name for name, of in zip(names, whole, strict=True) if getattr(t, name) != of]
+        yield f"trajectory {t.id}: its {wrong[0]} is not that of its score" if wrong else None
 
 
 def groups_agree(records: Records, store: StoreRecords) -> Iterator[str | None]:
@@ -141,5 +156,5 @@ def finished_in_one_order(_: Records, store: StoreRecords) -> Iterator[str | Non
                 else f"groups {other} and {group.id}: both finished as number {order}"
             )
     count = int(store.meta.get("groups_finished", 0))
-    wrong = count != max(seen, default=0)
+    wrong = count < max(seen, default=0)  # the last one may have lost a response since
     yield f"{count} groups were finished, the last as number {max(seen, default=0)}" if wrong else None

@@ -34,6 +34,7 @@ class Archived:
     trajectories: list[int] = field(default_factory=list)  # of all of these
     tokens: int = 0
     bytes: int = 0  # 0 where the file is not kept
+    digest: str = ""  # its SHA-256
 
 
 class Archiver:
@@ -72,7 +73,7 @@ class Archiver:
         done.groups = [group for (group,) in db.execute(sql, (step,))]
         self._add_given_up(db, done)
         if kept(self._rule, step + 1, step + 1):
-            done.bytes = files.write(self._run_dir, step + 1, self._parts(db, done))
+            done.bytes, done.digest = files.write(self._run_dir, step + 1, self._parts(db, done))
         else:
             stored = stored_groups(db, done.groups)
             done.trajectories += [t.trajectory_id for group in stored for t in group.trajectories]

@@ -83,6 +83,8 @@ class Archiving:
         self._store.rows.forget_responses(done.trajectories, done.groups + done.given_up)
         self._done, self._trims = self._done + 1, True
         self._store.archived_steps = self._done
+        if done.digest:
+            self._store.seals.seal_archived(self._done, done.digest)
         self._shared.metrics.write(
             "archived",
             step=self._done,

@@ -20,7 +20,7 @@ from laminar_hpc.controller.rundir import (
     store_path,
     unusable,
 )
-from laminar_hpc.controller.same_run import refuse_changes
+from laminar_hpc.controller.same_run import refuse_changes, refuse_unsound_source
 from laminar_hpc.controller.store_check import check_store, damage_of
 from laminar_hpc.observability import console
 from laminar_hpc.observability.wandb_mirror import check_wandb
@@ -45,6 +45,7 @@ def start_up(config: RunConfig, say: Callable[[str], None]) -> Begun:
     derived = check(config)
     check_machine(config, derived)
     refuse_changes(config)
+    refuse_unsound_source(config)
     members = derived.trainer_ranks + derived.rollout_ranks * (1 + derived.relay_ranks_per_machine)
     allow_connections(members, meshes=False)
     check_wandb(config.observability.wandb)

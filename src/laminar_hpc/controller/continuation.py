@@ -122,6 +122,10 @@ class Continuation:
             return None
         return batch.groups
 
+    def taken_back(self) -> None:
+        """What was sent cannot be trained as it is."""
+        self._batch = None
+
     def trainers_start(self) -> None:
         """What was sent is back in the buffer."""
         self._batch = None

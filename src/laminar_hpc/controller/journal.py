@@ -96,14 +96,12 @@ class Journal:
                 self._failure = error
                 raise
         db.execute("INSERT OR REPLACE INTO meta VALUES(?, ?)", (MARK, str(self._position)))
-        db.written.clear()
 
     def _append(self, db: RecordedConnection) -> None:
         if self._file < 0:
             mark = position_of(db)
             self._era = self._era or claim_era(self._folder, mark.era)
             self._position = Position(self._era, mark.number, mark.checksum)
-            db.execute("INSERT OR REPLACE INTO meta VALUES(?, ?)", (RUN_DIR, str(self.run_dir)))
             self._begin_segment(db)
         if self._segment_bytes > _SEGMENT_BYTES or self._snapshot_is_due():
             self._begin_segment(db)

@@ -16,13 +16,16 @@ Nothing is sent before its transaction commits, which also holds how far each wo
 controller/handlers.py says who takes which message.
 """
 
+import sqlite3
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from laminar_hpc.cluster.hub import Hub, UnreadableMessage
 from laminar_hpc.cluster.processes import process_is_alive
 from laminar_hpc.config.check import Derived
+from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.models import model_config
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.controller.answers import Answers
@@ -151,6 +154,7 @@ class Controller:
     def turn(self) -> None:
         arrived = self.hub.poll(0.0 if self.dispatcher.take_more() else _TICK_SECONDS)
         self.store.assure()  # it may have stood still while it listened
+        self.store.look()
         self.members.listened_until(self.hub.heard_until)
         begun = time.time()
         try:
@@ -161,9 +165,14 @@ class Controller:
             self.continuation.note()
             self.store.note_received(self.hub.received())
             self.store.commit()
-        except BaseException:
-            self.store.roll_back()  # nothing of this turn was acknowledged
-            self.outbox.turn_failed()
+        except BaseException as error:
+            self.outbox.turn_failed()  # nothing of it was acknowledged
+            with suppress(sqlite3.DatabaseError):
+                self.store.roll_back()
+            if type(error) is sqlite3.DatabaseError:  # neither a full disk nor a mistake in a statement
+                text = f"{self.store.path} was damaged while the run used it ({error})"
+                self.store.suspect()
+                raise LaminarError(f"{text}; it is made again from memory: go on with resume=auto") from None
             raise
         committed = time.time()
         for identity in self.members.take_left():

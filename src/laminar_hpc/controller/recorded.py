@@ -13,6 +13,10 @@ class RecordedConnection(sqlite3.Connection):
     """Keeps the writing statements of the open transaction in `written`, whoever executes them and how."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
+        self.open(*arguments, **options)
+
+    def open(self, *arguments: Any, **options: Any) -> None:
+        """Another file, for all that know this connection."""
         super().__init__(*arguments, **options)
         self.written: list[tuple[str, Any]] = []
         self._reads: dict[str, bool] = {}
@@ -30,23 +34,23 @@ class RecordedConnection(sqlite3.Connection):
     def executescript(self, script: str) -> sqlite3.Cursor:
         raise sqlite3.NotSupportedError("a script commits by itself: execute its statements one by one")
 
-    def record(self, sql: str, parameters: Any) -> None:
-        """Called before each statement."""
+    def writes(self, sql: str) -> bool:
+        """Whether it is to be kept. Called before each statement."""
         if sql not in self._reads:
             self._reads[sql] = sql.lstrip().upper().startswith(_READING)
-        if self._reads[sql]:
-            return
-        if not self.in_transaction:
+        if not self._reads[sql] and not self.in_transaction:
             raise sqlite3.ProgrammingError(f"a write outside a transaction is not in the journal: {sql}")
-        self.written.append((sql, parameters))
+        return not self._reads[sql]
 
 
 class _RecordedCursor(sqlite3.Cursor):
     connection: RecordedConnection
 
     def execute(self, sql: str, parameters: Any = ()) -> "_RecordedCursor":
-        self.connection.record(sql, parameters)
+        writes = self.connection.writes(sql)
         super().execute(sql, parameters)
+        if writes:
+            self.connection.written.append((sql, parameters))
         return self
 
     def executemany(self, sql: str, rows: Iterable[Any]) -> "_RecordedCursor":

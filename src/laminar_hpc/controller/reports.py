@@ -41,6 +41,7 @@ class TrajectoryReports:
         self._shared, self._tracker, self._evaluations = shared, tracker, evaluations
         self._pool, self._rescuer, self._scorers, self._homes = pool, rescuer, scorers, homes
         self.reward_errors = RewardErrors(shared.config, shared.say)
+        self._refused = False  # it was said that a request of an agent was
         self._last_progress = 0.0
 
     def on_generated(self, member: Member, generated: Generated) -> None:
@@ -123,6 +124,11 @@ class TrajectoryReports:
             if not self.reward_errors.count:
                 where = {"trajectory_id": scored.trajectory_id, "evaluation": scored.evaluation}
                 self._shared.metrics.write("reward_error", text=scored.error, **where)
+        if scored.refused and not self._refused:
+            self._refused, of = True, f"trajectory {scored.trajectory_id}"
+            self._shared.metrics.write("refused", trajectory_id=scored.trajectory_id, text=scored.refused)
+            text = f"a request was refused, the first one in {of}: {scored.refused}"
+            self._shared.say(console.line("agent", text))
         if why := self.reward_errors.take(scored):
             if not self._shared.state.steps_done:
                 raise LaminarError(why)

@@ -6,7 +6,7 @@ import sqlite3
 from collections.abc import Iterable, Sequence
 
 from laminar_hpc.controller.stored import stored_groups
-from laminar_hpc.messages.data import Place, ScorePart, Trajectory
+from laminar_hpc.messages.data import Place, Sample, ScorePart, Trajectory
 from laminar_hpc.messages.training import BatchGroup
 from laminar_hpc.messages.wire import encode
 from laminar_hpc.payload.layout import tokens_array
@@ -77,7 +77,11 @@ class Rows:
 
     def lose_response(self, trajectory_id: int) -> None:
         """It cannot be read; the trajectory is to be granted again."""
-        self._db.execute("UPDATE trajectories SET state = 'granted' WHERE id = ?", (trajectory_id,))
+        self._db.execute(
+            "UPDATE trajectories SET state = 'granted', consumed_step = NULL, reward = NULL, "
+            "accuracy = NULL, reward_error = NULL, time_scored = NULL, score = NULL WHERE id = ?",
+            (trajectory_id,),
+        )
         self._db.execute("DELETE FROM responses WHERE trajectory_id = ?", (trajectory_id,))
 
     def place(self, trajectory_id: int) -> Place:
@@ -112,6 +116,32 @@ class Rows:
         for table, key in (("groups", "id"), ("trajectories", "group_id")):
             text = f"UPDATE {table} SET state = 'consumed', consumed_step = ? WHERE {key} = ?"
             self._db.executemany(text, rows)
+
+    def take_back(self, samples: Iterable[Sample], groups: Iterable[int]) -> list[Sample]:
+        """Groups that were to be trained are finished again, but for those of `samples`, whose responses are
+        lost. Those of them that were in these groups under this attempt."""
+        marks = {
+            (i, attempt): group
+            for group in groups
+            for i, attempt in self._db.execute(
+                "SELECT id, attempt FROM trajectories WHERE group_id = ? AND state = 'consumed'", (group,)
+            )
+        }
+        lost = [sample for sample in samples if (sample.trajectory_id, sample.attempt) in marks]
+        if lost:
+            self._wait_again(groups)
+        for sample in lost:
+            self.lose_response(sample.trajectory_id)
+            self._db.execute(
+                "UPDATE groups SET state = 'granted', finish_order = NULL, finished_at = NULL WHERE id = ?",
+                (marks[sample.trajectory_id, sample.attempt],),
+            )
+        return lost
+
+    def _wait_again(self, groups: Iterable[int]) -> None:
+        for table, key in (("groups", "id"), ("trajectories", "group_id")):
+            text = f"UPDATE {table} SET state = 'finished', consumed_step = NULL WHERE {key} = ?"
+            self._db.executemany(text, [(group,) for group in groups])
 
     def note_mismatches(self, mismatches: dict[int, tuple[float, int]]) -> None:
         """See messages.StepDone; a step that is trained again after a restore replaces what the first time
@@ -148,11 +178,9 @@ class Rows:
         A step's number is that of the version before it.
         """
         later = "SELECT id FROM groups WHERE state = 'consumed' AND consumed_step >= ? ORDER BY id"
-        groups = self._db.execute(later, (step,)).fetchall()
-        for table, key in (("groups", "id"), ("trajectories", "group_id")):
-            text = f"UPDATE {table} SET state = 'finished', consumed_step = NULL WHERE {key} = ?"
-            self._db.executemany(text, groups)
-        return [group for (group,) in groups]
+        groups = [group for (group,) in self._db.execute(later, (step,))]
+        self._wait_again(groups)
+        return groups
 
     def live_groups(self, ids: Iterable[int] | None = None) -> list[tuple[int, int, str, int, int, int]]:
         """(id, prompt_index, state, weight_step, number, finish_order) of all granted and finished groups, or

@@ -84,7 +84,8 @@ def build(
         try_rewards(config, say, prompts)
         say_doubts(config, say, [prompts, *held_out.values()])
     start, lock = begun.start, begun.lock
-    store = Store(store_directory(config), journal=_journal(config, begun, say), assure=lock.assure)
+    journal = _journal(config, begun, say)
+    store = Store(store_directory(config), journal=journal, assure=lock.assure, say=say)
     epoch = store.get("restore_epoch", -1) + 1
     store.put("restore_epoch", epoch)
     tracker = _tracker(config, store, prompts)
@@ -158,6 +159,7 @@ def _note_start(controller: Controller, restored_step: int | None, epoch: int) -
         "start",
         restored_step=(state.trainer_step or None) if state.gang else restored_step,
         pipeline=config.pipeline.name,
+        refresh=config.pipeline.refresh,
         epoch=epoch,
         derived=dataclasses.asdict(controller.derived),
         torchrun=torchrun_identity(),

@@ -186,7 +186,7 @@ def note_restart(config: RunConfig, cause: str, step: int) -> int | None:
     restored = max(checkpoints.steps(run_dir), default=None)
     if (run_dir / "metrics.jsonl").exists():
         with contextlib.suppress(OSError):  # a full disk stops the next life, and that one says so
-            metrics = jsonl.Appender(run_dir / "metrics.jsonl")
+            metrics = jsonl.Appender(run_dir / "metrics.jsonl", seals=True)
             fields = {"cause": cause, "step": step, "restored_step": restored}
             metrics.write({"kind": "restart", "time": time.time(), **fields})
             metrics.close()

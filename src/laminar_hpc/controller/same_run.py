@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
+from laminar_hpc.audit.checks import audit
+from laminar_hpc.audit.records import read
 from laminar_hpc.cluster.checkpoints import checkpoint_path, steps
 from laminar_hpc.config.errors import LaminarError, Refused
 from laminar_hpc.config.load import read_config
@@ -53,6 +55,19 @@ def _refuse_other_batches(config: RunConfig, then: RunConfig) -> None:
         )
         what = f"groups of {smallest} to {largest} samples of the run in {config.run_dir} may wait"
         raise Refused([f"{given}: {what} for their training; allow such groups, {_ANOTHER}"])
+
+
+def refuse_unsound_source(config: RunConfig) -> None:
+    """Raises Refused for a replay of a run to which `laminar audit` objects, with the first culprit. Reads
+    every response of that run. Of a store alone, without its run, nothing is known."""
+    source = Path(config.source.removeprefix("replay:"))
+    if config.source == "rollout" or not (source / "metrics.jsonl").exists():
+        return
+    with read(source) as records:
+        found = next((f for f in audit(records) if f.wrong), None)
+    if found:
+        text = f"{config.source}: its records are not as that run wrote them ({found.culprits[0]})"
+        raise Refused([f"{text}; see laminar audit {source}, and bring the files back from a copy"])
 
 
 def _refuse_other_temperature(config: RunConfig, source: Path) -> None:

@@ -7,22 +7,35 @@ States of a trajectory: granted -> generated -> finished -> consumed(step), or g
 in a payload file (payload/), and only its place is here; when the archive has it, not even that. Of steps
 that were archived long ago there are sums in place of trajectories (old_steps.py). Of all else nothing is
 deleted.
+
+Memory has a second copy, as of the last commit. When somebody else removes the file or writes into it, that
+is found in the next turn, and the file is made again from the copy.
 """
 
+import logging
 import secrets
 import sqlite3
 from collections.abc import Callable
+from contextlib import closing, suppress
 from pathlib import Path
 
+from laminar_hpc.cluster import durable
 from laminar_hpc.cluster.full_disk import is_full_disk
 from laminar_hpc.config.check import check_store_directory
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.controller.journal import RUN_DIR, Journal
 from laminar_hpc.controller.old_steps import OldSteps
 from laminar_hpc.controller.recorded import RecordedConnection
+from laminar_hpc.controller.recovery import move_aside
 from laminar_hpc.controller.rows import Rows
+from laminar_hpc.controller.seals import ALL_SEALED, Seals
+from laminar_hpc.controller.store_check import damage_of
 from laminar_hpc.controller.store_layout import LAYOUT, SCHEMA, has_tables
+from laminar_hpc.observability import console
 from laminar_hpc.payload.writer import FOLDER as PAYLOADS
+
+log = logging.getLogger(__name__)
+_CHECK_SECONDS = 5.0  # of a turn, for a look at the whole file
 
 
 class Store:
@@ -35,32 +48,34 @@ class Store:
         read_only: bool = False,
         journal: Journal | None = None,
         assure: Callable[[], None] = lambda: None,
+        say: Callable[[str], None] = log.warning,
     ) -> None:
         """`read_only`: that of another run, which may be a live one, for a replay; only `rows`, to be read,
         `archived_steps` and `run_dir` work. `journal`: gets each transaction first. `assure` raises an error
-        in a controller that was replaced: see `commit`."""
+        in a controller that was replaced: see `commit`. `say`: gets a line when the file was made again."""
         self.path, self._journal, self.assure = directory / "store.sqlite", journal, assure
+        self._say = say
         try:
             if read_only:
                 uri = f"{self.path.resolve().as_uri()}?mode=ro"
-                self._db = sqlite3.connect(uri, uri=True, isolation_level=None)
+                self._db = sqlite3.connect(uri, uri=True, isolation_level=None, factory=RecordedConnection)
                 self._db.execute("SELECT 1 FROM groups LIMIT 1").fetchone()
                 self._refuse_other_layouts()
                 self.rows = Rows(self._db)
                 return
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             check_store_directory(directory)
-            factory = RecordedConnection if journal else sqlite3.Connection
-            self._db = sqlite3.connect(self.path, isolation_level=None, factory=factory)
-            self._db.execute("PRAGMA journal_mode=WAL")
-            # what a power cut takes from the store is in the journal
-            self._db.execute(f"PRAGMA synchronous={'NORMAL' if journal else 'FULL'}")
-            self._refuse_other_layouts()
+            self._db = sqlite3.connect(self.path, isolation_level=None, factory=RecordedConnection)
+            is_new = not self._refuse_other_layouts()
             self.rows, self.old_steps = Rows(self._db), OldSteps(self._db)
-            self._db.execute("BEGIN IMMEDIATE")
-            for statement in SCHEMA.split(";"):
-                self._db.execute(statement)
+            self._copy = sqlite3.connect(":memory:", isolation_level=None)
+            self._db.backup(self._copy)
+            self._begin()
+            if is_new:
+                self.put_text(ALL_SEALED, "1")
             self._db.execute("INSERT OR IGNORE INTO meta VALUES('layout', ?)", (LAYOUT,))
+            if journal:
+                self.put_text(RUN_DIR, str(journal.run_dir))
             self.store_id = self._own_id()
         except sqlite3.DatabaseError as error:
             if is_full_disk(error):
@@ -68,10 +83,20 @@ class Store:
             cure = "restore it from a copy" if read_only else "move it away or choose another run_dir"
             raise LaminarError(f"{self.path} cannot be used as the store ({error}); {cure}") from None
 
-    def _refuse_other_layouts(self) -> None:
-        """Raises LaminarError for a store whose tables mean something else."""
+    def _begin(self) -> None:
+        """Of a connection that was just opened."""
+        self._db.execute("PRAGMA journal_mode=WAL")
+        # what a power cut takes from the store is in the journal
+        self._db.execute(f"PRAGMA synchronous={'NORMAL' if self._journal else 'FULL'}")
+        self._db.execute("BEGIN IMMEDIATE")
+        for statement in SCHEMA.split(";"):
+            self._db.execute(statement)
+        self.seals, self._known = Seals(self._db), self._files()
+
+    def _refuse_other_layouts(self) -> bool:
+        """Whether it has tables. Raises LaminarError for a store whose tables mean something else."""
         try:
-            has_tables(self._db, self.path)
+            return has_tables(self._db, self.path)
         except LaminarError:
             self._db.close()
             raise
@@ -96,10 +121,66 @@ class Store:
         self._db.execute("BEGIN IMMEDIATE")
 
     def _end_transaction(self) -> None:
-        if self._journal and isinstance(self._db, RecordedConnection):
+        self.seals.write()
+        if self._journal:
             self._journal.append(self._db)
         self.assure()
+        before = self._files()
         self._db.execute("COMMIT")
+        after = self._files()
+        if before == self._known and after[::3] == before[::3]:  # else `look` shall see it
+            self._known = after
+        self._copy.execute("BEGIN")
+        for sql, parameters in self._db.written:
+            self._copy.execute(sql, parameters)
+        self._copy.execute("COMMIT")
+        self._db.written.clear()
+
+    # ---- harm from elsewhere -------------------------------------------------------------------------------
+
+    def suspect(self) -> None:
+        """The next look reads all of the file, a second per gigabyte."""
+        self._known = (self._known[0], 0, *self._known[2:])
+
+    def look(self) -> None:
+        """Between two turns: makes the file again from memory where somebody else has removed or damaged it,
+        and says so. Reads it if somebody has written into it."""
+        now, known = self._files(), self._known
+        if now == known:
+            return
+        if now[::3] != known[::3]:
+            harm = "was removed or replaced"
+        else:  # `damage_of` takes an empty file for a new store
+            found = damage_of(self.path, _CHECK_SECONDS) if now[2] else "it is empty"
+            harm = f"was damaged ({found})" if found else ""
+        self._known = now
+        if harm:
+            self._make_again(harm)
+
+    def _files(self) -> tuple[int, int, int, int]:
+        """What others change who remove the file or its log, or write into the file."""
+        try:
+            file, log = self.path.stat(), self.path.with_name(f"{self.path.name}-wal").stat()
+            return file.st_ino, file.st_mtime_ns, file.st_size, log.st_ino
+        except FileNotFoundError:
+            return 0, 0, 0, 0
+
+    def _make_again(self, harm: str) -> None:
+        with suppress(sqlite3.Error):  # what it still writes goes into the file that is moved aside
+            self._db.close()
+        aside, new = move_aside(self.path), self.path.with_name(f".{self.path.name}.new")
+        for left in (f"{self.path}-wal", f"{self.path}-shm", new):
+            Path(left).unlink(missing_ok=True)
+        with closing(sqlite3.connect(new)) as target:
+            self._copy.backup(target)
+        durable.seal(new)
+        new.rename(self.path)
+        durable.sync_folder(self.path.parent)
+        self._db.open(self.path, isolation_level=None)
+        self._begin()
+        moved = f"; what was there is now {aside}" if aside else ""
+        text = f"{self.path} {harm} while the run used it, and was made again from memory: nothing is lost"
+        self._say(console.line("warning", text + moved))
 
     def roll_back(self) -> None:
         """Forgets everything since the last commit; only `close` may follow."""
@@ -110,11 +191,13 @@ class Store:
         """Commits and closes. On a full disk that raises sqlite3.Error or OSError; what was committed before
         is safe."""
         try:
+            self.look()
             if self._db.in_transaction:
                 self._end_transaction()
             self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         finally:
             self._db.close()
+            self._copy.close()
             if self._journal:
                 self._journal.close()
 

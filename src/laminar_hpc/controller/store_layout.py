@@ -33,6 +33,7 @@ CREATE TABLE IF NOT EXISTS evaluated(
   evaluation TEXT, response INTEGER, weight_id INTEGER, score REAL, length INTEGER,
   PRIMARY KEY(evaluation, response)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS received(identity TEXT PRIMARY KEY, seq INTEGER) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS seals(kind TEXT, a, b, digest, PRIMARY KEY(kind, a, b)) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS trajectories_by_group ON trajectories(group_id);
 CREATE INDEX IF NOT EXISTS groups_by_state_and_step ON groups(state, consumed_step);
 CREATE INDEX IF NOT EXISTS groups_by_step ON groups(consumed_step);

@@ -15,7 +15,7 @@ from laminar_hpc.controller.owners import Owners
 from laminar_hpc.controller.store import Store
 from laminar_hpc.controller.upcoming import Upcoming
 from laminar_hpc.data.prompts import Prompt
-from laminar_hpc.messages.data import PromptGroup, ScorePart, Trajectory
+from laminar_hpc.messages.data import PromptGroup, Sample, ScorePart, Trajectory
 from laminar_hpc.messages.rollouts import Lost
 from laminar_hpc.messages.training import BatchGroup
 from laminar_hpc.policies import filtering
@@ -245,6 +245,14 @@ class TrajectoryTracker:
         sample.replica, sample.held, sample.generated = None, False, False
         self.groups.changed(trajectory_id)
         return True
+
+    def unreadable(self, samples: list[Sample], groups: list[int]) -> list[Sample]:
+        """Of a batch of these groups, which is not trained: its samples whose responses cannot be read are
+        given out again, the rest of it waits. Those of `samples` that count."""
+        lost = self._rows.take_back(samples, groups)
+        if lost:
+            self._load(groups)
+        return lost
 
     def ungraded(self, lost: Lost, time: float) -> Group | None:
         """Of a sample that is lost: its environment failed. Its group, when that was once too often: it is

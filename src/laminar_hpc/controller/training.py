@@ -131,6 +131,8 @@ class Training:
 
     def on_take_batch(self, member: Member, request: TakeBatch) -> None:
         self._check_started(member, f"asks for step {request.step}")
+        if request.unreadable:
+            self._take_back(request)
         if self._sent_again(member, request):
             return
         if request.step != self._state.trainer_step:
@@ -143,6 +145,22 @@ class Training:
             if not self._state.steps_done:  # else it was before this controller came
                 self._shared.say(console.setup_line("the trainer is ready", self._state.seconds))
         self._request, self._wait_reason, self._last_not_yet = request, "it has just asked", time.monotonic()
+
+    def _take_back(self, request: TakeBatch) -> None:
+        """Of a batch that cannot be read: those responses are generated again, its other groups wait."""
+        if self._replay:
+            raise LaminarError(request.why)
+        groups = self._continuation.sent_before(request.step, request.part)
+        lost = self._tracker.unreadable(request.unreadable, groups or [])
+        if not lost:  # asked another time
+            return
+        self._continuation.taken_back()
+        self._state.groups_taken -= len(groups or [])
+        for sample in lost:
+            fields = {"trajectory_id": sample.trajectory_id, "attempt": sample.attempt}
+            self._shared.metrics.write("lost", **fields, reason="its response cannot be read")
+        text = f"{len(lost)} responses cannot be read and are generated again; the first: {request.why}"
+        self._shared.say(console.line("warning", text))
 
     def _sent_again(self, member: Member, request: TakeBatch) -> bool:
         """The trainer did not get the answer: the batch goes out as it was."""
@@ -251,6 +269,7 @@ class Training:
         self._shared.metrics.write("checkpoint", **fields)
         if self._archiving:
             self._archiving.checkpointed()
+        self._store.suspect()
         log.info("checkpoint of step %d in %.1f s: %s", saved.step, saved.seconds, saved.path)
 
     def on_trainer_done(self, _: Member, done: TrainerDone) -> None:

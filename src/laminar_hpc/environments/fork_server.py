@@ -19,6 +19,7 @@ from typing import BinaryIO
 
 import msgspec
 
+from laminar_hpc.cluster.own_time import within
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.environments.framing import encode, read_frame, write_frame
 from laminar_hpc.environments.interpreter import OURS, Interpreter
@@ -76,18 +77,15 @@ class Worker:
 
     async def ask(self, call: Call, limit: float | None = None) -> Result:
         """Raises WorkerLost, and TimeoutError after `limit` seconds."""
-        loop = asyncio.get_running_loop()
-        self.calls[call.id] = waiter = loop.create_future()
-        timer = loop.call_later(limit, _expire, waiter) if limit is not None else None
+        self.calls[call.id] = waiter = asyncio.get_running_loop().create_future()
         try:
             if self.retired:
                 raise WorkerLost
             write_frame(self._writer, call)
-            return await waiter
+            async with within(limit):
+                return await waiter
         finally:
             del self.calls[call.id]
-            if timer is not None:
-                timer.cancel()
 
     async def _listen(self, reader: asyncio.StreamReader) -> None:
         try:
@@ -122,11 +120,6 @@ class Worker:
             os.killpg(self.pid, signal.SIGKILL)
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)  # it had no group yet
-
-
-def _expire(waiter: asyncio.Future) -> None:
-    if not waiter.done():
-        waiter.set_exception(TimeoutError())
 
 
 class ForkServer:
@@ -214,7 +207,8 @@ class ForkServer:
             assert isinstance(forked, Forked)
             reader, writer = await asyncio.open_connection(sock=ours)
             write_frame(writer, self._setup)
-            ready = decode_from_worker(await asyncio.wait_for(read_frame(reader), IMPORT_SECONDS))
+            async with within(IMPORT_SECONDS):
+                ready = decode_from_worker(await read_frame(reader))
             if isinstance(ready, Ready) and ready.error:
                 raise LaminarError(ready.error)
         except BaseException:

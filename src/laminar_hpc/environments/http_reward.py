@@ -11,13 +11,14 @@ Other answers are final. The key of `api_key_env` is sent as a bearer token and 
 """
 
 import asyncio
+import contextlib
 import os
 import random
-import time
 
 import aiohttp
 import msgspec
 
+from laminar_hpc.cluster.own_time import within
 from laminar_hpc.config.rewards import shown_url
 from laminar_hpc.environments.reward_protocol import Call, Spec
 from laminar_hpc.environments.reward_styles import NotAReward, RewardFault
@@ -48,35 +49,31 @@ class HttpReward:
 
     async def __call__(self, call: Call) -> dict:
         """Raises NotAReward, ServerRefused, or RewardFault when the time is over; each names the URL."""
-        deadline, pause, tries, what = time.monotonic() + self._seconds, FIRST_PAUSE, 0, ""
+        pause, tries, what = FIRST_PAUSE, 0, "no reply in time"
         body = msgspec.json.encode(self._body(call))
-        while True:
-            tries += 1
-            try:
-                return self._reward(await self._post(body, deadline - time.monotonic()))
-            except (aiohttp.ClientError, TimeoutError, OSError) as error:
-                left = deadline - time.monotonic()
-                if not what or not isinstance(error, TimeoutError):  # the last try has what time was left
-                    what = _words(error)
-                if left <= pause:
-                    raise RewardFault(
-                        f"{shown_url(self._url)}: {what}, {tries} tries in {self._seconds:.3g} s"
-                    ) from None
-            await asyncio.sleep(pause * random.uniform(1.0, 1.5))
-            pause = min(2 * pause, MAX_PAUSE)
+        with contextlib.suppress(TimeoutError):
+            async with within(self._seconds):
+                while True:
+                    tries += 1
+                    try:
+                        return self._reward(await self._post(body))
+                    except (aiohttp.ClientError, OSError) as error:
+                        what = _words(error)
+                    await asyncio.sleep(pause * random.uniform(1.0, 1.5))
+                    pause = min(2 * pause, MAX_PAUSE)
+        raise RewardFault(f"{shown_url(self._url)}: {what}, {tries} tries in {self._seconds:.3g} s")
 
     def _body(self, call: Call) -> dict:
         if self._style == "sglang":
             return {"text": call.prompt + call.response}
         return {"prompt": call.prompt, "response": call.response, "row": call.row}
 
-    async def _post(self, body: bytes, seconds: float) -> bytes:
+    async def _post(self, body: bytes) -> bytes:
         headers = {"Content-Type": "application/json"}
         if self._key_name:
             headers["Authorization"] = f"Bearer {os.environ.get(self._key_name, '')}"
-        timeout = aiohttp.ClientTimeout(total=max(0.001, seconds))
         async with self._connected().post(
-            self._url, data=body, headers=headers, timeout=timeout, allow_redirects=False
+            self._url, data=body, headers=headers, allow_redirects=False
         ) as reply:
             text = await reply.content.read(MAX_REPLY + 1)
             while len(text) <= MAX_REPLY and (more := await reply.content.read(MAX_REPLY + 1)):
@@ -94,7 +91,9 @@ class HttpReward:
         contacted."""
         loop = asyncio.get_running_loop()
         if self._session is None or self._loop is not loop:
-            self._session, self._loop = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)), loop
+            connector, unbounded = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout()
+            self._session = aiohttp.ClientSession(connector=connector, timeout=unbounded)
+            self._loop = loop
         return self._session
 
     def _reward(self, text: bytes) -> dict:
@@ -116,8 +115,6 @@ class HttpReward:
 
 
 def _words(error: Exception) -> str:
-    if isinstance(error, TimeoutError):
-        return "no reply in time"
     if isinstance(error, aiohttp.ClientConnectorError):
         return f"no connection ({error.os_error.strerror or type(error).__name__})"
     return str(error) or type(error).__name__

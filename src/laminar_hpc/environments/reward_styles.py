@@ -19,6 +19,7 @@ from typing import Any
 
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.rewards import MAX_REWARD
+from laminar_hpc.data.rows import field
 from laminar_hpc.environments.reward_protocol import Call
 
 MAX_PARTS, MAX_NAME = 100, 200  # of a reward, and characters of the name of each
@@ -179,15 +180,11 @@ def _trl_arguments(call: Call, prompt_field: str) -> dict:
 
 def _messages(row: dict, prompt_field: str) -> list | None:
     """The row's prompt where it is a list of messages. `prompt_field` is written as data.prompt_field."""
-    for name in prompt_field.split("|"):
-        value: object = row.get(name)
-        if value is None:
-            value = row
-            for part in name.split("."):
-                value = value.get(part) if isinstance(value, dict) else None
-        if value is not None:
-            return value if isinstance(value, list) else None
-    return None
+    try:
+        value = field(row, prompt_field, "", "")
+    except LaminarError:  # no row of data.train, but of a caller's own
+        return None
+    return value if isinstance(value, list) else None
 
 
 def _of_trl(value: object) -> Checked:

@@ -27,6 +27,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+from laminar_hpc.cluster.own_time import within
 from laminar_hpc.cluster.processes import die_with_parent
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.environments import reward_keeper
@@ -87,7 +88,9 @@ async def _answer(reward: Served, call: Call, limit: float) -> Result:
             return result(call, t0, error)
 
     task = asyncio.create_task(body())
-    await asyncio.wait((task,), timeout=limit)
+    with contextlib.suppress(TimeoutError):
+        async with within(limit):
+            await asyncio.wait((task,))
     if not task.done():
         task.cancel()  # not awaited: the function may refuse to be cancelled
         return Result(call.id, 0.0, {}, t0, time.time(), f"no result within {limit:g} s", "time")

@@ -29,11 +29,14 @@ Write = Callable[[pa.RecordBatch], None]
 def main(argv: list[str]) -> int:
     """The exit code, 0. Raises LaminarError for what cannot be exported."""
     run_dir, options = _words(argv)
-    kind, target = options.get("--format", "jsonl"), options.get("--out")
-    if kind not in _WRITERS:
-        raise Refused([f"--format {kind}: use jsonl or parquet"])
+    target = options.get("--out")
     if not target:
         raise Refused(["laminar export needs --out PATH, the file to write"])
+    suffix = Path(target).suffix.removeprefix(".")
+    kind = options.get("--format") or {"": "jsonl", "json": "jsonl"}.get(suffix, suffix)
+    if kind not in _WRITERS:
+        what = f"--format {kind}" if "--format" in options else f"--out {target}"
+        raise Refused([f"{what}: use jsonl or parquet, by the name of the file or with --format"])
     first, last = _steps(options.get("--steps", ":"))
     metrics_of(run_dir)
     config = config_of(run_dir)

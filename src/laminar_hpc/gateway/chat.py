@@ -1,19 +1,24 @@
 """Chat completions as OpenAI's API has them: requests from JSON, answers as JSON or as events. Pure.
 
-What would bend the distribution that is trained on (stop, n, logit_bias, response_format) is refused, and so
-is what we cannot give. Sampling is the run's: temperature, top_p, penalties and seed are not looked at.
+What would bend the distribution that is trained on is refused by name, and so is what we cannot give; UNUSED
+is all that is taken and not looked at.
 """
 
 import hashlib
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import msgspec
 
 from laminar_hpc.turns.conversation import Messages
 from laminar_hpc.turns.json_values import TOO_DEEP, json_value, too_deep
 
+T = TypeVar("T", bound=msgspec.Struct)
 MODEL = "policy"  # the only model that there is
+LIMITS = ("laminar_limit", "context_length_exceeded")  # codes of refusals by limits of the run
+_CHOICES = (None, "auto", "none", "required")  # the last as auto: no call is forced
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
 
@@ -51,6 +56,8 @@ class Chat:
     tools: list[dict]
     calls: bool  # tool calls are looked for
     max_tokens: int | None
+    stop: list[str]
+    stop_token_ids: list[int]
     logprobs: bool
     token_ids: bool
     token_fields: bool
@@ -79,7 +86,7 @@ class Turn:
 
 class _Function(msgspec.Struct):
     name: str
-    arguments: str
+    arguments: str | dict | None = None
 
 
 class _Call(msgspec.Struct):
@@ -103,8 +110,8 @@ class _Body(msgspec.Struct):
     messages: list[_Message]
     tools: list[dict] | None = None
     tool_choice: str | dict | None = None
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
+    max_tokens: float | None = None  # some clients write 5.0
+    max_completion_tokens: float | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     return_token_ids: bool | None = None
@@ -112,31 +119,38 @@ class _Body(msgspec.Struct):
     stream: bool | None = None
     stream_options: dict | None = None
     stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
     n: int | None = None
-    logit_bias: dict | None = None
     response_format: dict | None = None
+    modalities: list | None = None
     functions: list | None = None
-    min_tokens: int | None = None
-    ignore_eos: bool | None = None
-    bad_words: list[str] | None = None
-    allowed_token_ids: list[int] | None = None
-    structured_outputs: dict | None = None
 
 
-BENDING = ("min_tokens", "ignore_eos", "bad_words", "allowed_token_ids", "structured_outputs")  # vLLM's
-_decode = msgspec.json.Decoder(_Body).decode
+# taken unless they ask for something
+BENDING = (
+    *("logit_bias", "min_tokens", "ignore_eos", "bad_words", "allowed_token_ids", "structured_outputs"),
+    *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structural_tag"),
+    *("regex", "ebnf", "json_schema", "use_beam_search", "echo", "continue_final_message"),
+)
+UNUSED = {
+    # the run has its own sampling
+    *("temperature", "top_p", "top_k", "min_p", "seed"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+    # a provider's book-keeping and caches
+    *("user", "safety_identifier", "metadata", "store", "service_tier", "request_id", "priority"),
+    *("prompt_cache_key", "prompt_cache_retention", "cache_salt"),
+    "prediction",  # makes the same answer faster
+    "parallel_tool_calls",  # the model makes as many as it draws
+}
 
 
 def parse(raw: bytes) -> Chat:
     """Raises Refused."""
-    try:
-        body = _decode(raw)
-    except (ValueError, RecursionError) as error:  # the former: also bytes that are no UTF-8
-        raise Refused(f"the request cannot be read: {error}") from None
+    body = read(raw, _Body)
     _check(body)
     messages, claims = _messages(body.messages), _claims(body.messages)
     tools = [_tool(tool) for tool in body.tools or []]
-    limits = [n for n in (body.max_tokens, body.max_completion_tokens) if n is not None]
+    limits = [int(n) for n in (body.max_tokens, body.max_completion_tokens) if n is not None]
     options = msgspec.structs.replace(body, stream=None, stream_options=None)
     return Chat(
         messages,
@@ -144,6 +158,8 @@ def parse(raw: bytes) -> Chat:
         tools,
         calls=bool(tools) and body.tool_choice != "none",
         max_tokens=min(limits, default=None),
+        stop=stops(body.stop),
+        stop_token_ids=body.stop_token_ids or [],
         logprobs=bool(body.logprobs),
         token_ids=bool(body.return_token_ids),
         token_fields=bool(body.return_token_ids or body.return_tokens_as_token_ids or claims),
@@ -153,21 +169,42 @@ def parse(raw: bytes) -> Chat:
     )
 
 
+def read(raw: bytes, kind: type[T], unused: Collection[str] = UNUSED) -> T:
+    """The body of a request. Raises Refused, also for a field that is none of `kind`'s, nor `unused`; null is
+    absent."""
+    try:
+        given = msgspec.json.decode(raw)
+        body = msgspec.convert(given, kind)
+    except (ValueError, RecursionError) as error:  # the former: also bytes that are no UTF-8
+        raise Refused(f"the request cannot be read: {error}") from None
+    for name, value in given.items():
+        if name in BENDING and value:
+            raise Refused(f"{name}: the policy is drawn from as it is; leave it out")
+        if value is not None and name not in (*kind.__struct_fields__, *unused, *BENDING):
+            raise Refused(f"{name!r:.60}: there is no such field here; leave it out")
+    return body
+
+
+def stops(given: str | list[str] | None) -> list[str]:
+    """Raises Refused."""
+    found = [given] if isinstance(given, str) else given or []
+    if "" in found:
+        raise Refused("stop: an empty text stands everywhere; leave it out")
+    return found
+
+
 def _check(body: _Body) -> None:
     limits = body.max_tokens, body.max_completion_tokens
     text = {"type": "text"}
-    bending = next((name for name in BENDING if getattr(body, name)), "")
     for wrong, why in (
         (body.model != MODEL, f"there is no model {body.model[:80]!r} here; it is called {MODEL!r}"),
-        (bool(body.stop), "stop: a turn ends with the model's own stop token; leave it out"),
         (body.n not in (None, 1), "n: one answer at a time; leave it out"),
-        (bool(body.logit_bias), "logit_bias: the policy is drawn from as it is; leave it out"),
-        (bool(bending), f"{bending}: the policy is drawn from as it is; leave it out"),
         (bool(body.functions), "functions: write them as tools"),
         (bool(body.top_logprobs), "top_logprobs: there are those of the drawn tokens only; leave it out"),
         ((body.response_format or text) != text, "response_format: only text; say it in a message instead"),
-        (body.tool_choice not in (None, "auto", "none"), "tool_choice: auto or none; the model chooses"),
-        (any(limit is not None and limit < 1 for limit in limits), "max_tokens: at least 1"),
+        (body.modalities not in (None, ["text"]), "modalities: only text"),
+        (body.tool_choice not in _CHOICES, "tool_choice: auto, none or required; the model chooses"),
+        (any(n is not None and (n < 1 or n % 1) for n in limits), "max_tokens: a whole number, at least 1"),
         (not body.messages, "messages: at least one"),
     ):
         if wrong:
@@ -205,7 +242,8 @@ def _claims(given: list[_Message]) -> list[Claim]:
 
 def _text(content: str | list[dict] | None, at: int) -> str:
     if isinstance(content, list):
-        parts = [part.get("text") if part.get("type") == "text" else None for part in content]
+        kinds = ("text", "refusal")  # of parts, each in the field of its name
+        parts = [part.get(part["type"]) if part.get("type") in kinds else None for part in content]
         if not all(isinstance(part, str) for part in parts):
             raise Refused(f"messages[{at}]: text only")
         return "".join(part or "" for part in parts)
@@ -214,8 +252,9 @@ def _text(content: str | list[dict] | None, at: int) -> str:
 
 def _call(call: _Call, at: int) -> dict:
     try:
-        arguments = json_value(call.function.arguments or "{}")
-    except ValueError as error:
+        given = call.function.arguments or "{}"
+        arguments = json_value(given if isinstance(given, str) else json.dumps(given))
+    except (ValueError, RecursionError) as error:
         raise Refused(f"messages[{at}]: the arguments of {call.function.name[:80]} are {error}") from None
     function = {"name": call.function.name, "arguments": arguments}
     return {"id": call.id, "type": "function", "function": function}

@@ -3,13 +3,15 @@ once for each list of tools, and what it has said as text."""
 
 import asyncio
 import json
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
 
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.data.tokens import TextDecoder, load_tokenizer
-from laminar_hpc.gateway.chat import Refused
+from laminar_hpc.gateway.chat import Chat, Refused
+from laminar_hpc.gateway.tokens import Prompt
 from laminar_hpc.payload.layout import Tokens
 from laminar_hpc.turns.calls import CallParser, Malformed, ToolCall
 from laminar_hpc.turns.dialogue import Dialogue
@@ -73,15 +75,30 @@ class Dialogues:
 
     # ---- text of token ids ---------------------------------------------------------------------------------
 
-    def said(self, dialogue: Dialogue, calls: bool, drawn: Sequence[int]) -> tuple[str, list[ToolCall]]:
-        """A turn's text and, if they are looked for, its `calls`. One that cannot be read stays text: the
-        agent decides."""
+    def length(self, chat: Chat | Prompt, drawn: Sequence[int]) -> int:
+        """How many of these tokens a turn has that ends where the request says: with one of its tokens, or
+        with the token that completes one of its texts."""
+        end = next((n for n, token in enumerate(drawn, 1) if token in chat.stop_token_ids), len(drawn))
+
+        def stopped(tokens: int) -> bool:
+            return any(stop in self._decoder.text(list(drawn[:tokens]), True) for stop in chat.stop)
+
+        return bisect_left(range(end), True, key=stopped)
+
+    def said(self, dialogue: Dialogue, chat: Chat, drawn: Sequence[int]) -> tuple[str, list[ToolCall]]:
+        """A turn's text up to where it was stopped and, if they are looked for, its calls. One that cannot be
+        read stays text: the agent decides."""
         kept = list(drawn[:-1] if drawn[-1] in self._stop_ids else drawn)
-        if calls and dialogue.parser is not None:
-            beside, found = dialogue.parser.split(self._decoder.text(kept, specials=True))
+
+        def text(specials: bool) -> str:
+            whole = self._decoder.text(kept, specials)
+            return min((whole.partition(stop)[0] for stop in chat.stop), key=len, default=whole)
+
+        if chat.calls and dialogue.parser is not None:
+            beside, found = dialogue.parser.split(text(True))
             if found and not isinstance(found, Malformed):
                 return beside.strip(), found
-        return self._decoder.text(kept), []
+        return text(False), []
 
     def goes_on(self, seen: Tokens, written: str) -> bool:
         """The template's text begins with what the model has seen and said."""

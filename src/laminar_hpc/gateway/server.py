@@ -16,12 +16,19 @@ from collections.abc import Awaitable, Callable
 import msgspec
 from aiohttp import web
 
-from laminar_hpc.gateway.chat import Refused, events, models, parse
+from laminar_hpc.gateway.chat import LIMITS, Refused, events, models, parse
 from laminar_hpc.gateway.session import Session
 from laminar_hpc.gateway.tokens import parse_prompt
 
 logger = logging.getLogger(__name__)
+_THERE = "POST chat/completions and GET models under base_url, and POST inference/v1/generate beside its v1"
+_INSTEAD = {
+    "responses": "no Responses API, only chat completions: say set_default_openai_api('chat_completions') to "
+    "openai-agents, OpenAIChatModel to pydantic-ai, use_responses_api=False to LangChain's ChatOpenAI",
+    "completions": f"no legacy completions; there is {_THERE}",
+}
 MAX_REQUEST = 16 << 20  # bytes
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _CLOSE_SECONDS = 0.2  # for answers that are on their way when all ends
 
 
@@ -32,10 +39,11 @@ class Gateway:
         self._max_tokens, self._branches = max_tokens, branches
         self._sessions: dict[str, Session] = {}
         self._base = ""
-        app = web.Application(client_max_size=MAX_REQUEST, middlewares=[_refusals])
+        app = web.Application(client_max_size=MAX_REQUEST, middlewares=[self._refusals])
         app.router.add_post("/sessions/{session}/v1/chat/completions", self._chat)
         app.router.add_post("/sessions/{session}/inference/v1/generate", self._generate)
         app.router.add_get("/sessions/{session}/v1/models", self._models)
+        app.router.add_route("*", "/sessions/{session}/{other:.*}", self._other)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=_CLOSE_SECONDS)
 
     async def start(self) -> None:
@@ -67,11 +75,27 @@ class Gateway:
 
     # ---- requests ------------------------------------------------------------------------------------------
 
+    @web.middleware
+    async def _refusals(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Every error has a body as OpenAI's clients read it, and is noted unless a limit of the run is its
+        reason."""
+        try:
+            return await handler(request)
+        except Refused as error:
+            why = error
+        except web.HTTPException as error:
+            why = Refused(f"{request.path}: {error.reason}", error.status)
+        session = self._sessions.get(request.match_info.get("session", ""))
+        if session is not None and why.code not in LIMITS and why.status < 500:
+            session.refusals.append(str(why))
+        return _json(why.body(), why.status)
+
     def _session(self, request: web.Request) -> Session:
         """Raises Refused."""
         session = self._sessions.get(request.match_info["session"])
         wanted = (session.key if session else secrets.token_urlsafe(32)).encode()
-        bearer = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+        bearer = token if scheme.lower() == "bearer" else ""
         given = request.headers.get("x-api-key", bearer).encode("utf-8", "replace")
         if not hmac.compare_digest(wanted, given) or session is None:
             raise Refused(
@@ -82,6 +106,13 @@ class Gateway:
     async def _models(self, request: web.Request) -> web.StreamResponse:
         self._session(request)
         return _json(models(self._max_tokens))
+
+    async def _other(self, request: web.Request) -> web.StreamResponse:
+        """What there is instead."""
+        self._session(request)
+        path = request.match_info["other"]
+        there = _INSTEAD.get(path.removeprefix("v1/"), f"there is {_THERE}")
+        raise Refused(f"{request.method} {path[:80]!r}: {there}", 404, "not_found")
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         session = self._session(request)
@@ -99,20 +130,6 @@ class Gateway:
             for event in events(body, chat.stream_usage):
                 await response.write(event)
         return response
-
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-
-@web.middleware
-async def _refusals(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Every error has a body as OpenAI's clients read it."""
-    try:
-        return await handler(request)
-    except Refused as why:
-        return _json(why.body(), why.status)
-    except web.HTTPException as error:
-        return _json(Refused(f"{request.path}: {error.reason}", error.status).body(), error.status)
 
 
 def _json(body: dict, status: int = 200) -> web.Response:

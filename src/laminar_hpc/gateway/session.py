@@ -10,10 +10,11 @@ A question that was asked before has the answer that it had then, or shares it: 
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from laminar_hpc.gateway.chat import Chat, Refused
 from laminar_hpc.gateway.tokens import Prompt
+from laminar_hpc.turns.calls import thought_and_rest
 from laminar_hpc.turns.conversation import Messages
 
 _GROWS = (
@@ -45,6 +46,7 @@ class Session:
         self._asked: asyncio.Queue[Question] = asyncio.Queue()
         self._open: Question | None = None
         self._ended = ""
+        self.refusals: list[str] = []  # reasons, of the agent's requests
 
     # ---- the agent's side ----------------------------------------------------------------------------------
 
@@ -56,6 +58,8 @@ class Session:
             if self._open is not None:
                 raise Refused("another request of this session is not answered yet; ask one after the other")
             more, anew = self._new(chat)
+            if isinstance(chat, Chat) and not anew:  # what was said is as it was drawn
+                chat = replace(chat, messages=[*self._said, *more])
             known = self._answers[chat.digest] = asyncio.get_running_loop().create_future()
             self._open = Question(chat, more, known, anew)
             self._asked.put_nowait(self._open)
@@ -125,9 +129,10 @@ def added(said: Messages, messages: Messages) -> Messages:
 
 
 def _meant(message: dict) -> Sequence[object]:
-    """What two ways of writing a message share: agents trim texts and write JSON anew."""
+    """What two ways of writing a message share: agents trim texts, write JSON anew, and leave out what was
+    thought, or move it elsewhere."""
     calls = [(c["function"]["name"], c["function"]["arguments"]) for c in message.get("tool_calls") or ()]
     content = message["content"]
     if message["role"] == "assistant":
-        content = content.strip()
+        content = thought_and_rest(content)[1].strip()
     return message["role"], content, calls, message.get("tool_call_id")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from laminar_hpc.gateway.chat import BENDING, MODEL, Claim, Refused, Turn
+from laminar_hpc.gateway.chat import MODEL, UNUSED, Claim, Refused, Turn, read, stops
 
 
 @dataclass(frozen=True)
@@ -22,59 +22,55 @@ class Prompt:
 
     token_ids: list[int]
     max_tokens: int | None
+    stop: list[str]
+    stop_token_ids: list[int]
     digest: bytes
 
 
 class _Sampling(msgspec.Struct):
-    max_tokens: int | None = None
+    max_tokens: float | None = None
     n: int | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     stop: str | list[str] | None = None
-    min_tokens: int | None = None
-    ignore_eos: bool | None = None
-    logit_bias: dict | None = None
-    bad_words: list[str] | None = None
-    allowed_token_ids: list[int] | None = None
-    structured_outputs: dict | None = None
+    stop_token_ids: list[int] | None = None
 
 
 class _Body(msgspec.Struct):
     model: str
     token_ids: list[int]
-    sampling_params: _Sampling = msgspec.field(default_factory=_Sampling)
+    sampling_params: dict = msgspec.field(default_factory=dict)
+    return_token_ids: bool | None = None  # the answer always has them
     stream: bool | None = None
     features: dict | None = None
     content_parts: list | None = None
 
 
-_decode = msgspec.json.Decoder(_Body).decode
-_BENDING = ("stop", "logit_bias", *BENDING)
+# how a text would be made of the answer, which has none
+_UNUSED = {*UNUSED, "skip_special_tokens", "spaces_between_special_tokens", "detokenize"}
 
 
 def parse_prompt(raw: bytes) -> Prompt:
     """Raises Refused."""
-    try:
-        body = _decode(raw)
-    except (ValueError, RecursionError) as error:
-        raise Refused(f"the request cannot be read: {error}") from None
-    sampling = body.sampling_params
-    bending = next((name for name in _BENDING if getattr(sampling, name)), "")
+    body = read(raw, _Body)
+    sampling = read(msgspec.json.encode(body.sampling_params), _Sampling, _UNUSED)
+    limit = sampling.max_tokens
     for wrong, why in (
         (body.model != MODEL, f"there is no model {body.model[:80]!r} here; it is called {MODEL!r}"),
         (bool(body.features or body.content_parts), "features, content_parts: token ids of text only"),
         (bool(body.stream), "stream: the answer comes whole; leave it out"),
-        (bool(bending), f"{bending}: the policy is drawn from as it is; leave it out"),
         (sampling.n not in (None, 1), "n: one answer at a time; leave it out"),
         (sampling.logprobs not in (None, 0, 1), "logprobs: there are those of the drawn tokens only; say 1"),
         (sampling.prompt_logprobs is not None, "prompt_logprobs: there are none; leave it out"),
-        (sampling.max_tokens is not None and sampling.max_tokens < 1, "max_tokens: at least 1"),
+        (limit is not None and (limit < 1 or limit % 1), "max_tokens: a whole number, at least 1"),
         (not body.token_ids, "token_ids: at least one"),
     ):
         if wrong:
             raise Refused(why)
-    digest = hashlib.sha256(b"tokens" + msgspec.json.encode([body.token_ids, sampling.max_tokens])).digest()
-    return Prompt(body.token_ids, sampling.max_tokens, digest)
+    ends = stops(sampling.stop), sampling.stop_token_ids or []
+    most = None if limit is None else int(limit)
+    digest = hashlib.sha256(b"tokens" + msgspec.json.encode([body.token_ids, most, *ends])).digest()
+    return Prompt(body.token_ids, most, *ends, digest)
 
 
 def continued(prompt: Prompt, said: Sequence[int], begun: bool, vocabulary: int) -> list[int]:

@@ -1,8 +1,9 @@
 """What moves weights between layouts and keeps count of them: pack, delta encode, delta apply.
 
-Each is a Triton kernel (triton_pack.py, triton_delta.py) beside its plain-torch reference (reference.py), and
-gives the same bits. The functions here are what the rest of the system calls; they, and nothing else, choose:
-tensors on a GPU go to the kernels, all others to the references.
+Pack and encode are Triton kernels (triton_pack.py, triton_delta.py) beside plain-torch references
+(reference.py) that give the same bits. The functions here are what the rest of the system calls; they, and
+nothing else, choose: tensors on a GPU go to the kernels, all others to the references. A delta is applied in
+host memory, by plain torch.
 """
 
 import math
@@ -119,12 +120,7 @@ def delta_apply(image: torch.Tensor, delta: Delta) -> None:
             f"a delta with indices from {low} to {high} is not "
             f"one of {image.numel()} elements; send a full copy"
         )
-    if image.is_cuda:
-        from laminar_hpc.kernels.triton_delta import apply as on_gpu
-
-        on_gpu(image, delta)
-    else:
-        reference.delta_apply(image, delta)
+    reference.delta_apply(image, delta)
 
 
 def _check_target(local: LocalSlice, target: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Triton: the changed elements of an image as (index, value), and back.
+"""Triton: the changed elements of an image as (index, value).
 
 Encoding reads both images once. A first pass writes a bit per element and a count per block; the counts'
 running sum, which torch makes, says where each block's elements go; a second pass reads the bits, and of the
@@ -12,7 +12,6 @@ import triton.language as tl
 from laminar_hpc.kernels.reference import Delta, bits
 
 BLOCK = 8192  # elements per program; a lane of the second pass takes the 32 of one word of bits
-APPLY_BLOCK = 1024
 
 
 @triton.jit
@@ -66,16 +65,6 @@ def compact_kernel(new, marks, ends, indices, values, BLOCK: tl.constexpr):
         left = others
 
 
-@triton.jit
-def apply_kernel(image, indices, values, changed, BLOCK: tl.constexpr):
-    """image and values int32 or int16, indices int32 [changed], each inside the image."""
-    number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = number < changed
-    tl.store(
-        image + tl.load(indices + number, mask=inside), tl.load(values + number, mask=inside), mask=inside
-    )
-
-
 def encode(new: torch.Tensor, old: torch.Tensor) -> Delta:
     """Flat images of equal dtype and length, below 2**31 - BLOCK elements."""
     blocks = triton.cdiv(new.numel(), BLOCK)
@@ -94,12 +83,3 @@ def encode(new: torch.Tensor, old: torch.Tensor) -> Delta:
     if changed:
         compact_kernel[(blocks,)](bits(new), marks, ends, delta.indices, bits(delta.values), BLOCK=BLOCK)
     return delta
-
-
-def apply(image: torch.Tensor, delta: Delta) -> None:
-    """Indices must have been checked."""
-    changed = delta.indices.numel()
-    if changed:
-        apply_kernel[(triton.cdiv(changed, APPLY_BLOCK),)](
-            bits(image), delta.indices, bits(delta.values), changed, BLOCK=APPLY_BLOCK
-        )

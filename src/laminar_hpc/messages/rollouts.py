@@ -85,6 +85,7 @@ class Scored(Message):
     error: str  # "" | what the reward function did wrong
     time: float
     evaluation: str = ""
+    refused: str = ""  # why the first refused request of its agent was
 
 
 class ScoreOrder(Message):

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from laminar_hpc.messages.data import Message, Trajectory
+from laminar_hpc.messages.data import Message, Sample, Trajectory
 
 
 class TrainersMeet(Message):
@@ -25,10 +25,13 @@ class Restored(Message):
 
 class TakeBatch(Message):
     """Asks for the batch that turns weights of step `step` into `step + 1`, or with consumption as a stream
-    for its next mini-batch."""
+    for its next mini-batch. `unreadable`: responses of the batch that was sent for it before, none of which
+    was trained; `why` the first of them cannot be read."""
 
     step: int
     part: int = 0
+    unreadable: list[Sample] = msgspec.field(default_factory=list)
+    why: str = ""
 
 
 class BatchGroup(msgspec.Struct):

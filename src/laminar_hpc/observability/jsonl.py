@@ -7,9 +7,11 @@ off before it goes on, and `read` leaves out what is no whole JSON object.
 
 import io
 import os
+import re
 import shutil
 import threading
 from collections.abc import Callable, Iterator
+from hashlib import blake2b
 from pathlib import Path
 
 import msgspec
@@ -22,6 +24,7 @@ def _plain(value: object) -> object:
 
 _encoder = msgspec.json.Encoder(enc_hook=_plain)
 _decoder = msgspec.json.Decoder(dict)
+_SEALED = re.compile(rb'(\{.*),"seal":"([0-9a-f]{16})"(.*)\n?')
 
 
 class Appender:
@@ -29,7 +32,9 @@ class Appender:
     returns. A file that somebody has removed is made again, with all that it held, and `renewed` is called.
     Thread-safe."""
 
-    def __init__(self, path: Path, renewed: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, path: Path, renewed: Callable[[], None] = lambda: None, seals: bool = False) -> None:
+        """`seals`: each line gets a digest of the rest of it as its last field, see `seals`."""
+        self._seals = seals
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path, self._renewed = path, renewed
         self._lock = threading.Lock()
@@ -39,7 +44,8 @@ class Appender:
     def write(self, record: dict) -> None:
         """`record` holds plain values (also lists and dicts of them); NaN and infinity become null. No-op
         after `close`. Raises OSError when not all of it could be written."""
-        line = _encoder.encode(record) + b"\n"
+        line = _encoder.encode(record)
+        line = b'%b,"seal":"%b"}\n' % (line[:-1], _seal(line)) if self._seals else line + b"\n"
         with self._lock:
             if self._file.closed:
                 return
@@ -80,6 +86,20 @@ def read(path: Path, *kinds: str) -> Iterator[dict]:
                 yield _decoder.decode(line)
             except (msgspec.DecodeError, UnicodeDecodeError):
                 continue  # a torn line: its writer died in the middle of it
+
+
+def seals(path: Path) -> Iterator[bool | None]:
+    """Of each line, whether it is as it was sealed; None of one without a seal. Torn lines are left out."""
+    with open(path, "rb") as file:
+        for line in file:
+            if found := _SEALED.fullmatch(line):
+                yield found[3] == b"}" and _seal(found[1] + b"}") == found[2]
+            elif line.endswith(b"}\n"):
+                yield False if b'"seal"' in line else None
+
+
+def _seal(line: bytes) -> bytes:
+    return blake2b(line, digest_size=8).hexdigest().encode()
 
 
 def _ends_with_newline(path: Path) -> bool:

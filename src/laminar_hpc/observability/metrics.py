@@ -35,6 +35,7 @@ NOT_CURVES = frozenset(
         "end",
         "restart",
         "reward_error",
+        "refused",
         "given_up",
         "lost",
         "regranted",
@@ -67,7 +68,7 @@ class MetricsWriter:
         self._run_dir, self._mirror, self._assure = Path(run_dir), mirror, assure
         self._say, self._path = say, self._run_dir / "metrics.jsonl"
         self._file = jsonl.Appender(
-            self._path, lambda: self._warn("was removed: it is made again, with all its lines")
+            self._path, lambda: self._warn("was removed: it is made again, with all its lines"), seals=True
         )
         self._waiting: deque[dict] = deque(maxlen=_LINES)
         self._board: SummaryWriter | None = None

@@ -83,6 +83,14 @@ def _table(run: Run, found: dict) -> str:
     ended = found["ended"] or {}
     rows: list[tuple[str, str, object]] = [
         ("tool calls that failed, per trajectory", "told to the model", f"{found['failed_calls'] or 0:.3f}"),
+        *(
+            (
+                f"requests of agents that were refused, the first: {record['text']}",
+                "told to the agent",
+                f"{_mean(run.steps, 'refused_requests_mean') or 0:.3f} per trajectory",
+            )
+            for record in run.records.get("refused", [])[:1]
+        ),
         ("answered, and wrong", "graded", found["wrong_answers"]),
         *(
             (f"ended by {ENDS.get(reason, reason)}", "graded on what was there", count)

@@ -65,6 +65,7 @@ class AgentEpisodes(Episodes):
         work.session = await self._agents.open(work.group.row)
         work.episode.reset(t0, time.time() - t0)
         door = self.gateway.open()
+        work.episode.refusals = door.refusals
         agent = asyncio.create_task(work.session.run(base_url=door.url, api_key=door.key, model=MODEL))
         try:
             talk = Talk(self.dialogues, self.branches, work, door, turn, self._waited)
@@ -72,6 +73,10 @@ class AgentEpisodes(Episodes):
             if not (outcome.moved_away or outcome.lost):
                 work.score = self._scored(talk, agent)
             return outcome
+        except EnvironmentFailed as error:
+            if door.refusals and (last := door.refusals[-1]) not in str(error):
+                error.args = (f"{error}; its last request that was refused: {last}",)
+            raise
         finally:
             self.gateway.shut(door)
             self.let_go(work)

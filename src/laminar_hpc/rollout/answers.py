@@ -11,11 +11,11 @@ Owned by episodes.py. Names are never used twice, so an Answer that nobody wants
 """
 
 import asyncio
-import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 from laminar_hpc.cluster.channel import Channel
+from laminar_hpc.cluster.own_time import own_time, within
 from laminar_hpc.messages.moves import Answer
 from laminar_hpc.rollout.work import Outcome, Work
 from laminar_hpc.turns.session import EnvironmentFailed
@@ -101,7 +101,7 @@ class Answers:
     async def _awaited(
         self, work: Work, name: str, answer: asyncio.Future[Answer], seconds: float | None
     ) -> Answer:
-        work.waits, deadline = True, None if seconds is None else time.monotonic() + seconds
+        work.waits, deadline = True, None if seconds is None else own_time() + seconds
         try:
             while not answer.done():
                 if not await self._wakes(work, answer, deadline):
@@ -128,12 +128,14 @@ class Answers:
         """Waits for the answer, an order or a drop. False when the deadline came first."""
         ordered = asyncio.create_task(work.ordered.wait())
         either: set[asyncio.Future[Any]] = {answer, ordered}
-        left = None if deadline is None else max(0.0, deadline - time.monotonic())
         try:
-            done, _ = await asyncio.wait(either, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            async with within(None if deadline is None else deadline - own_time()):
+                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        except TimeoutError:
+            return False
         finally:
             ordered.cancel()
-        return bool(done)
+        return True
 
     async def _leaves(self, work: Work, name: str, answer: asyncio.Future[Answer]) -> None:
         """Returns when its move is off. Raises Ended when it has gone."""

@@ -18,6 +18,7 @@ from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
 from laminar_hpc.cluster.context import RoleContext
+from laminar_hpc.cluster.own_time import within
 from laminar_hpc.engine.interface import Generation, RequestFailed, sampling_parameters
 from laminar_hpc.messages.data import TOKEN_BYTES, VersionSpan
 from laminar_hpc.messages.moves import MoveFailed
@@ -277,7 +278,7 @@ class LocalBatch:
         if self.keep_kv:
             await self.engines.current.pause()
             return
-        async with asyncio.timeout(self.config.rollout.request_timeout_seconds):
+        async with within(self.config.rollout.request_timeout_seconds):
             await self._abort_all()
 
     async def _abort_all(self) -> None:

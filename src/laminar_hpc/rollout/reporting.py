@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable
 
 from laminar_hpc.cluster.context import RoleContext
+from laminar_hpc.cluster.own_time import own_time
 from laminar_hpc.engine.interface import EngineHangs, Utilization
 from laminar_hpc.messages.data import ReplicaLoad
 from laminar_hpc.messages.membership import Ping
@@ -72,7 +73,7 @@ class UtilizationReporter:
                 await asyncio.sleep(min(REPORT_SECONDS, pipeline.repack_seconds))
 
     def _look(self, utilization: Utilization | None) -> None:
-        engine, now = self.engines.current, time.monotonic()
+        engine, now = self.engines.current, own_time()
         if engine is not self._watched:
             self._watch, self._watched = EngineWatch(), engine
         if self._watch.look(now, self.batch.generating, (utilization, self.batch.progress)):

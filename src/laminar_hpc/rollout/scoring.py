@@ -9,7 +9,7 @@ from typing import Any
 
 from laminar_hpc.cluster.context import RoleContext
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.data.tokens import TextDecoder
+from laminar_hpc.data.tokens import TextDecoder, stop_token_ids
 from laminar_hpc.environments.reward_pool import RewardPool, Score
 from laminar_hpc.messages.data import PromptGroup, Sample
 from laminar_hpc.messages.rollouts import Lost, Scored, ScoreOrder
@@ -35,7 +35,8 @@ class Scoring:
         episodes: Episodes | None = None,
     ) -> None:
         self.context, self.pool, self.failed, self.episodes = context, pool, failed, episodes
-        self.decoder = TextDecoder(Path(context.config.model.path))
+        model = Path(context.config.model.path)
+        self.decoder, self._ends = TextDecoder(model), stop_token_ids(model)
         self._tasks: dict[asyncio.Task[None], tuple[str, Sample]] = {}
 
     @property
@@ -117,12 +118,13 @@ class Scoring:
         """Its environment's reward, or that of its last turn."""
         episode, part = work.episode, work.partial
         figures = episode.figures(time.time()) if episode else {}
+        refused = episode.refusals[0] if episode and episode.refusals else ""
         try:
             if episodes.grades:
-                self._say(work.evaluation, sample, await episodes.grade(work), figures)
+                self._say(work.evaluation, sample, await episodes.grade(work), figures, refused)
                 return
             answer = last_drawn(tokens_of(part), drawn(part.count, part.spans))
-            await self._score(work.evaluation, work.group, sample, answer, figures)
+            await self._score(work.evaluation, work.group, sample, answer, figures, refused)
         except EnvironmentFailed as error:
             self.ungraded(work, f"its environment: {error}")
         finally:
@@ -145,17 +147,21 @@ class Scoring:
         sample: Sample,
         response: Tokens,
         figures: dict[str, float] | None = None,
+        refused: str = "",
     ) -> None:
         tokens = response.tolist()
-        score = await self.pool.score(group.prompt, self.decoder.text(tokens), group.row, tokens)
-        self._say(evaluation, sample, score, figures or {})
+        said = tokens[:-1] if tokens and tokens[-1] in self._ends else tokens  # it need not be marked special
+        score = await self.pool.score(group.prompt, self.decoder.text(said), group.row, tokens)
+        self._say(evaluation, sample, score, figures or {}, refused)
 
-    def _say(self, evaluation: str, sample: Sample, score: Score, figures: dict[str, float]) -> None:
+    def _say(
+        self, evaluation: str, sample: Sample, score: Score, figures: dict[str, float], refused: str = ""
+    ) -> None:
         """`figures` of its episode stand among the parts of its reward."""
         trajectory_id, attempt = sample.trajectory_id, sample.attempt
         self.context.trace.record("score", score.t0, score.t1, trajectory_id=trajectory_id)
         outcome = score.reward, score.parts | figures, score.error, score.t1
-        self.context.channel.send(Scored(trajectory_id, attempt, *outcome, evaluation))
+        self.context.channel.send(Scored(trajectory_id, attempt, *outcome, evaluation, refused))
 
     def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks.pop(task, None)

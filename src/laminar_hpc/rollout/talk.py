@@ -8,10 +8,12 @@ Made by agents.py, one for each life of a trajectory.
 """
 
 import asyncio
+import contextlib
 import json
 import time
 from collections.abc import Callable, Sequence
 
+from laminar_hpc.cluster.own_time import own_time, within
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.environments.reward_protocol import Result
 from laminar_hpc.gateway.chat import Chat, Refused, Turn, completion
@@ -49,6 +51,7 @@ class Talk:
         self.episode: Episode = work.episode
         self.calls: list[ToolCall] = []  # of the last turn
         self.limited = False  # it has met a limit of the run
+        self.finish = ""  # of the last turn
         self.numbered = 0  # calls
         # by place among the messages: where each was drawn, and from where on its branch is
         self.answers = dict[int, tuple[int, int, int]]()
@@ -57,7 +60,7 @@ class Talk:
 
     async def held(self, agent: asyncio.Task[Result]) -> Outcome:
         """Until the agent has returned, or failed behind a limit. Raises EnvironmentFailed."""
-        since, clock, outcome = time.time(), time.monotonic(), Outcome()
+        since, clock, outcome = time.time(), own_time(), Outcome()
         while (question := await self._next(agent, clock)) is not None:
             try:
                 tokens = await self._given(question, since)
@@ -67,7 +70,7 @@ class Talk:
             outcome = await self._drawn(question, tokens)
             if outcome.moved_away or outcome.lost is not None:
                 return outcome
-            since, clock = time.time(), time.monotonic()
+            since, clock = time.time(), own_time()
         if not self.episode.turns:
             agent.result()
             raise EnvironmentFailed("the agent has ended, and asked the model for nothing")
@@ -75,12 +78,13 @@ class Talk:
 
     async def _next(self, agent: asyncio.Task[Result], since: float) -> Question | None:
         """None: the agent has ended, or takes its time behind a limit. Questions that are refused buy it no
-        time. `since`: when it had its last answer (monotonic)."""
+        time. `since`: when it had its last answer (own_time)."""
         limit = self.episode.limits.timeout_seconds
         asking = asyncio.create_task(self.door.question())
         try:
-            left = max(0.0, since + limit - time.monotonic())
-            await asyncio.wait({asking, agent}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            with contextlib.suppress(TimeoutError):
+                async with within(since + limit - own_time()):
+                    await asyncio.wait({asking, agent}, return_when=asyncio.FIRST_COMPLETED)
             if agent.done():
                 return None
             if asking.done():
@@ -192,7 +196,11 @@ class Talk:
             return Outcome(lost="its earlier turns are not what they were")
         if work.partial.count == start:
             return Outcome(lost="the engine returned no token")
+        work.cut(start + self._dialogues.length(chat, tokens_of(work.partial)[start:].tolist()))
+        self.finish = work.finish_reason
         self.limited = work.room == 0
+        if not self.limited:  # a turn that the agent has cut is no trajectory that was
+            work.finish_reason = "stop"
         self.episode.waited(work.waited)
         self.episode.turn(self.seen, work.cached_tokens, time.time() - t0 - work.waited)
         self.seen = len(work.sequence)
@@ -205,7 +213,7 @@ class Talk:
             self.door.answer(generated(self._turn(start, {})), {})
             return
         drawn = tokens_of(self.work.partial)[start:].tolist()
-        content, self.calls = self._dialogues.said(await self._dialogues.of(chat.tools), chat.calls, drawn)
+        content, self.calls = self._dialogues.said(await self._dialogues.of(chat.tools), chat, drawn)
         message: dict = {"role": "assistant", "content": content}
         theirs = dict(message)
         if self.calls:
@@ -233,7 +241,7 @@ class Talk:
             logprobs_of(work.partial)[start:].tolist(),
             texts,
             message,
-            "length" if work.finish_reason == "length" else finish,
+            "length" if self.finish == "length" else finish,
             work.cached_tokens,
         )
 

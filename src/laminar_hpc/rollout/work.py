@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike
 
 from laminar_hpc.engine.interface import Generation
 from laminar_hpc.environments.reward_pool import Score
-from laminar_hpc.messages.data import Partial, PromptGroup, Sample, Trajectory, VersionSpan
+from laminar_hpc.messages.data import TOKEN_BYTES, Partial, PromptGroup, Sample, Trajectory, VersionSpan
 from laminar_hpc.messages.moves import MoveOrder
 from laminar_hpc.messages.rollouts import Grant
 from laminar_hpc.payload.layout import (
@@ -106,6 +106,16 @@ class Work:
         zeros = logprobs_array(np.zeros(len(more)))
         joined = before.tokens + more.tobytes(), before.logprobs + zeros.tobytes()
         self.partial = Partial(*joined, before.spans, before.time_started, before.moves, home=before.home)
+
+    def cut(self, count: int) -> None:
+        """Its response ends after so many tokens, if it has more: its turn was stopped there."""
+        part = self.partial
+        if count < part.count:
+            spans = [s for s in part.spans if s.start < count]
+            spans[-1] = VersionSpan(spans[-1].weight_id, spans[-1].start, min(spans[-1].end, count))
+            kept = part.tokens[: TOKEN_BYTES * count], part.logprobs[: TOKEN_BYTES * count]
+            self.partial = Partial(*kept, spans, part.time_started, part.moves, home=part.home)
+            self.finish_reason = "stop"
 
     def branch(self) -> None:
         """What is given next begins a sequence of its own."""

@@ -11,15 +11,16 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 import torch.distributed as dist
 
 from laminar_hpc.cluster.context import RoleContext
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.messages.data import Message
+from laminar_hpc.messages.data import Message, Sample
 from laminar_hpc.messages.training import Batch, Continue, Leave, NotYet, StepDone, TakeBatch
 from laminar_hpc.messages.wire import AnyMessage, decode, encode
 from laminar_hpc.payload.layout import Response
-from laminar_hpc.payload.reader import read
+from laminar_hpc.payload.reader import LATE_SECONDS, read
 from laminar_hpc.payload.whole import place_of
 from laminar_hpc.trainer.control import all_frames, from_first
 from laminar_hpc.trainer.progress import Progress
@@ -28,6 +29,15 @@ from laminar_hpc.trainer.step.batch import Planned, StepBatch, plan_of
 log = logging.getLogger(__name__)
 # the other ranks wait so much longer than rank 0, so that rank 0's error is the one that is seen
 _MARGIN_SECONDS = 60.0
+_told = msgspec.msgpack.Decoder(tuple[list[Sample], str, bool])
+
+
+class Unreadable(LaminarError):
+    """Some responses of a batch, of which nothing is trained yet; the same on all ranks."""
+
+    def __init__(self, samples: list[Sample], why: str) -> None:
+        super().__init__(why)
+        self.samples = samples
 
 
 class Inbox:
@@ -38,10 +48,12 @@ class Inbox:
         self._channel, self._seconds = context.channel, context.config.cluster.batch_timeout_seconds
         self._rank, self._run_dir = dist.get_rank(), context.run_dir
 
-    def take(self, step: int, part: int = 0) -> StepBatch | None:
+    def take(self, step: int, part: int = 0, lost: Unreadable | None = None) -> StepBatch | None:
         """The batch that turns step `step` into step + 1, or its mini-batch `part`; None when the run is to
-        end here, never in the middle of a step. Raises LaminarError after batch_timeout_seconds."""
-        answer = self._ask(TakeBatch(step, part), Batch, f"the batch of step {step}")
+        end here, never in the middle of a step. `lost`: what cannot be read of the one before. Raises
+        LaminarError after batch_timeout_seconds."""
+        request = TakeBatch(step, part, lost.samples, str(lost)) if lost else TakeBatch(step, part)
+        answer = self._ask(request, Batch, f"the batch of step {step}")
         if isinstance(answer, Leave):
             log.info("leaving at step %d: %s", step, answer.reason)
             return None
@@ -51,18 +63,20 @@ class Inbox:
 
     def _read(self, run_dir: Path, step: int, wanted: Sequence[Planned]) -> list[Response]:
         self._progress.enter("wait")
-        found, wrong = list[Response](), ""
+        found, lost, why = list[Response](), list[Sample](), ""
         try:
-            found = read(run_dir, [place_of(planned.record) for planned in wanted])
-            for planned, response in zip(wanted, found, strict=True):
-                _check(planned, response)
+            found = _checked(run_dir, wanted, LATE_SECONDS)
         except LaminarError as error:
-            wrong = str(error)
-        what = f"the responses of step {step}"
-        said = all_frames(wrong.encode(), self._seconds, what)
+            lost, why = _unreadable(run_dir, wanted), str(error)
+        # where none of many can be read, it is the file system
+        said = msgspec.msgpack.encode((lost, why, len(lost) < max(2, len(wanted))))
+        frames = all_frames(said if why else b"", self._seconds, f"the responses of step {step}")
         self._progress.enter("train")
-        if wrong := next((text.decode() for text in said if text), ""):
-            raise LaminarError(wrong)
+        told = [_told.decode(frame) for frame in frames if frame]
+        if all(are_some for _, _, are_some in told) and (all_lost := [s for lost, *_ in told for s in lost]):
+            raise Unreadable(all_lost, told[0][1])
+        if told:
+            raise LaminarError(told[0][1])
         return found
 
     def report(self, step: int, metrics: dict[str, float], mismatches: dict[int, tuple[float, int]]) -> bool:
@@ -105,6 +119,23 @@ class Inbox:
             f"trainer 0 waited {self._seconds:.0f} s for {what} from the controller ({reason}); "
             "look at the rollouts' logs, or raise cluster.batch_timeout_seconds"
         )
+
+
+def _checked(run_dir: Path, wanted: Sequence[Planned], late: float) -> list[Response]:
+    found = read(run_dir, [place_of(planned.record) for planned in wanted], late)
+    for planned, response in zip(wanted, found, strict=True):
+        _check(planned, response)
+    return found
+
+
+def _unreadable(run_dir: Path, wanted: Sequence[Planned]) -> list[Sample]:
+    lost = []
+    for planned in wanted:
+        try:
+            _checked(run_dir, [planned], late=0.0)
+        except LaminarError:
+            lost.append(Sample(planned.record.trajectory_id, planned.record.attempt))
+    return lost
 
 
 def _check(planned: Planned, response: Response) -> None:

@@ -21,11 +21,13 @@ from laminar_hpc.messages.training import Checkpointed, Restored, TrainerDone
 from laminar_hpc.policies.metrics import merged
 from laminar_hpc.trainer.checkpoint import Checkpointer
 from laminar_hpc.trainer.checkpointing.reports import Saved
-from laminar_hpc.trainer.inbox import Inbox
+from laminar_hpc.trainer.inbox import Inbox, Unreadable
 from laminar_hpc.trainer.megatron.policy import MegatronPolicy
 from laminar_hpc.trainer.progress import Progress
 from laminar_hpc.trainer.publishing.publisher import Publisher
 from laminar_hpc.trainer.step.learner import Learner
+
+_READS = 4  # batches of one step whose responses cannot all be read, then the disk is to be looked at
 
 
 class _NoPublisher:
@@ -145,14 +147,24 @@ def _train(
     mismatches: dict[int, tuple[float, int]] = {}
     of_parts, wait_seconds = list[dict[str, float]](), 0.0
     for part in range(parts):
-        asked = time.monotonic()
-        with trace.span("wait", step=step):
-            batch = inbox.take(step, part)
+        lost: Unreadable | None = None
+        for again in range(_READS):
+            asked = time.monotonic()
+            with trace.span("wait", step=step):
+                batch = inbox.take(step, part, lost)
+            if batch is None:
+                break
+            wait_seconds += time.monotonic() - asked
+            try:
+                with trace.span("train", step=step):
+                    of_parts.append(learner.train(batch, step, fence, minibatches // parts, part))
+                break
+            except Unreadable as error:  # before the first update; another batch follows
+                lost = error
+                if again + 1 == _READS:
+                    raise
         if batch is None:
             break
-        wait_seconds += time.monotonic() - asked
-        with trace.span("train", step=step):
-            of_parts.append(learner.train(batch, step, fence, minibatches // parts, part))
         mismatches |= learner.mismatches
     if not of_parts:
         return None

@@ -15,6 +15,7 @@ from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.turns.json_values import json_value
 
 _PREFERRED = ("hermes",)  # reads what others of its format want with line breaks
+_USER = {"role": "user", "content": "0"}
 _ARGUMENTS = {"laminar": "1"}
 MOST = 256  # calls of a turn: some of SGLang's parsers look from each of them to the end of the text
 _UNREADABLE = "the tool call could not be read: write it as JSON with a name and arguments"
@@ -47,12 +48,13 @@ class CallParser:
         logging.getLogger("sglang.srt.function_call").setLevel(logging.CRITICAL)  # the model is told
         envs.SGLANG_FORWARD_UNKNOWN_TOOLS.set(True)  # so that it can be told of those too
         self._names = [tool["function"]["name"] for tool in tools]
+        self._thinks = render([_USER]).rstrip().endswith("<think>")  # the prompt begins the thought
         given = [Tool.model_validate(tool) for tool in tools]
         written = _written(render, self._names[0])
         for name in dict.fromkeys((*_PREFERRED, *FunctionCallParser.ToolCallParserEnum)):
             try:
                 self._new = partial(FunctionCallParser, given, name)
-                if self.calls(written) == [ToolCall(self._names[0], _ARGUMENTS)]:
+                if self._parsed(written)[1] == [ToolCall(self._names[0], _ARGUMENTS)]:
                     self.name = name
                     return
             except Exception:  # a parser for other texts, or one that needs a tokenizer
@@ -67,7 +69,13 @@ class CallParser:
         return self.split(text)[1]
 
     def split(self, text: str) -> tuple[str, list[ToolCall] | Malformed]:
-        """One turn as what stands beside its calls, and the calls."""
+        """One turn as what stands beside its calls, and the calls. A call in a thought was thought of, not
+        made: as for SGLang's and vLLM's reasoning parsers."""
+        thought, rest = thought_and_rest(text, self._thinks)
+        beside, found = self._parsed(rest)
+        return thought + beside, found
+
+    def _parsed(self, text: str) -> tuple[str, list[ToolCall] | Malformed]:
         parser = self._new()
         if (opening := parser.detector.bot_token) and text.count(opening) > MOST:
             return text, Malformed(f"more than {MOST} tool calls in one turn")
@@ -96,10 +104,17 @@ class CallParser:
         return calls
 
 
+def thought_and_rest(text: str, thinks: bool = False) -> tuple[str, str]:
+    """What a turn's text has up to its first </think>, with that, and behind. `thinks`: it begins inside a
+    thought; a thought that does not end is all of it."""
+    thinks = thinks or text.lstrip().startswith("<think>")
+    head, mark, rest = text.partition("</think>")
+    return (head + mark, rest) if mark or thinks else ("", text)
+
+
 def _written(render: Callable[[list[dict]], str], name: str) -> str:
     """A call as the template writes it, with what stands around it in the assistant's turn."""
-    user = {"role": "user", "content": "0"}
     call = {"id": "000000000", "type": "function", "function": {"name": name, "arguments": _ARGUMENTS}}
     said = {"role": "assistant", "content": "", "tool_calls": [call]}
-    before, whole = render([user]), render([user, said])
+    before, whole = render([_USER]), render([_USER, said])
     return whole[len(before) :] if whole.startswith(before) else whole

@@ -47,6 +47,7 @@ class Episode:
     opened: float = 0.0  # when its environment was reset for it, and for how long that has worked
     worked_seconds: float = 0.0
     names: dict[str, int] = field(default_factory=dict)  # of tools, how often each was called
+    refusals: list[str] = field(default_factory=list)  # why requests of its agent were refused
 
     def waited(self, seconds: float) -> None:
         """For a reset, or for a place among the engine's requests."""
@@ -98,6 +99,8 @@ class Episode:
             "tool_seconds": self.tool_seconds,
             "wait_seconds": self.wait_seconds,
         }
+        if self.limits.by_url:
+            found["refused_requests"] = len(self.refusals)
         if self.seen_tokens:
             found["cached_share"] = self.cached_tokens / self.seen_tokens
         if self.opened and now > self.opened:

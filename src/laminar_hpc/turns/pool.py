@@ -20,11 +20,11 @@ counts.
 import asyncio
 import contextlib
 import itertools
-import time
 from collections.abc import Sequence
 
 import msgspec
 
+from laminar_hpc.cluster.own_time import own_time
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import EnvironmentConfig
 from laminar_hpc.environments import reward_crews
@@ -140,9 +140,9 @@ class EnvironmentPool:
         deadline = self.deadline(call.name, "")
 
         async def once() -> Result:
-            t0 = time.monotonic()
+            t0 = own_time()
             result = await crew.run(msgspec.structs.replace(call, id=next(self._ids)))
-            deadline.took(time.monotonic() - t0)
+            deadline.took(own_time() - t0)
             return result
 
         if not self._server.ready.idempotent[call.name]:
@@ -163,14 +163,14 @@ class EnvironmentPool:
             limit = deadline.limit(patient or call.method == "get_reward")
 
             async def once() -> Result:
-                t0, ours = time.monotonic(), msgspec.structs.replace(call, id=next(self._ids))
+                t0, ours = own_time(), msgspec.structs.replace(call, id=next(self._ids))
                 try:
                     by_us = alone or limit < self._limit
                     result = await worker.ask(ours, limit if by_us else limit + reward_crews.WORD_SECONDS)
                 except TimeoutError:
                     deadline.given_up(limit)
                     raise
-                deadline.took(time.monotonic() - t0)
+                deadline.took(own_time() - t0)
                 return result
 
             twice = not alone and call.method in ready.idempotent[call.name]

@@ -1,8 +1,11 @@
 """The same asked twice, where the first answer is late: for what may be done twice."""
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
+
+from laminar_hpc.cluster.own_time import within
 
 T = TypeVar("T")
 
@@ -21,7 +24,9 @@ async def first_of(
     tasks = [asyncio.create_task(begin())]
     won: asyncio.Task[T] | None = None
     try:
-        await asyncio.wait(tasks, timeout=late)
+        with contextlib.suppress(TimeoutError):
+            async with within(late):
+                await asyncio.wait(tasks)
         if not tasks[0].done():
             tasks.append(asyncio.create_task(begin()))
         pending = set(tasks)

@@ -50,19 +50,19 @@ class Environment:
         self._factory, self._instances, label = factory, dict[int, object](), spec.label
         methods = {
             name: member
-            for name, member in inspect.getmembers(factory, inspect.isfunction)
-            if not name.startswith("_")
+            for name, member in inspect.getmembers(factory)
+            if (inspect.isfunction(member) or inspect.ismethod(member)) and not name.startswith("_")
         }
         if "reset" not in methods:
             raise LaminarError(f"{label} has no reset(**row): an environment is a class with reset and tools")
         tools = {name: method for name, method in methods.items() if name not in _NOT_TOOLS}
-        made = {name: PythonTool(_unbound(method), name, label) for name, method in tools.items()}
+        made = {name: PythonTool(_unbound(factory, name), name, label) for name in tools}
         if not made:
             raise LaminarError(f"{label} has no public method beside reset and get_reward: it has no tools")
         self.tools = [tool.schema for tool in made.values()]
         self.rewards = "get_reward" in methods
         self.idempotent = _idempotent(tools)
-        self._parameters = inspect.signature(_unbound(methods["reset"])).parameters
+        self._parameters = inspect.signature(_unbound(factory, "reset")).parameters
         self.is_async = all(inspect.iscoroutinefunction(method) for method in methods.values())
         self._label, self._runner = label, asyncio.Runner()
 
@@ -99,8 +99,11 @@ def _idempotent(tools: Mapping[str, Callable]) -> list[str]:
     return [name for name, tool in tools.items() if getattr(tool, "idempotent", False)]
 
 
-def _unbound(method: Callable) -> Callable:
+def _unbound(factory: Callable, name: str) -> Callable:
     """A method as the model sees it: without self."""
+    method = getattr(factory, name)
+    if inspect.ismethod(method) or isinstance(inspect.getattr_static(factory, name), staticmethod):
+        return method  # a class or static method has none
 
     def shown() -> None: ...
 
@@ -129,6 +132,8 @@ async def _awaited(tool: PythonTool, value: Awaitable[object]) -> object:
 
 
 def _told(call: Call, value: object, t0: float) -> Result:
+    if call.method == "reset" and isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], dict):
+        value = value[0]  # Gymnasium's (observation, info)
     text = None if value is None and call.method == "reset" else sendable(_cut(as_text(value)))
     return Result(call.id, None, {}, t0, time.time(), text=text)
 

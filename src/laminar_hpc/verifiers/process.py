@@ -12,6 +12,7 @@ from typing import BinaryIO
 
 import msgspec
 
+from laminar_hpc.cluster.own_time import within
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import EnvironmentConfig
 from laminar_hpc.environments.fork_server import MAX_OUTPUT, environment
@@ -81,7 +82,8 @@ class Process:
         first = {"environment": block(self._config), "max_turns": self._config.max_turns}
         self._writer.write(_encode(first | {"serve": self._serve}) + b"\n")
         try:
-            line = await asyncio.wait_for(reader.readline(), START_SECONDS)
+            async with within(START_SECONDS):
+                line = await reader.readline()
             error = _decode(line).error if line else "ended"
         except ConnectionError:
             error = "ended"

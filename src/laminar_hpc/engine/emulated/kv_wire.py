@@ -16,6 +16,7 @@ import struct
 import zlib
 from dataclasses import dataclass
 
+from laminar_hpc.cluster.own_time import within
 from laminar_hpc.kv.errors import KvRefused
 
 _HEAD = struct.Struct("<64sQQQI")
@@ -87,7 +88,7 @@ async def send(address: str, move_id: str, first: int, count: int, body_bytes: i
         )
     writer = None
     try:
-        async with asyncio.timeout(seconds):
+        async with within(seconds):
             host, _, port = address.rpartition(":")
             reader, writer = await asyncio.open_connection(host, int(port))
             blocks, rest = divmod(body_bytes, _BLOCK)

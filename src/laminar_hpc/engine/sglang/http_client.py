@@ -8,6 +8,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from laminar_hpc.cluster.own_time import within
 from laminar_hpc.engine.interface import RequestFailed
 from laminar_hpc.engine.sglang.process import EngineProcess
 
@@ -36,6 +37,7 @@ class HttpClient:
         self._session = aiohttp.ClientSession(
             f"http://127.0.0.1:{self.process.port}",
             connector=aiohttp.TCPConnector(limit=0),
+            timeout=aiohttp.ClientTimeout(),  # none: `within` bounds each request
             headers={"Authorization": f"Bearer {self.process.key}"},
         )
 
@@ -49,7 +51,7 @@ class HttpClient:
         if self._session is None or self._session.closed:
             return None
         try:
-            async with self._session.get(path, timeout=aiohttp.ClientTimeout(total=seconds)) as response:
+            async with within(seconds), self._session.get(path) as response:
                 return await response.json() if response.status == 200 else None
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError):
             return None
@@ -63,9 +65,9 @@ class HttpClient:
         """The reply as it came; `payload` may hold arrays. Raises RequestFailed, EngineDied."""
         assert self._session is not None
         await self._turn()
-        limit, data = aiohttp.ClientTimeout(total=seconds), _encoder.encode(payload)
+        data = _encoder.encode(payload)
         try:
-            async with self._session.post(path, data=data, headers=_JSON, timeout=limit) as response:
+            async with within(seconds), self._session.post(path, data=data, headers=_JSON) as response:
                 body = await response.read()
                 await self._turn()
                 if response.status == 200:
@@ -82,17 +84,20 @@ class HttpClient:
         raise RequestFailed(f"{self.process.name} answered {path} with HTTP {response.status}: {said}")
 
     async def events(self, path: str, payload: dict[str, Any], seconds: float) -> AsyncGenerator[bytes, None]:
-        """The JSON of each server-sent event of a stream, undecoded. Raises RequestFailed, EngineDied."""
+        """The JSON of each server-sent event of a stream, undecoded; who takes them awaits nothing else
+        between two. Raises RequestFailed, EngineDied."""
         assert self._session is not None
         await self._turn()
         try:
-            async with self._session.post(
-                path,
-                data=_encoder.encode(payload),
-                headers=_JSON,
-                timeout=aiohttp.ClientTimeout(total=seconds),
-                read_bufsize=1 << 24,  # an event is one line
-            ) as response:
+            async with (
+                within(seconds),
+                self._session.post(
+                    path,
+                    data=_encoder.encode(payload),
+                    headers=_JSON,
+                    read_bufsize=1 << 24,  # an event is one line
+                ) as response,
+            ):
                 async for line in response.content:
                     if line.startswith(b"data: {"):
                         yield line[6:]
@@ -106,7 +111,8 @@ class HttpClient:
     async def raise_if_dead(self) -> None:
         """Raises EngineDied when the process ends within DEATH_SECONDS."""
         try:
-            await asyncio.wait_for(self.process.dead.wait(), DEATH_SECONDS)
+            async with within(DEATH_SECONDS):
+                await self.process.dead.wait()
         except TimeoutError:
             return
         raise self.process.death()

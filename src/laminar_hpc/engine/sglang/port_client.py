@@ -2,13 +2,13 @@
 a time limit; the engine's death ends it."""
 
 import asyncio
-import time
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 import zmq
 import zmq.asyncio
 
+from laminar_hpc.cluster.own_time import within
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.engine.sglang.plugin import protocol
 from laminar_hpc.engine.sglang.process import EngineProcess
@@ -40,22 +40,21 @@ class PortClient:
         async with self._turn:
             if not self._sockets:
                 self._sockets = [self._connected(rank) for rank in range(self.ranks)]
-            deadline = time.monotonic() + seconds
             # the first rank wakes the others up, so they must have theirs by then
             for socket in reversed(self._sockets):
                 await socket.send(protocol.encode(request))
-            return [
-                await self._receive(rank, request, reply, deadline, seconds) for rank in range(self.ranks)
-            ]
+            replies: list[R] = []
+            try:
+                async with within(seconds):
+                    while (rank := len(replies)) < self.ranks:
+                        replies.append(await self._receive(rank, request, reply))
+            except TimeoutError:
+                self._drop()  # a late reply must not answer the next request
+                raise self._late(request, rank, seconds) from None
+            return replies
 
-    async def _receive(
-        self, rank: int, request: protocol.Request, reply: type[R], deadline: float, seconds: float
-    ) -> R:
-        socket, name = self._sockets[rank], type(request).__name__
-        if not await socket.poll(round(max(0.0, deadline - time.monotonic()) * 1000)):
-            self._drop()  # a late reply must not answer the next request
-            raise self._late(request, rank, seconds)
-        said = protocol.decode_reply(await socket.recv())
+    async def _receive(self, rank: int, request: protocol.Request, reply: type[R]) -> R:
+        name, said = type(request).__name__, protocol.decode_reply(await self._sockets[rank].recv())
         if not isinstance(said, reply):
             self._drop()  # with the other ranks' replies, which nobody has read
             why = said.text if isinstance(said, protocol.Refused) else f"it answered {type(said).__name__}"
@@ -66,7 +65,8 @@ class PortClient:
         socket = self._connected(0)
         try:
             await socket.send(protocol.encode(request))
-            return protocol.decode_reply(await asyncio.wait_for(socket.recv(), seconds))
+            async with within(seconds):
+                return protocol.decode_reply(await socket.recv())
         except TimeoutError:
             raise self._late(request, 0, seconds) from None
         finally:

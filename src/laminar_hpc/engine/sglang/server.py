@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from laminar_hpc.cluster.own_time import own_time
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.engine.interface import (
@@ -68,14 +69,14 @@ class SglangServer(MoveCalls):
 
     async def start(self, directory: Path, weight_id: int | None, seed: int) -> float:
         """See Engine. The limit is rollout.engine_start_seconds."""
-        t0, limit = time.monotonic(), self.config.rollout.engine_start_seconds
+        t0, limit = own_time(), self.config.rollout.engine_start_seconds
         weight_version = UNVERIFIED if weight_id is None else str(weight_id)
         self.process.start(arguments(self.config, directory, weight_version, seed))
         self.http.open()
         while await self.http.get("/model_info", seconds=5.0) is None:
             if self.process.dead.is_set():
                 raise self.process.death()
-            if time.monotonic() - t0 > limit:
+            if own_time() - t0 > limit:
                 line = self.process.last_log_line()
                 raise LaminarError(
                     f"{self.name} did not answer within "
@@ -88,7 +89,7 @@ class SglangServer(MoveCalls):
         self.process.note_shared_memory()
         # objects made at the start are never collected: shorter pauses later
         await self.http.post("/freeze_gc", {}, CONTROL_SECONDS)
-        return time.monotonic() - t0
+        return own_time() - t0
 
     async def stop(self) -> None:
         await self.http.close()

@@ -5,6 +5,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from laminar_hpc.cluster.own_time import within
 from laminar_hpc.config.rewards import shown_url
 from laminar_hpc.environments.sandbox.local import SandboxFailed
 from laminar_hpc.environments.sandbox.output import Output
@@ -43,10 +44,11 @@ class SandboxFusion:
         return Result(streams[0].text(), streams[1].text(), number, timed_out, truncated, seconds)
 
     async def _post(self, body: bytes, seconds: float) -> dict[str, Any]:
-        where, limit = shown_url(self._url), aiohttp.ClientTimeout(total=seconds)
+        where = shown_url(self._url)
         try:
             async with (
-                aiohttp.ClientSession(timeout=limit) as session,
+                within(seconds),
+                aiohttp.ClientSession(timeout=aiohttp.ClientTimeout()) as session,
                 session.post(
                     self._url, data=body, headers={"Content-Type": "application/json"}, allow_redirects=False
                 ) as response,

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from laminar_hpc.cluster.folders import SANDBOX_FOLDER_PREFIX, claim
+from laminar_hpc.cluster.own_time import within
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.environments.framing import encode, framed, read_frame, receive_frame
 from laminar_hpc.environments.isolation.tiers import ISOLATION
@@ -85,8 +86,8 @@ class Sandbox:
             reader, writer = await asyncio.open_connection(sock=connection)
             try:
                 writer.write(framed(call))
-                limit = QUEUE_SECONDS + timeout_seconds
-                return _checked(await asyncio.wait_for(read_frame(reader), limit))
+                async with within(QUEUE_SECONDS + timeout_seconds):
+                    return _checked(await read_frame(reader))
             except TimeoutError:
                 raise self._late(timeout_seconds) from None
             except (OSError, asyncio.IncompleteReadError):

@@ -5,9 +5,10 @@ import random
 
 
 def overlong_punishment(tokens: int, longest: int, buffer: int) -> float:
-    """DAPO's soft overlong punishment, arXiv 2503.14476 equation 13: 0 up to longest - buffer trained
-    tokens, then linearly down to -1 at `longest`, and -1 beyond. It is added to the reward. A buffer of 0
-    punishes nothing."""
+    """DAPO's soft overlong punishment, arXiv 2503.14476 equation 13: 0 up to longest - buffer
+    response tokens, then linearly down to -1 at `longest`, and -1 beyond. It is added to the reward. `tokens`
+    are those that `longest` bounds: over several turns what tools gave is among them. A buffer of 0 punishes
+    nothing."""
     if buffer == 0:
         return 0.0
     return -min(1.0, max(0.0, (tokens - (longest - buffer)) / buffer))

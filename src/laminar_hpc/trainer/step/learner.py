@@ -199,7 +199,7 @@ class Learner:
             self.config.algorithm.overlong_buffer_tokens,
             self.config.sampling.max_response_tokens,
         )
-        rewards = [t.reward + overlong_punishment(t.trained, longest, buffer) for t in trajectories]
+        rewards = [t.reward + overlong_punishment(t.length, longest, buffer) for t in trajectories]
         return shuffled(rewards, self.config.seed, step) if self.config.algorithm.shuffle_rewards else rewards
 
     def _loss(
