@@ -192,9 +192,7 @@ def _of_a_file(error: Exception, keys: Keys) -> str:
     )
     key = str(getattr(cause, "full_key", None) or "")
     if key in keys.groups and key not in keys.sections:
-        return (
-            f"begin the file with the line `# @package _global_`; without it its keys are read as {key}.KEY"
-        )
+        return f"begin the file with the line `# @package _global_`; else its keys are read as {key}.KEY"
     if key and keys.kind_of(key) is None:
         return keys.unknown(key)
     if section := re.search(r"not a subclass of (\w+)Config", str(cause)):  # of `trainer: 3`, without the key

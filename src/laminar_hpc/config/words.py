@@ -13,7 +13,6 @@ import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
-from types import MappingProxyType
 from typing import Any
 
 import yaml
@@ -53,15 +52,13 @@ class Keys:
         schema: type,
         groups: Mapping[str, Sequence[str]],
         place: str,
-        instead: Mapping[str, str] = MappingProxyType({}),
+        instead: Mapping[str, str] | None = None,
     ) -> None:
         """`place`: where or what the keys are; `instead`: what to write for words that are none."""
         self.fields = dict(all_fields(schema))
         self.sections = {key.rpartition(".")[0] for key in self.fields} - {""}
         self.tables = {key for key, f in self.fields.items() if typing.get_origin(plain_type(f)[0]) is dict}
-        self.groups = groups
-        self.place = place
-        self.instead = instead
+        self.groups, self.place, self.instead = groups, place, instead or {}
 
     def table_of(self, key: str) -> str | None:
         """The table that a key is an entry of."""

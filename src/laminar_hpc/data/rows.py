@@ -65,13 +65,10 @@ def files_of(source: Source) -> list[str] | None:
 
 def _is_of(split: str, path: Path) -> bool:
     """Whether a file is of a split, by the words of its place within the folder."""
+    splits = {split: re.escape(split)} | _SPLITS
     for part in reversed(path.parts):
-        has = [
-            name
-            for name, words in ({split: re.escape(split)} | _SPLITS).items()
-            if re.search(rf"(?<![a-zA-Z])({words})(?![a-zA-Z])", part, re.I)
-        ]
-        if has:
+        word = r"(?<![a-zA-Z])({})(?![a-zA-Z])"
+        if has := [name for name, words in splits.items() if re.search(word.format(words), part, re.I)]:
             return split in has
     return split == "train"
 
