@@ -113,14 +113,14 @@ def show(config: RunConfig, derived: Derived) -> None:
     """What `dry_run=true` prints. Raises LaminarError for what could not start on any machine of its kind."""
     from laminar_hpc.cluster.gpu_memory import check_dry_run
     from laminar_hpc.controller.rewards import check_rewards
-    from laminar_hpc.data.prompts import answer_warnings
     from laminar_hpc.observability import console
+    from laminar_hpc.turns.model import endless
 
     if lines := [*said(check_dry_run, config, derived), *said(check_rewards, config)]:
         raise Refused(lines)
     for text in console.dry_run_lines(derived_values(config, derived), lacking(config)):
         print(text)
-    for text in [*warnings(config, derived), *answer_warnings(config)]:
+    for text in [*warnings(config, derived), *endless(config)]:
         print(console.line("warning", text))
 
 
@@ -143,12 +143,12 @@ def start(config: RunConfig, derived: Derived, words: list[str]) -> int:
 
     if supervisor.nothing_to_start(config):
         return 0
-    machine = [*said(check_machine, config, derived), *said(check_devices, config, derived)]
-    machine += said(check_wandb, config.observability.wandb)
-    if lines := [*machine, *wrong_first_rows(config)]:
-        raise Refused(dict.fromkeys([*lines, *of_inputs(config, lines)]))
-    download_model(config, print)
-    if lines := lacking(config):
+    lines = [*said(check_machine, config, derived), *said(check_devices, config, derived)]
+    lines += [*said(check_wandb, config.observability.wandb), *wrong_first_rows(config)]
+    if not lines:
+        download_model(config, print)
+        lines = lacking(config)
+    if lines:
         raise Refused(dict.fromkeys([*lines, *of_inputs(config, lines)]))
     check_rewards(config)
     return supervisor.run(config, words, derived.world_size)

@@ -96,7 +96,7 @@ def test_a_public_model_that_cannot_be_had(tmp_path, monkeypatch):
     ("file", "text", "says"),
     [
         ("generation_config.json", '{"eos_token_id": "x"}', 'eos_token_id="x" is not the id of a token'),
-        ("generation_config.json", "{", "generation_config.json is not JSON"),
+        ("generation_config.json", "{", "generation_config.json cannot be read as JSON"),
         ("generation_config.json", "[]", "generation_config.json is no JSON object"),
     ],
 )

@@ -10,9 +10,10 @@ from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import DataConfig, RunConfig
 from laminar_hpc.config.source import parse_source
 from laminar_hpc.data.chat_template import load_chat_template, template_text
-from laminar_hpc.data.prompts import answer_warnings, load_prompts
+from laminar_hpc.data.prompts import load_prompts
 from laminar_hpc.data.tokens import check_rows, load_tokenizer, stop_token_ids
 from laminar_hpc.gateway.dialogues import Dialogues
+from laminar_hpc.turns.model import endless
 
 USER = [{"role": "user", "content": "2+2?"}]
 TOOLS = [
@@ -145,12 +146,12 @@ def test_answers_that_would_never_end(tmp_path, stop, warned):
     config = RunConfig()
     config.model.path = str(save(tmp_path, stop=stop, chat_template=CHATML))
     config.data.chat_template = True
-    lines = answer_warnings(config)
+    lines = endless(config)
     assert len(lines) == warned
     if warned:
         assert "writes token 4 (<|im_end|>)" in lines[0] and "add 4 to eos_token_id" in lines[0]
     config.data.chat_template = False
-    assert answer_warnings(config) == []
+    assert endless(config) == []
 
 
 def test_tokens_without_a_row_are_refused_where_texts_come_from_elsewhere(tmp_path):

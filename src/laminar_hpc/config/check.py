@@ -28,6 +28,7 @@ from laminar_hpc.config.memory import (
     shared_engines,
 )
 from laminar_hpc.config.models import (
+    SHAPE,
     TRAINED,
     count_parameters,
     is_downloaded,
@@ -45,13 +46,7 @@ from laminar_hpc.config.source import labels, parse_source
 
 _SERVING_BYTES = {"float32": 4, "bfloat16": 2}
 _MIN_LANE = 64 << 10  # bytes: a smaller one would cost more than it saves
-_NEEDED = (
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "intermediate_size",
-    "vocab_size",
-)
+_NEEDED = [key for key in SHAPE if key not in ("model_type", "num_key_value_heads")]
 _MAY_BE_NULL = ("num_key_value_heads", "head_dim", "max_position_embeddings")
 _LONGEST_PER_MEAN = 8  # a response's greatest length is rarely less than so many times the mean
 
@@ -125,21 +120,16 @@ def derive(config: RunConfig) -> Derived:
 def _staging_bytes(config: RunConfig, trainers: int, publish: int) -> int:
     """Two buckets for each lane that a trainer rank sends."""
     lanes = config.relay.lanes
-    return (
-        2
-        * math.ceil(lanes / trainers)
-        * min(config.relay.chunk_megabytes << 20, math.ceil(publish / max(1, lanes)))
-    )
+    bucket = min(config.relay.chunk_megabytes << 20, math.ceil(publish / max(1, lanes)))
+    return 2 * math.ceil(lanes / trainers) * bucket
 
 
 def derived_values(config: RunConfig, derived: Derived) -> dict[str, object]:
     """What is printed before a run starts: the derived quantities, and in words what the batch and the
     pipeline are."""
     a = config.algorithm
-    batch = (
-        f"{a.prompts_per_step} prompts x {a.samples_per_prompt} samples = "
-        f"{derived.trajectories_per_step} trajectories"
-    )
+    batch = f"{a.prompts_per_step} prompts x {a.samples_per_prompt} samples"
+    batch += f" = {derived.trajectories_per_step} trajectories"
     updates = f"{a.minibatches_per_step} updates of {derived.trajectories_per_update} each"
     return {
         "batch_of_a_step": f"{batch}; {updates}",
@@ -164,17 +154,11 @@ def pipeline_text(config: RunConfig) -> str:
     if config.pipeline.refresh == "barrier" and bound == 0:
         return f"{name}: synchronous; trainer and replicas take turns, on-policy"
     limit = "staleness without a bound" if bound is None else f"at most {bound} steps stale"
-    if config.pipeline.refresh == "interrupt":
-        return (
-            f"{name}: asynchronous; new weights come into running "
-            f"trajectories, whose tokens are of several policies; {limit}"
-        )
-    if config.pipeline.refresh == "barrier":
-        return (
-            f"{name}: asynchronous; replicas generate a batch together "
-            f"while the trainer trains on an earlier one; {limit}"
-        )
-    return f"{name}: asynchronous; trainer and replicas work at the same time; {limit}"
+    how = {
+        "interrupt": "new weights come into running trajectories, whose tokens are of several policies",
+        "barrier": "replicas generate a batch together while the trainer trains on an earlier one",
+    }.get(config.pipeline.refresh, "trainer and replicas work at the same time")
+    return f"{name}: asynchronous; {how}; {limit}"
 
 
 def missing_inputs(config: RunConfig) -> list[str]:
@@ -190,8 +174,7 @@ def missing_inputs(config: RunConfig) -> list[str]:
 
 def problems(config: RunConfig, may_download: bool = False) -> list[str]:
     """Everything that cannot work, one line each: values, then model, data and reward, then what does not go
-    together. `may_download`: a model of the hub need not be here yet; of a public
-    one the numbers are known.
+    together. `may_download`: a model of the hub need not be here yet; of a public one the numbers are known.
 
     Where a value is wrong by itself the last are left out, as they might only follow from it."""
     wrong = wrong_values(config)

@@ -49,6 +49,11 @@ def before_it_begins() -> Iterator[None]:
         raise Refused(str(error).splitlines()) from None
 
 
+def first_line(error: Exception) -> str:
+    """Of a library's words."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
 def did_you_mean(word: str, names: Iterable[str]) -> str:
     """` (did you mean NAME?)`, or nothing where no name is near."""
     by_lower = {name.lower(): name for name in names}

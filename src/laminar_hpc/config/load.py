@@ -19,7 +19,7 @@ from omegaconf.errors import GrammarParseError, OmegaConfBaseException, Validati
 
 from laminar_hpc.config.bounds import shown, wrong_values
 from laminar_hpc.config.check import problems
-from laminar_hpc.config.errors import LaminarError, Refused
+from laminar_hpc.config.errors import LaminarError, Refused, first_line
 from laminar_hpc.config.options import take_config_dir
 from laminar_hpc.config.schema import RENAMED, RunConfig
 from laminar_hpc.config.words import Keys, Words
@@ -192,24 +192,20 @@ def _of_a_file(error: Exception, keys: Keys) -> str:
     )
     key = str(getattr(cause, "full_key", None) or "")
     if key in keys.groups and key not in keys.sections:
-        return (
-            f"begin the file with the line `# @package _global_`; without it its keys are read as {key}.KEY"
-        )
+        return f"begin the file with the line `# @package _global_`; else its keys are read as {key}.KEY"
     if key and keys.kind_of(key) is None:
         return keys.unknown(key)
     if section := re.search(r"not a subclass of (\w+)Config", str(cause)):  # of `trainer: 3`, without the key
         key = section.group(1).lower()
         return f"{key}: {keys.requirement(key)}"
-    return (
-        f"{key}: {keys.requirement(key)}"
-        if key and isinstance(cause, ValidationError)
-        else _first_line(cause)
-    )
+    if key and isinstance(cause, ValidationError):
+        return f"{key}: {keys.requirement(key)}"
+    return _first_line(cause)
 
 
 def _first_line(error: Exception) -> str:
     """A library's error in one line, without where in its own code it was raised."""
-    first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    first = first_line(error)
     return first.partition(" raised while resolving interpolation: ")[2].strip('"') or first
 
 

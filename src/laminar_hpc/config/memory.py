@@ -169,8 +169,6 @@ def _rollout_cure(config: RunConfig, gpu: float) -> str:
         gpu - relay_bytes(config),
     )
     if tokens > config.sampling.max_response_tokens:
-        return (
-            f"lower rollout.kv_cache_tokens={config.rollout.kv_cache_tokens} to "
-            f"{tokens // 1000 * 1000 or tokens}"
-        )
+        fewer = tokens // 1000 * 1000 or tokens
+        return f"lower rollout.kv_cache_tokens={config.rollout.kv_cache_tokens} to {fewer}"
     return f"raise rollout.tensor_parallel={tensor}"

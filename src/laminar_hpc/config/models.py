@@ -9,6 +9,7 @@ import json
 import math
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -24,11 +25,8 @@ SHAPE = (  # of a config.json: what makes weights fit into a model
     "intermediate_size",
     "vocab_size",
 )
-TRAINED = {
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "llama": "LlamaForCausalLM",
-}  # by model_type
+# by model_type
+TRAINED = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
 
 
 @cache
@@ -62,13 +60,18 @@ def model_config(path: str, dry_run: bool = False) -> dict:
         if dry_run and Path(path).name in known_models():
             return known_models()[Path(path).name]
         raise LaminarError(f"model.path={path or '(empty)'}: {_cure(Path(path))}")
+    return read_json(file)
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The object in a model's file; empty where there is no file. Raises LaminarError."""
     try:
-        config = json.loads(file.read_text())
-    except (OSError, ValueError, RecursionError) as error:
+        found = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    except (OSError, ValueError, RecursionError) as error:  # ValueError: also bytes that are no UTF-8
         raise LaminarError(f"{file} cannot be read as JSON ({error}); download the model again") from None
-    if not isinstance(config, dict):
+    if not isinstance(found, dict):
         raise LaminarError(f"{file} is no JSON object; download the model again")
-    return config
+    return found
 
 
 def is_downloaded(path: str) -> bool:
@@ -135,12 +138,8 @@ def kv_heads(model: dict) -> int:
 
 def count_parameters(model: dict) -> int:
     """Parameters of a Llama, Qwen2 or Qwen3 model, from its config.json."""
-    hidden, layers, vocab, family = (
-        model["hidden_size"],
-        model["num_hidden_layers"],
-        model["vocab_size"],
-        model.get("model_type", "qwen2"),
-    )
+    hidden, layers, vocab = model["hidden_size"], model["num_hidden_layers"], model["vocab_size"]
+    family = model.get("model_type", "qwen2")
     q, kv = model["num_attention_heads"] * head_size(model), kv_heads(model) * head_size(model)
     biases, norms = q + 2 * kv if family == "qwen2" else 0, 2 * head_size(model) if family == "qwen3" else 0
     layer = 2 * hidden * (q + kv) + biases + norms + 3 * hidden * model["intermediate_size"] + 2 * hidden

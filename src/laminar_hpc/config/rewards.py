@@ -104,9 +104,12 @@ def _check_entry(name: str, entry: RewardFunction) -> None:
         raise LaminarError(
             f"{key}: set either {key}.function=MODULE.FUNCTION or {key}.url=http://HOST:PORT/PATH"
         )
-    _check_number(f"{key}.weight", entry.weight)
+    if not abs(entry.weight) <= MAX_REWARD:  # also NaN
+        bounds = f"{-MAX_REWARD:.0f} to {MAX_REWARD:.0f}"
+        raise LaminarError(f"{key}.weight={entry.weight}: must be a number from {bounds}")
     styles, what = (URL_STYLES, "a URL") if entry.url else (FUNCTION_STYLES, "a function")
-    _check_style(f"{key}.style", entry.style, styles, what)
+    if entry.style not in styles:
+        raise LaminarError(f"{key}.style={entry.style}: of {what} it is one of {', '.join(styles)}")
     if entry.url:
         _check_url(key, entry)
     elif entry.api_key_env:
@@ -116,11 +119,7 @@ def _check_entry(name: str, entry: RewardFunction) -> None:
 def _check_url(key: str, entry: RewardFunction) -> None:
     try:
         parts = urlsplit(entry.url)
-        good = (
-            parts.scheme in ("http", "https")
-            and bool(parts.hostname)
-            and (parts.port is None or parts.port > 0)
-        )
+        good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:
         good = False
     if not good:
@@ -132,13 +131,3 @@ def _check_url(key: str, entry: RewardFunction) -> None:
         )
     if entry.api_key_env and not os.environ.get(entry.api_key_env):
         raise LaminarError(f"{key}.api_key_env={entry.api_key_env}: this environment variable is not set")
-
-
-def _check_style(key: str, style: str, allowed: tuple[str, ...], what: str) -> None:
-    if style not in allowed:
-        raise LaminarError(f"{key}={style}: of {what} it is one of {', '.join(allowed)}")
-
-
-def _check_number(key: str, value: float) -> None:
-    if not abs(value) <= MAX_REWARD:  # also NaN
-        raise LaminarError(f"{key}={value}: must be a number from {-MAX_REWARD:.0f} to {MAX_REWARD:.0f}")

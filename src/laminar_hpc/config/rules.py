@@ -22,7 +22,6 @@ _NEUTRAL = {
     "presence_penalty": 0.0,
     "repetition_penalty": 1.0,
 }
-_OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")  # of a chat template
 _VOCABULARY_MULTIPLE = 32  # trainer/megatron/building.py pads to it
 
 
@@ -64,16 +63,15 @@ def _source(config: RunConfig) -> Iterator[Rule]:
 
 
 def _data(config: RunConfig) -> Iterator[Rule]:
-    data, own = config.data, [name for name in _OWN_VARIABLES if name in config.data.chat_template_arguments]
+    data = config.data
     for name in ("chat_template_arguments", "system_prompt"):
         yield (
             bool(getattr(data, name)) and not data.chat_template,
             f"data.{name} needs data.chat_template=true: a prompt that is not rendered is the text as it is",
         )
-    yield (
-        bool(own),
-        f"data.chat_template_arguments.{_first(own)}: that is the run's to give; leave it out",
-    )
+    for name in ("messages", "tools", "documents", "add_generation_prompt"):
+        text = f"data.chat_template_arguments.{name}: that is the run's to give; leave it out"
+        yield name in data.chat_template_arguments, text
     yield (
         bool(data.system_prompt and config.environment.by_url),
         "data.system_prompt has no effect, as environment.agent and verifiers write their messages "
@@ -256,11 +254,8 @@ def _batch(config: RunConfig) -> Iterator[Rule]:
 
 def _model(config: RunConfig, model: dict) -> Iterator[Rule]:
     tensor, stages = config.trainer.tensor_parallel, config.trainer.pipeline_parallel
-    heads, layers, width = (
-        model["num_attention_heads"],
-        model["num_hidden_layers"],
-        model["intermediate_size"],
-    )
+    heads, layers = model["num_attention_heads"], model["num_hidden_layers"]
+    width = model["intermediate_size"]
     kv_heads = model.get("num_key_value_heads") or heads
     parts = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "intermediate_size": width}
     undivided = _first(f"{name}={value}" for name, value in parts.items() if value % tensor != 0)

@@ -13,7 +13,6 @@ import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
-from types import MappingProxyType
 from typing import Any
 
 import yaml
@@ -53,15 +52,13 @@ class Keys:
         schema: type,
         groups: Mapping[str, Sequence[str]],
         place: str,
-        instead: Mapping[str, str] = MappingProxyType({}),
+        instead: Mapping[str, str] | None = None,
     ) -> None:
         """`place`: where or what the keys are; `instead`: what to write for words that are none."""
         self.fields = dict(all_fields(schema))
         self.sections = {key.rpartition(".")[0] for key in self.fields} - {""}
         self.tables = {key for key, f in self.fields.items() if typing.get_origin(plain_type(f)[0]) is dict}
-        self.groups = groups
-        self.place = place
-        self.instead = instead
+        self.groups, self.place, self.instead = groups, place, instead or {}
 
     def table_of(self, key: str) -> str | None:
         """The table that a key is an entry of."""
@@ -94,11 +91,8 @@ class Keys:
         for name in [*self.fields, *self.groups]:
             by_last.setdefault(name.rpartition(".")[2], []).append(name)
         near = by_last.get(last) or difflib.get_close_matches(key, list(self.fields), 1, 0.8)
-        near = near or [
-            name
-            for ending in difflib.get_close_matches(last, list(by_last), 1, 0.7)
-            for name in by_last[ending]
-        ]
+        endings = difflib.get_close_matches(last, list(by_last), 1, 0.7)
+        near = near or [name for ending in endings for name in by_last[ending]]
         hint = f" (did you mean {' or '.join(near[:3])}?)" if near else ""
         if not near and section in self.sections:
             hint = f"; those of {section} are {', '.join(self.names_in(section))}"
@@ -131,19 +125,15 @@ class Keys:
             return self._option(word, loose[1:2])
         if rest and rest[0].startswith("="):
             spaced = words[index : index + (3 if rest[0] == "=" else 2)]
-            return f"{' '.join(spaced)}: write {quoted(''.join(spaced))}, without spaces around =", len(
-                spaced
-            )
+            text = f"{' '.join(spaced)}: write {quoted(''.join(spaced))}, without spaces around ="
+            return text, len(spaced)
         if before.endswith("="):
-            return f"{before} {word}: write {quoted(before + ' '.join(loose))}, without spaces around =", len(
-                loose
-            )
+            text = f"{before} {word}: write {quoted(before + ' '.join(loose))}, without spaces around ="
+            return text, len(loose)
         if self._takes_text(before):
             whole = quoted(" ".join([before, *loose]))
-            return (
-                f"{' '.join(loose)}: not key=value; if it belongs to the value before it, write {whole}",
-                len(loose),
-            )
+            text = f"{' '.join(loose)}: not key=value; if it belongs to the value before it, write {whole}"
+            return text, len(loose)
         if group := next((group for group, names in self.groups.items() if word in names), None):
             return f"{word}: write {group}={word}", 1
         if self.kind_of(word):

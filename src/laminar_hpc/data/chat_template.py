@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.data.tokens import read_json
+from laminar_hpc.config.models import read_json
 
 if TYPE_CHECKING:
     from jinja2 import Environment

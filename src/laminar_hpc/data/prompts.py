@@ -77,6 +77,8 @@ def load_run_prompts(
     files."""
     if config.source.startswith("replay:"):
         return [], {}
+    from laminar_hpc.turns.model import endless
+
     tokenizer = load_tokenizer(config.model.path)
     render = run_render(config)
     model = model_config(config.model.path)
@@ -91,42 +93,32 @@ def load_run_prompts(
             source = parse_source(key, name)
             prompts = load_prompts(source, config.data, tokenizer, render, room, limit, kept)
             check_token_ids(prompts, model["vocab_size"])
-            if config.environment.verifiers:
-                check_tasks(f"{key}={name}", prompts)
+            for number, prompt in enumerate(prompts.prompts if config.environment.verifiers else (), 1):
+                if not isinstance(prompt.row.get("task"), dict):
+                    raise LaminarError(
+                        f"{key}={name}: its row {number} has no task; leave data.train out, and let `python "
+                        "-m laminar_hpc.verifiers.rows` write evaluation.files"
+                    )
         except LaminarError as error:
             wrong.extend(str(error).splitlines())
             return None
         say(console.line("data", prompts.summary()))
         return prompts
 
-    train, key = read("data.train", _train_file(config)), "evaluation.files"
+    name, key = config.data.train, "evaluation.files"
+    if config.brings_rows:
+        from laminar_hpc.verifiers.rows import run_rows
+
+        name = run_rows(config.environment, config.run_dir)
+    train = read("data.train", name)
     held_out = [read(key, name, config.evaluation.problems) for name in config.evaluation.files]
     if train is None or wrong:
         raise Refused(wrong)
-    for text in answer_warnings(config):
+    for text in endless(config):
         say(console.line("warning", text))
     found = [each for each in held_out if each is not None]
     names = labels(key, [each.source for each in found])
     return train.prompts, {name: each.prompts for name, each in zip(names, found, strict=True)}
-
-
-def answer_warnings(config: RunConfig) -> list[str]:
-    """That answers may never end, where each is a turn of the model's chat template. With environments that
-    is refused."""
-    if not config.data.chat_template or config.environment.several:
-        return []
-    from laminar_hpc.turns.model import endless
-
-    return endless(config.model.path, config.data.chat_template_arguments)
-
-
-def _train_file(config: RunConfig) -> str:
-    """Raises LaminarError."""
-    if not config.brings_rows:
-        return config.data.train
-    from laminar_hpc.verifiers.rows import run_rows
-
-    return run_rows(config.environment, config.run_dir)
 
 
 def load_prompts(
@@ -314,16 +306,6 @@ def _check_sendable(text: str, row: dict, where: str) -> None:
             f"{where}: a value cannot be sent to a rollout "
             f"({str(error)[:120]}); mend the row or drop the field"
         ) from None
-
-
-def check_tasks(named: str, prompts: PromptSet) -> None:
-    """Rows of environment.verifiers hold its tasks. Raises LaminarError."""
-    for number, prompt in enumerate(prompts.prompts, 1):
-        if not isinstance(prompt.row.get("task"), dict):
-            raise LaminarError(
-                f"{named}: its row {number} has no task; leave data.train out, and let `python -m "
-                "laminar_hpc.verifiers.rows` write evaluation.files"
-            )
 
 
 def check_token_ids(prompts: PromptSet, vocab_size: int) -> None:

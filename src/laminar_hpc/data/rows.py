@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.config.errors import LaminarError, first_line
 from laminar_hpc.config.source import COMPRESSED, FILES, Source, plain
 
 _BATCH = 1024  # rows turned into Python objects at a time
@@ -65,13 +65,10 @@ def files_of(source: Source) -> list[str] | None:
 
 def _is_of(split: str, path: Path) -> bool:
     """Whether a file is of a split, by the words of its place within the folder."""
+    splits = {split: re.escape(split)} | _SPLITS
     for part in reversed(path.parts):
-        has = [
-            name
-            for name, words in ({split: re.escape(split)} | _SPLITS).items()
-            if re.search(rf"(?<![a-zA-Z])({words})(?![a-zA-Z])", part, re.I)
-        ]
-        if has:
+        word = r"(?<![a-zA-Z])({})(?![a-zA-Z])"
+        if has := [name for name, words in splits.items() if re.search(word.format(words), part, re.I)]:
             return split in has
     return split == "train"
 
@@ -132,7 +129,7 @@ def _jsonl(path: str) -> Iterator[tuple[str, dict]]:
         what = "read" if not path.endswith(COMPRESSED) else "unpacked"
         raise LaminarError(
             f"{path}, row {number + 1}: cannot be {what} "
-            f"({_first_line(error)}); write or download the file again"
+            f"({first_line(error)[:160]}); write or download the file again"
         ) from None
 
 
@@ -170,7 +167,7 @@ def _parquet(path: str) -> Iterator[tuple[str, dict]]:
     except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:  # also of a date
         raise LaminarError(
             f"{path}, row {number + 1}: cannot be read as Parquet "
-            f"({_first_line(error)}); write or download the file again"
+            f"({first_line(error)[:160]}); write or download the file again"
         ) from None
 
 
@@ -208,7 +205,3 @@ def _dataset(source: Source) -> Iterator[tuple[str, dict]]:
         for row in loaded.select(range(first, min(first + _BATCH, len(loaded)))).to_list():
             number += 1
             yield f"{source.path} ({source.split}), row {number}", row
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)[:160]

@@ -4,29 +4,11 @@
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 from tokenizers import Tokenizer
 
 from laminar_hpc.config.errors import LaminarError
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A file's object; empty where there is no file. Raises LaminarError."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    except (ValueError, RecursionError) as error:  # the former: also bytes that are no UTF-8
-        raise LaminarError(f"{path} is not JSON ({error}); download the model again") from None
-    if not isinstance(found, dict):
-        raise LaminarError(f"{path} is no JSON object; download the model again")
-    return found
-
-
-def model_config(model: Path) -> dict[str, Any]:
-    """config.json of the model. Raises LaminarError when it is not there."""
-    if not (model / "config.json").exists():
-        raise LaminarError(f"model.path={model} holds no config.json: give a Hugging Face directory")
-    return read_json(model / "config.json")
+from laminar_hpc.config.models import read_json
 
 
 def _rows(model: Path) -> float:
@@ -89,12 +71,7 @@ class TextDecoder:
     """Text by the tokenizer.json of a model. Raises LaminarError when there is none."""
 
     def __init__(self, model: Path) -> None:
-        path = model / "tokenizer.json"
-        if not path.exists():
-            raise LaminarError(
-                f"model.path={model} holds no tokenizer.json: save the tokenizer there in its fast form"
-            )
-        self._tokenizer = Tokenizer.from_file(str(path))
+        self._tokenizer = load_tokenizer(str(model))
 
     def text(self, token_ids: list[int], specials: bool = False) -> str:
         """The text, by default without special tokens."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from laminar_hpc.cluster import leftovers
 from laminar_hpc.cluster.host_memory import usable_memory
 from laminar_hpc.config.file_systems import NETWORK_FILE_SYSTEMS, file_system
-from laminar_hpc.doctor.findings import GIB, Finding, size_text
+from laminar_hpc.doctor.findings import GIB, Finding, size_text, warned
 from laminar_hpc.environments.isolation import landlock, tiers
 
 # controller, relay, trainer, an SGLang server of three processes, and the page cache of their libraries
@@ -32,27 +32,15 @@ def usable_cores() -> float:
 def machine() -> Iterator[Finding]:
     """Cores, memory, shared memory and the disk of the current folder."""
     cores, memory = usable_cores(), usable_memory()
-    yield Finding(
-        "ok" if cores >= 2 else "warn",
-        "cores",
-        f"{cores:g}",
-        "" if cores >= 2 else "the demo wants 2; it will be slow",
-    )
+    yield warned("cores", f"{cores:g}", "" if cores >= 2 else "the demo wants 2; it will be slow")
     yield Finding("ok" if memory >= DEMO_MEMORY else "warn", "memory", f"{memory / GIB:.1f} GiB free")
     shm = os.statvfs("/dev/shm")
     size, free = shm.f_frsize * shm.f_blocks, shm.f_frsize * shm.f_bavail
-    small = size <= 64 * 2**20
-    cure = "a container's default; start it with --shm-size=8g" if small else ""
-    yield Finding("warn" if small else "ok", "/dev/shm", f"{size_text(size)}, {size_text(free)} free", cure)
+    cure = "a container's default; start it with --shm-size=8g" if size <= 64 * 2**20 else ""
+    yield warned("/dev/shm", f"{size_text(size)}, {size_text(free)} free", cure)
     kind = file_system(Path.cwd())
-    network = kind in NETWORK_FILE_SYSTEMS
-    cure = "SQLite needs a local disk: set store_dir to one" if network else ""
-    yield Finding(
-        "warn" if network else "ok",
-        "disk",
-        f"{size_text(shutil.disk_usage('.').free)} free here, on {kind}",
-        cure,
-    )
+    cure = "SQLite needs a local disk: set store_dir to one" if kind in NETWORK_FILE_SYSTEMS else ""
+    yield warned("disk", f"{size_text(shutil.disk_usage('.').free)} free here, on {kind}", cure)
 
 
 def trust() -> Iterator[Finding]:
@@ -71,38 +59,24 @@ def sandbox() -> Iterator[Finding]:
         yield Finding("ok", "sandbox", {"namespaces": f"namespaces{with_it}"}.get(tier, f"landlock {known}"))
         return
     cure = "allow user namespaces (Linux 5.12) or Landlock (Linux 5.13) on this machine"
-    yield Finding(
-        "warn", "sandbox", f"none: {tiers.trouble('namespaces')}; {tiers.trouble('landlock')}", cure
-    )
+    yield warned("sandbox", f"none: {tiers.trouble('namespaces')}; {tiers.trouble('landlock')}", cure)
 
 
 def left_behind(clean: bool = False) -> Iterator[Finding]:
     """What killed runs have left here, by kind; or, with `clean`, what of it has just been removed."""
-    remains = leftovers.clean() if clean else leftovers.find()
-    kinds = {
-        what: [each.size for each in remains if each.what == what]
-        for what in dict.fromkeys(each.what for each in remains)
-    }
-    value = ", ".join(f"{what} of {len(sizes)} ({size_text(sum(sizes))})" for what, sizes in kinds.items())
-    if clean:
-        for each in remains:
-            yield Finding("ok", "removed", f"{each.what} {each.path}, {size_text(each.size)}")
-        remains = leftovers.find()
-        value = ", ".join(str(each.path) for each in remains)
-        yield (
-            Finding("warn", "left behind", value, "a process still has them")
-            if remains
-            else Finding("ok", "left behind", "nothing")
-        )
-    elif remains:
-        yield Finding(
-            "warn",
-            "left behind",
-            f"{value}, by runs that were killed",
-            "laminar doctor --clean, or the next start",
-        )
-    else:
+    for each in leftovers.clean() if clean else ():
+        yield Finding("ok", "removed", f"{each.what} {each.path}, {size_text(each.size)}")
+    if not (remains := leftovers.find()):
         yield Finding("ok", "left behind", "nothing")
+    elif clean:
+        yield warned("left behind", ", ".join(str(each.path) for each in remains), "a process still has them")
+    else:
+        kinds: dict[str, list[int]] = {}
+        for each in remains:
+            kinds.setdefault(each.what, []).append(each.size)
+        value = ", ".join(f"{what} of {len(all_)} ({size_text(sum(all_))})" for what, all_ in kinds.items())
+        cure = "laminar doctor --clean, or the next start"
+        yield warned("left behind", f"{value}, by runs that were killed", cure)
 
 
 def network() -> Iterator[Finding]:
@@ -129,15 +103,12 @@ def slurm() -> Iterator[Finding]:
     except (subprocess.SubprocessError, OSError):  # it asks the network for its configuration
         said = ""
     if match := re.match(r"slurm[- ](\S+)", said):
-        inside = "SLURM_JOB_ID" in os.environ
-        hint = (
-            "laminar slurm check looks at all nodes of this job" if inside else "laminar submit starts a run"
-        )
+        inside = "laminar slurm check looks at all nodes of this job"
+        hint = inside if "SLURM_JOB_ID" in os.environ else "laminar submit starts a run"
         yield Finding("ok", "Slurm", f"{match.group(1)}; {hint}")
     else:
-        yield Finding(
-            "ok", "Slurm", "installed, but it names no cluster; runs start with laminar train or launch/"
-        )
+        text = "installed, but it names no cluster; runs start with laminar train or launch/"
+        yield Finding("ok", "Slurm", text)
 
 
 def demo() -> Iterator[Finding]:
@@ -153,12 +124,11 @@ def demo() -> Iterator[Finding]:
         if have < need
     ]
     if lacks:
-        yield Finding(
-            "FAIL",
-            "demo",
+        text, cure = (
             f"does not fit: it needs {', '.join(lacks)}",
             "free them, or start the container with more",
         )
+        yield Finding("FAIL", "demo", text, cure)
     else:
         yield Finding("ok", "demo", "fits: laminar train experiment=demo")
 

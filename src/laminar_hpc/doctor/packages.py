@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from laminar_hpc.compat import cuda_toolkit
-from laminar_hpc.doctor.findings import Finding
+from laminar_hpc.doctor.findings import Finding, warned
 
 
 def installed(package: str) -> str | None:
@@ -46,19 +46,10 @@ def gpus() -> list[str]:
 def python_and_compiler() -> Iterator[Finding]:
     """Python's version, and a C++ compiler: Triton builds its launchers with one."""
     version = sys.version_info[:2]
-    fits = version in ((3, 11), (3, 12))
-    yield Finding(
-        "ok" if fits else "FAIL",
-        "python",
-        f"{sys.version.split()[0]} at {sys.executable}",
-        "" if fits else "use 3.11 or 3.12",
-    )
+    level, cure = ("ok", "") if version in ((3, 11), (3, 12)) else ("FAIL", "use 3.11 or 3.12")
+    yield Finding(level, "python", f"{sys.version.split()[0]} at {sys.executable}", cure)
     compiler = shutil.which("c++") or shutil.which("g++")
-    yield (
-        Finding("ok", "compiler", compiler)
-        if compiler
-        else Finding("warn", "compiler", "none found", "apt-get install g++")
-    )
+    yield warned("compiler", compiler or "none found", "" if compiler else "apt-get install g++")
 
 
 def torch_and_gpus() -> Iterator[Finding]:
@@ -73,12 +64,10 @@ def torch_and_gpus() -> Iterator[Finding]:
     )
     build = f"{version}, {f'built for CUDA {cuda}' if cuda and '+cpu' not in version else 'a CPU build'}"
     wanted = pinned("torch")
+    cure = "this machine has a GPU: make setup CUDA=13" if names and "+cpu" in version else ""
     if wanted and version.split("+")[0] != wanted:
-        yield Finding("warn", "torch", build, f"tested with {wanted}: make setup")
-    elif names and "+cpu" in version:
-        yield Finding("warn", "torch", build, "this machine has a GPU: make setup CUDA=13")
-    else:
-        yield Finding("ok", "torch", build)
+        cure = f"tested with {wanted}: make setup"
+    yield warned("torch", build, cure)
     yield Finding(
         "ok", "GPUs", f"{len(names)} x {names[0]}" if names else "none; everything runs on the CPU, with gloo"
     )
@@ -91,13 +80,8 @@ def engines() -> Iterator[Finding]:
         if version is None:
             yield Finding("FAIL", package, "not installed", "make setup")
         else:
-            same = wanted in (None, version)
-            yield Finding(
-                "ok" if same else "warn",
-                package,
-                version,
-                "" if same else f"tested with {wanted}: make setup",
-            )
+            cure = "" if wanted in (None, version) else f"tested with {wanted}: make setup"
+            yield warned(package, version, cure)
     has_gpu = bool(gpus())
     yield sglang(has_gpu)
     yield cuda_compiler(has_gpu)
@@ -125,12 +109,8 @@ def sglang(has_gpu: bool) -> Finding:
     if chosen not in ("", "laminar_cpu"):
         return Finding("FAIL", "sglang", f"{version}, SGLANG_PLATFORM={chosen}", "unset SGLANG_PLATFORM")
     if not chosen and len(names) > 1:
-        return Finding(
-            "warn",
-            "sglang",
-            f"{version}, platforms {', '.join(sorted(names))}",
-            "export SGLANG_PLATFORM=laminar_cpu",
-        )
+        text = f"{version}, platforms {', '.join(sorted(names))}"
+        return warned("sglang", text, "export SGLANG_PLATFORM=laminar_cpu")
     return Finding("ok", "sglang", f"{version}, on the CPU through the platform plugin laminar_cpu")
 
 
@@ -156,9 +136,8 @@ def migration() -> Finding:
     """Whether the C++ extension for KV-cache migration was built."""
     spec = importlib.util.find_spec("laminar_hpc._kv")
     if spec is None or spec.origin is None:
-        return Finding(
-            "warn", "KV migration", "laminar_hpc._kv was not built", "apt-get install g++, then make setup"
-        )
+        cure = "apt-get install g++, then make setup"
+        return warned("KV migration", "laminar_hpc._kv was not built", cure)
     return Finding("ok", "KV migration", f"{Path(spec.origin).name}, gathers and scatters on the CPU")
 
 
@@ -170,6 +149,5 @@ def apex() -> Finding:
     places = [Path(place) for place in spec.submodule_search_locations or []]
     if any((place / "optimizers").is_dir() for place in places):
         return Finding("ok", "apex", f"NVIDIA's, at {places[0]}")
-    return Finding(
-        "FAIL", "apex", "PyPI's package of that name, which is something else", "pip uninstall apex"
-    )
+    text = "PyPI's package of that name, which is something else"
+    return Finding("FAIL", "apex", text, "pip uninstall apex")

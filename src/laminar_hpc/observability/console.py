@@ -31,25 +31,17 @@ def count(value: float | None) -> str:
     """950, 6.1k, 61k, 2.4M: at most four characters below a thousand millions."""
     if value is None:
         return "-"
-    for limit, scale, unit in (
-        (999.5, 1, ""),
-        (999.5e3, 1e3, "k"),
-        (999.5e6, 1e6, "M"),
-        (float("inf"), 1e9, "G"),
-    ):
-        if abs(value) < limit:
-            scaled = value / scale
-            return f"{scaled:.1f}{unit}" if unit and abs(scaled) < 9.95 else f"{scaled:.0f}{unit}"
-    return str(value)
+    power = sum(abs(value) >= limit for limit in (999.5, 999.5e3, 999.5e6))
+    scaled, unit = value / 1000**power, ("", "k", "M", "G")[power]
+    return f"{scaled:.1f}{unit}" if unit and abs(scaled) < 9.95 else f"{scaled:.0f}{unit}"
 
 
 def size(bytes_: float | None) -> str:
     """812 B, 3.1 MB, 14 GB (powers of 1000)."""
     if bytes_ is None:
         return "-"
-    text = count(bytes_).replace("k", " k")
-    text = text.replace("M", " M").replace("G", " G")
-    return f"{text}B" if " " in text else f"{text} B"
+    text = count(bytes_)
+    return f"{text[:-1]} {text[-1]}B" if text[-1] in "kMG" else f"{text} B"
 
 
 def number(value: float | None, digits: int = 3) -> str:
@@ -74,12 +66,8 @@ def derived_block(derived: Mapping[str, object]) -> list[str]:
 
 
 def _words(name: str) -> str:
-    return (
-        name.replace("_memory_bytes", "_memory")
-        .replace("_bytes", "_size")
-        .replace("_seconds", "")
-        .replace("_", " ")
-    )
+    name = name.replace("_memory_bytes", "_memory").replace("_bytes", "_size").replace("_seconds", "")
+    return name.replace("_", " ")
 
 
 def dry_run_lines(derived: Mapping[str, object], missing: Sequence[str]) -> list[str]:
@@ -117,11 +105,8 @@ def step_line(step: Mapping, steps: int, eta_seconds: float | None) -> str:
 
 def skipped_line(step: int, skipped: int, limit: int) -> str:
     """Updates of a step that were not made. `limit`: optimizer.max_skipped_updates."""
-    what = (
-        f"step {step}: {skipped} update{'s' if skipped > 1 else ''} had gradients that are not finite; "
-        f"{limit} in a row end the run"
-    )
-    return line("skipped", what)
+    what = f"step {step}: {skipped} update{'s' if skipped > 1 else ''} had gradients that are not finite"
+    return line("skipped", f"{what}; {limit} in a row end the run")
 
 
 def eta(seconds_per_step: Sequence[float], steps_left: int) -> float | None:
@@ -136,45 +121,31 @@ def evaluation_progress(name: str, label: str, done: int, responses: int) -> str
 
 def evaluation_line(evaluation: Mapping) -> str:
     """An evaluation that is done. `evaluation`: the fields of a metrics line of kind evaluation."""
-    return line(
-        "evaluation",
-        "  ".join(
-            (
-                f"{evaluation['label']:<6} {evaluation['name']:<7}",
-                f"accuracy {evaluation['accuracy']:5.3f}",
-                f"{evaluation['file'][:24]}",
-                f"{evaluation['problems']} problems"
-                + (f" x {evaluation['samples']}" if evaluation["samples"] > 1 else ""),
-                f"len {evaluation['response_length_mean']:.0f}",
-                f"step {evaluation['step']}",
-                duration(evaluation["seconds"]),
-            )
-        ),
+    several = f" x {evaluation['samples']}" if evaluation["samples"] > 1 else ""
+    parts = (
+        f"{evaluation['label']:<6} {evaluation['name']:<7}",
+        f"accuracy {evaluation['accuracy']:5.3f}",
+        f"{evaluation['file'][:24]}",
+        f"{evaluation['problems']} problems{several}",
+        f"len {evaluation['response_length_mean']:.0f}",
+        f"step {evaluation['step']}",
+        duration(evaluation["seconds"]),
     )
+    return line("evaluation", "  ".join(parts))
 
 
 def final_lines(summary: Mapping, run_dir: Path, report: Path | None, reason: str = "") -> list[str]:
     """The end of a run: what it reached and where it lies. `summary` as built by `summary.build`; `reason`:
     why, if it ended early."""
-    lines = [
-        line(
-            "done",
-            "  ".join(
-                (
-                    f"{summary['steps']} steps in {duration(summary['wall_seconds'])}"
-                    + (f" ({reason})" if reason else ""),
-                    f"{count(summary['trajectories_trained'])} trajectories",
-                    f"{count(summary['tokens_per_second'])} tok/s",
-                    f"versions per trajectory {value_text('', summary['max_versions_per_trajectory'])}",
-                )
-            ),
-        )
-    ]
-    lines += [*_accuracy_lines(summary, bool(reason)), *_incident_lines(summary)]
-    lines.append(line("run", str(run_dir)))
-    if report is not None:
-        lines.append(line("report", str(report)))
-    return lines
+    why = f" ({reason})" if reason else ""
+    done = (
+        f"{summary['steps']} steps in {duration(summary['wall_seconds'])}{why}",
+        f"{count(summary['trajectories_trained'])} trajectories",
+        f"{count(summary['tokens_per_second'])} tok/s",
+        f"versions per trajectory {value_text('', summary['max_versions_per_trajectory'])}",
+    )
+    lines = [*_accuracy_lines(summary, bool(reason)), *_incident_lines(summary), line("run", str(run_dir))]
+    return [line("done", "  ".join(done)), *lines, *([line("report", str(report))] if report else [])]
 
 
 def _accuracy_lines(summary: Mapping, stopped: bool) -> list[str]:
@@ -203,36 +174,21 @@ def _accuracy_line(stopped: bool, before: float | None, after: float | None, sam
 def _incident_lines(summary: Mapping) -> list[str]:
     """What did not go as usual: reward errors, filtered groups, rescued, lost and saved work."""
     lines = []
-    if summary["reward_errors"]:
-        of = f"{summary['reward_errors']:,} of {summary['trajectories_trained']:,} trajectories trained"
+    if errors := summary["reward_errors"]:
+        of = f"{errors:,} of {summary['trajectories_trained']:,} trajectories trained"
         lines.append(line("reward", f"errors in {of}, the first: {summary['reward_error_first']}"))
-    if summary["groups_filtered"]:
-        lines.append(line("filtered", f"{summary['groups_filtered']:,} groups whose rewards were all equal"))
-    if summary["trajectories_rescued"]:
+    if groups := summary["groups_filtered"]:
+        lines.append(line("filtered", f"{groups:,} groups whose rewards were all equal"))
+    if rescued := summary["trajectories_rescued"]:
         by_load = summary["trajectories_rescued_by_load"]
-        lines.append(
-            line(
-                "rescued",
-                f"{summary['trajectories_rescued']:,} trajectories of dead replicas went on elsewhere"
-                + (f", {by_load:,} of them where their weights were loaded" if by_load else ""),
-            )
-        )
-    if summary["tokens_discarded"]:
-        lines.append(
-            line(
-                "discarded",
-                f"{count(summary['tokens_discarded'])} response "
-                "tokens of trajectories that were lost and redone",
-            )
-        )
-    if summary["tokens_saved"]:
-        lines.append(
-            line(
-                "saved",
-                f"{count(summary['tokens_saved'])} response tokens by adaptive sampling, "
-                f"{summary['tokens_saved_fraction'] * 100:.0f}% of what full groups would have taken",
-            )
-        )
+        more = f", {by_load:,} of them where their weights were loaded" if by_load else ""
+        lines.append(line("rescued", f"{rescued:,} trajectories of dead replicas went on elsewhere{more}"))
+    if lost := summary["tokens_discarded"]:
+        text = f"{count(lost)} response tokens of trajectories that were lost and redone"
+        lines.append(line("discarded", text))
+    if saved := summary["tokens_saved"]:
+        part = f"{summary['tokens_saved_fraction'] * 100:.0f}% of what full groups would have taken"
+        lines.append(line("saved", f"{count(saved)} response tokens by adaptive sampling, {part}"))
     return lines
 
 

@@ -61,12 +61,12 @@ def sample_line(whole: Whole, step: int, tokenizer: Tokenizer) -> str:
     trajectory = whole.record
     prompt = tokenizer.decode(whole.prompt.tolist(), skip_special_tokens=False)
     response = tokenizer.decode(whole.response.tokens.tolist(), skip_special_tokens=True)
-    reward = f"reward {trajectory.reward:5.2f}" + (
-        " (its function failed)" if trajectory.reward_error else ""
-    )
+    failed = " (its function failed)" if trajectory.reward_error else ""
     cut = "" if trajectory.finish_reason == "stop" else " (cut at the limit)"
     texts = f'"{shown(prompt, PROMPT_CHARACTERS)}" -> "{shown(response, RESPONSE_CHARACTERS)}"{cut}'
-    return line("sample", f"{reward}  stale {step - trajectory.weight_step}  {texts}")
+    return line(
+        "sample", f"reward {trajectory.reward:5.2f}{failed}  stale {step - trajectory.weight_step}  {texts}"
+    )
 
 
 def shown(text: str, characters: int) -> str:

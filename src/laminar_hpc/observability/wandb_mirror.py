@@ -99,11 +99,8 @@ class WandbMirror:
         try:
             self._run.log({**dict(curves), STEP: step})
         except Exception as error:
-            log.warning(
-                "Weights & Biases gets no more of this run: %s: %s",
-                type(error).__name__,
-                without_key(str(error)),
-            )
+            said = without_key(f"{type(error).__name__}: {error}")
+            log.warning("Weights & Biases gets no more of this run: %s", said)
             self._run = None
 
     def close(self, failed: bool = False) -> None:
@@ -115,11 +112,8 @@ class WandbMirror:
         sender.start()
         sender.join(FINISH_SECONDS)
         if sender.is_alive():
-            log.warning(
-                "Weights & Biases did not get all of this run "
-                "within %.0f s: `wandb sync` sends the rest of wandb/",
-                FINISH_SECONDS,
-            )
+            what = "all of this run within %.0f s: `wandb sync` sends the rest of wandb/"
+            log.warning(f"Weights & Biases did not get {what}", FINISH_SECONDS)
 
 
 def without_key(text: str) -> str:

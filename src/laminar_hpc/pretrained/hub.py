@@ -21,10 +21,9 @@ from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.observability.console import LABEL_WIDTH, line, size
 from laminar_hpc.pretrained.names import HubName
 from laminar_hpc.pretrained.trouble import explained, reason_of, silence
-from laminar_hpc.weights.manifest import SIDE_FILES, WEIGHTS_FILE
+from laminar_hpc.weights.manifest import INDEX_FILE, SIDE_FILES, WEIGHTS_FILE
 
 Say = Callable[[str], None]
-INDEX_FILE = "model.safetensors.index.json"
 _REQUEST_SECONDS = 15.0  # for the hub to answer, and between two parts of a file
 _PROGRESS_SECONDS = 30.0  # between lines where there is no terminal to draw a bar on
 
@@ -113,10 +112,8 @@ def size_left(name: HubName, folder: Path) -> int:
             )
     except Exception:  # a dry run needs no network
         return 0
-    files = [
-        f for f in info.siblings or [] if "/" not in f.rfilename and f.rfilename.endswith(".safetensors")
-    ]
-    return sum(f.size or 0 for f in files if not (folder / f.rfilename).is_file())
+    left = [f for f in info.siblings or [] if not (folder / f.rfilename).is_file()]
+    return sum(f.size or 0 for f in left if "/" not in f.rfilename and f.rfilename.endswith(".safetensors"))
 
 
 def weight_files(folder: Path) -> list[str]:
@@ -134,11 +131,8 @@ def weight_files(folder: Path) -> list[str]:
 
 def missing_files(folder: Path) -> list[str]:
     """What a run needs and the folder lacks. Weights are fetched last: where they are, all is."""
-    return [
-        name
-        for name in ("config.json", "tokenizer.json", *weight_files(folder))
-        if not (folder / name).is_file()
-    ]
+    needed = ("config.json", "tokenizer.json", *weight_files(folder))
+    return [name for name in needed if not (folder / name).is_file()]
 
 
 # ---- the library --------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from laminar_hpc.config.schema import RunConfig
 
 _NAME = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w.-]+)(@(?P<revision>[\w./-]+))?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+_SNAPSHOT = re.compile(r"(?:^|/)models--([^/]*?)--([^/]+)/snapshots/([0-9a-f]{40})$")
 
 
 @dataclass(frozen=True)
@@ -41,18 +42,11 @@ def parse_name(text: str) -> HubName | None:
 def recorded_name(path: str) -> HubName | None:
     """Name and commit of a hub cache's folder (.../models--OWNER--NAME/snapshots/COMMIT); None for other
     paths."""
-    folder = Path(path)
-    owner, _, name = folder.parent.parent.name.removeprefix("models--").partition("--")
-    is_snapshot = (
-        folder.parent.name == "snapshots" and folder.parent.parent.name.startswith("models--") and name
-    )
-    return HubName(f"{owner}/{name}", folder.name) if is_snapshot and _COMMIT.fullmatch(folder.name) else None
+    match = _SNAPSHOT.search(str(Path(path)))
+    return HubName(f"{match[1]}/{match[2]}", match[3]) if match else None
 
 
 def pinned_words(loaded: RunConfig, resolved: RunConfig) -> list[str]:
     """The override that makes other processes take the same commit; none where `loaded` names a directory."""
-    return (
-        []
-        if loaded.model.path == resolved.model.path
-        else [f"model.path={recorded_name(resolved.model.path)}"]
-    )
+    path = resolved.model.path
+    return [] if loaded.model.path == path else [f"model.path={recorded_name(path)}"]

@@ -1,6 +1,6 @@
 """What `huggingface_hub` raises, as one line that says what is wrong and how to mend it."""
 
-from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.config.errors import LaminarError, first_line
 from laminar_hpc.pretrained.names import HubName
 
 
@@ -35,8 +35,8 @@ def reason_of(error: Exception) -> str:
         if isinstance(e, httpx.TimeoutException):
             return f"{constants.ENDPOINT} did not answer in time"
         if isinstance(e, httpx.TransportError):
-            return f"{constants.ENDPOINT} cannot be reached ({_first_line(e)})"
-    return f"{type(error).__name__}: {_first_line(error)}"
+            return f"{constants.ENDPOINT} cannot be reached ({first_line(e)[:160]})"
+    return f"{type(error).__name__}: {first_line(error)[:160]}"
 
 
 def explained(name: HubName, error: Exception, broke_off: bool = False) -> LaminarError:
@@ -80,7 +80,3 @@ def explained(name: HubName, error: Exception, broke_off: bool = False) -> Lamin
         f"and {reason}; give this machine access to the hub, or run hf "
         f"download {name.repo} on one that has it and name the folder"
     )
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)[:160]

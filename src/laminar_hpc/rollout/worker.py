@@ -27,7 +27,8 @@ from typing import Any
 
 from laminar_hpc.cluster.channel import StopReceived, Terminated
 from laminar_hpc.cluster.context import RoleContext
-from laminar_hpc.data.tokens import model_config, stop_token_ids
+from laminar_hpc.config.models import model_config
+from laminar_hpc.data.tokens import stop_token_ids
 from laminar_hpc.engine.interface import EngineDied, EngineFactory, EngineHangs
 from laminar_hpc.environments.reward_pool import RewardPool
 from laminar_hpc.messages.data import Message, Sample
@@ -81,7 +82,7 @@ class RolloutWorker:
         self.engines = EngineLives(new_engine, self._engine_seed)
         model = Path(self.config.model.path)
         reader = SlotReader(self.config.relay.shm_dir, context.welcome.slots_name)
-        probe = probe_sequences(model_config(model)["vocab_size"])
+        probe = probe_sequences(model_config(self.config.model.path)["vocab_size"])
         self.weight_loader = WeightLoader(reader, probe, context.trace, self.engines)
         stop_ids = stop_token_ids(model)
         self.episodes = new_episodes(context, stop_ids)

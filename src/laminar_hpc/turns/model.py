@@ -7,6 +7,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.data.chat_template import Messages, load_chat_template, template_text
 from laminar_hpc.data.tokens import load_tokenizer, stop_token_ids
 from laminar_hpc.turns.conversation import MARK, Conversation, assistant
@@ -17,8 +18,7 @@ Arguments = Mapping[str, object] | None
 def with_tools(
     model_path: str, tools: Sequence[dict], arguments: Arguments = None
 ) -> Callable[[Messages], str]:
-    """The text of messages, with the tools, up to where the next answer begins; `arguments`: of the
-    template."""
+    """The text of messages, with the tools, up to where the next answer begins."""
     render = load_chat_template(model_path, tools, arguments)
     return lambda messages: render(messages, "environment")
 
@@ -70,26 +70,29 @@ def check_first_token(model_path: str, arguments: Arguments = None) -> None:
         )
 
 
-def endless(model_path: str, arguments: Arguments = None) -> list[str]:
+def endless(config: RunConfig) -> list[str]:
     """A line where answers would run on to their limit: behind an answer the template writes none of the
-    model's stop tokens. None where that cannot be told."""
+    model's stop tokens. None where that cannot be told, and with environments, where it is refused."""
+    if not config.data.chat_template or config.environment.several:
+        return []
+    path, next_ = config.model.path, "0NEXT0"
     try:
-        tokenizer, stop = load_tokenizer(model_path), stop_token_ids(Path(model_path))
-        text = with_tools(model_path, (), arguments)([_USER, assistant(MARK), {**_USER, "content": _NEXT}])
+        tokenizer, stop = load_tokenizer(path), stop_token_ids(Path(path))
+        render = with_tools(path, (), config.data.chat_template_arguments)
+        text = render([_USER, assistant(MARK), {**_USER, "content": next_}])
     except LaminarError:  # a template for one turn, or a dry run without the model
         return []
-    behind = tokenizer.encode(text.partition(MARK)[2].partition(_NEXT)[0], add_special_tokens=False).ids
+    behind = tokenizer.encode(text.partition(MARK)[2].partition(next_)[0], add_special_tokens=False).ids
     if not behind or not set(stop).isdisjoint(behind):
         return []
     return [
-        f"behind an answer the chat template of {model_path} writes token {behind[0]} "
+        f"behind an answer the chat template of {path} writes token {behind[0]} "
         f"({tokenizer.id_to_token(behind[0])}), which is none of the stop tokens {stop}: answers may run to "
         f"sampling.max_response_tokens; if it ends a turn, add {behind[0]} to eos_token_id in "
         "generation_config.json"
     ]
 
 
-_NEXT = "0NEXT0"
 _TOOL = {"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}}
 _SYSTEM = {"role": "system", "content": "0"}
 _USER = {"role": "user", "content": "0"}

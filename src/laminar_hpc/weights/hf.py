@@ -16,12 +16,10 @@ from typing import TYPE_CHECKING
 from safetensors import SafetensorError, safe_open
 
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.weights.manifest import SIDE_FILES, WEIGHTS_FILE, layout, safetensors_header
+from laminar_hpc.weights.manifest import INDEX_FILE, SIDE_FILES, WEIGHTS_FILE, layout, safetensors_header
 
 if TYPE_CHECKING:  # a command line reads a shape, and does not wait for it
     import torch
-
-_INDEX_FILE = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True)
@@ -90,29 +88,25 @@ def read_shape(directory: str | Path) -> ModelShape:
     rope = dict(c.get("rope_scaling") or c.get("rope_parameters") or {})
     rope.setdefault("partial_rotary_factor", c.get("partial_rotary_factor") or 1.0)
     if own := [name for name in c.get("auto_map") or () if name.startswith("AutoModel")]:
-        raise LaminarError(
-            f"{file}: auto_map names code of the model's own ({own[0]}), which neither trainer nor engine "
-            "runs; take auto_map out if the model is a plain one without it"
-        )
-    if c.get("pretraining_tp", 1) != 1:
-        raise LaminarError(
-            f"{file}: pretraining_tp={c['pretraining_tp']} splits each sum as the pretraining did, which the "
-            "trainer does not; set it to 1, which differs by rounding only"
-        )
-    if c.get("quantization_config"):
-        raise LaminarError(f"{file}: quantized weights cannot be trained; name the model without them")
-    if (
-        c.get("use_sliding_window")
-        or c.get("hidden_act", "silu") != "silu"
-        or c.get("attention_dropout", 0.0)
-    ):
-        raise LaminarError(
-            f"{file}: sliding windows, dropout and activations "
-            "other than silu are not supported; use another model"
-        )
+        wrong = f"auto_map names code of the model's own ({own[0]}), which neither trainer nor engine runs"
+        wrong += "; take auto_map out if the model is a plain one without it"
+    elif c.get("pretraining_tp", 1) != 1:
+        wrong = f"pretraining_tp={c['pretraining_tp']} splits each sum as the pretraining did, which the "
+        wrong += "trainer does not; set it to 1, which differs by rounding only"
+    elif c.get("quantization_config"):
+        wrong = "quantized weights cannot be trained; name the model without them"
+    elif c.get("use_sliding_window") or c.get("hidden_act", "silu") != "silu" or c.get("attention_dropout"):
+        wrong = "sliding windows, dropout and activations other than silu are not supported"
+        wrong += "; use another model"
     # Qwen2 has no such key, and its own biases
-    if (c.get("attention_bias") and c["model_type"] != "qwen2") or c.get("mlp_bias"):
-        raise LaminarError(f"{file}: attention_bias and mlp_bias are not supported; use a model without them")
+    elif (c.get("attention_bias") and c["model_type"] != "qwen2") or c.get("mlp_bias"):
+        wrong = "attention_bias and mlp_bias are not supported; use a model without them"
+    elif (part := rope["partial_rotary_factor"]) != 1.0:
+        wrong = f"partial_rotary_factor={part} is not supported; use a model whose RoPE turns whole heads"
+    else:
+        wrong = ""
+    if wrong:
+        raise LaminarError(f"{file}: {wrong}")
     family, heads = FAMILIES[c["model_type"]], c["num_attention_heads"]
     return ModelShape(
         family=family,
@@ -132,10 +126,6 @@ def read_shape(directory: str | Path) -> ModelShape:
 
 
 def _rope_scaling(rope: dict, positions: int, file: Path) -> RopeScaling | None:
-    if (part := rope.get("partial_rotary_factor", 1.0)) != 1.0:
-        raise LaminarError(
-            f"{file}: partial_rotary_factor={part} is not supported; use a model whose RoPE turns whole heads"
-        )
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "llama3"):
         raise LaminarError(
@@ -164,12 +154,9 @@ class TensorReader:
         """Raises LaminarError when the directory holds no safetensors file, or not all that its index
         names."""
         self._directory, self._stack = Path(directory), ExitStack()
-        index = self._directory / _INDEX_FILE
-        names = (
-            sorted(set(json.loads(index.read_text())["weight_map"].values()))
-            if index.exists()
-            else [WEIGHTS_FILE]
-        )
+        index = self._directory / INDEX_FILE
+        named = json.loads(index.read_text())["weight_map"].values() if index.exists() else [WEIGHTS_FILE]
+        names = sorted(set(named))
         missing = [n for n in names if not (self._directory / n).is_file()]
         if missing:
             raise LaminarError(
@@ -224,4 +211,4 @@ def safetensors_parts(tensors: "Sequence[tuple[str, torch.Tensor]]") -> Iterator
 def write_index(target: Path, file_of: dict[str, str], total_bytes: int) -> None:
     """What a directory needs beside several files: in which of them each tensor is."""
     index = {"metadata": {"total_size": total_bytes}, "weight_map": file_of}
-    (target / _INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
+    (target / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")

@@ -70,11 +70,8 @@ T = TypeVar("T")
 
 def local_device() -> torch.device:
     """This process's current GPU, or the CPU where there is none."""
-    return (
-        torch.device("cuda", torch.cuda.current_device())
-        if torch.cuda.is_available()
-        else torch.device("cpu")
-    )
+    has_gpu = torch.cuda.is_available()
+    return torch.device("cuda", torch.cuda.current_device()) if has_gpu else torch.device("cpu")
 
 
 class MegatronPolicy:
