@@ -96,7 +96,8 @@ def _bare(text: str) -> str:
         before = text
         text = FORMULA.sub(lambda found: next(filter(None, found.groups())), text)
         text = text.strip().strip("*`").strip().rstrip(",;:\\").lstrip("=:,;# ")
-        text = re.sub(r"^\\[\[(]|\\[\])]$|(?<!\.\.)\.+$|^(?:\\approx|\\equiv|about )", "", text)
+        text = re.sub(r"^\\[\[(]|\\[\])]$|(?<!\.\.)\.+$", "", text)
+        text = re.sub(r"^(?:\\approx|\\equiv|about |approximately )", "", text)
         whole = r"(?:\\text ?)?\{((?:[^{}]|\{[^{}]*\})*)\}|\(([^(),]*)\)|\[([^][,]*)\]"
         if found := re.fullmatch(whole, text):
             text = next(part for part in found.groups() if part is not None)
