@@ -1,11 +1,5 @@
 """The reward for mathematics: does the response's final answer equal the row's, as mathematics (1/2 = 0.5 =
-\\frac{1}{2})?
-
-    math_text     the final answer of a response, in one spelling
-    math_reading  what it can mean, by math-verify where it is LaTeX, and whether two mean the same
-    math_equal    whether two expressions are equal, exactly
-    math_units    which units agree
-"""
+\\frac{1}{2})? `math_text` finds the answer, `math_reading` says what it can mean, `math_equal` compares."""
 
 import logging
 import re
@@ -41,9 +35,8 @@ def reward(*, prompt: str, response: str, row: dict) -> dict[str, float]:
 
 def _equals(wanted: Any, answer: str) -> bool:
     text, meant = gold(wanted)
-    if not meant:
-        return False
-    if _squeezed(answer) in (_squeezed(text), re.sub(r"_\{?\w+\}?$", "", text)):  # a base may be left out
+    plain, bare = (re.sub(r" (?=\W)|(?<=\W) ", "", each) for each in (text, answer))
+    if meant and bare in (plain, re.sub(r"_\{?\w+\}?$", "", text)):  # a base may be left out
         return True
     said = read(answer)
     european = re.sub(r"^(-?\d+),(?!\d{3}\b)(?=\d+\D*$)", r"\1.", answer)
@@ -51,23 +44,11 @@ def _equals(wanted: Any, answer: str) -> bool:
         said += read(european)  # 1,5 is 1.5 where no list is wanted
     if [type(each.value) for each in said] == [str] and len(found := NUMBER.findall(answer)) == 1:
         said += read(found[0]) if "date" not in said[0].value else ()
-    rationals = [each.value for each in said if isinstance(each.value, sympy.Rational)]
-    if isinstance(wanted, float) and wanted in map(float, rationals):
+    if isinstance(wanted, float) and any(
+        isinstance(each.value, sympy.Rational) and float(each.value) == wanted for each in said
+    ):
         return True  # 0.3333333333333333 is what a float has of 1/3
     return same(meant, said)
-
-
-def _squeezed(text: str) -> str:
-    return re.sub(r" (?=\W)|(?<=\W) ", "", text)
-
-
-def gold(answer: Any) -> tuple[str, Readings]:
-    """The text of a row's answer, as far as it counts, and its readings; none if it has no answer."""
-    if not isinstance(answer, list):
-        return _gold(str(answer))
-    if len(answer) == 1:
-        return gold(answer[0])
-    return "", (Reading(tuple(gold(each)[1] for each in answer)),)
 
 
 @lru_cache(maxsize=1 << 16)
@@ -75,6 +56,13 @@ def _gold(answer: str) -> tuple[str, Readings]:
     final = answer.rpartition("####")[2]
     text = spelled(boxes(final) or final)
     return text, read(text)
+
+
+def gold(answer: Any) -> tuple[str, Readings]:
+    """The text of a row's answer, as far as it counts, and its readings; none if it has no answer."""
+    if isinstance(answer, list) and len(answer) != 1:
+        return "", (Reading(tuple(gold(each)[1] for each in answer)),)
+    return gold(answer[0]) if isinstance(answer, list) else _gold(str(answer))
 
 
 def readable(*, prompt: str, response: str, row: dict) -> float:

@@ -6,9 +6,7 @@ import contextlib
 import ctypes
 import threading
 import time
-from collections.abc import Callable, Iterator
-from fractions import Fraction
-from math import prod
+from collections.abc import Iterator
 from typing import Any
 
 import sympy
@@ -20,13 +18,7 @@ _SAME = sympy.Float(10, _DIGITS) ** -250  # relative
 _LARGE = sympy.Float(10, _DIGITS) ** 200  # beyond it as many digits do not prove a number equal
 _BITS = 1 << 20  # of the longest whole number that is written out
 _TO_DO = (sympy.Sum, sympy.Product, sympy.Integral, sympy.Limit, sympy.Derivative)
-_POINTS: tuple[Callable[[int], Any], ...] = (  # by place of a variable: broken, whole and negative numbers
-    lambda i: sympy.Rational(7 * i + 11, 9 + 2 * i),
-    lambda i: sympy.Rational(5 * i + 3, 13),
-    lambda i: sympy.Integer(2 * i + 3),
-    lambda i: sympy.Integer(3 * i + 7),
-    lambda i: -sympy.Rational(3 * i + 5, 7),
-)
+_POINTS = ((7, 11, 9), (5, 3, 13), (2, 3, 1), (3, 7, 1), (-3, -5, 7))  # (a, b, c): variable i is (ai + b)/c
 
 
 class TooLong(BaseException):
@@ -37,62 +29,59 @@ class TooLong(BaseException):
 def limited(seconds: float) -> Iterator[None]:
     """Raises TooLong in this thread when the block has computed for so long; waiting for a core is not
     computing. It needs no main thread, as a signal would; it cannot interrupt C code."""
-    lock, over, ident = threading.Lock(), threading.Event(), threading.get_ident()
-    clock, thread = time.pthread_getcpuclockid(ident), ctypes.c_ulong(ident)
-    interrupt = ctypes.pythonapi.PyThreadState_SetAsyncExc
+    lock, over, thread = threading.Lock(), threading.Event(), threading.get_ident()
+    clock = time.pthread_getcpuclockid(thread)
     end = time.clock_gettime(clock) + seconds
 
+    def interrupt(by: Any) -> None:
+        with lock:
+            if by is None or not over.is_set():
+                over.set()
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), by)
+
     def watch() -> None:
-        while not over.wait(max(end - time.clock_gettime(clock), 0.01)):
-            with lock:
-                if time.clock_gettime(clock) >= end and not over.is_set():
-                    interrupt(thread, ctypes.py_object(TooLong))
-                    return
+        while (left := end - time.clock_gettime(clock)) > 0 and not over.wait(max(left, 0.01)):
+            pass
+        interrupt(ctypes.py_object(TooLong))
 
     threading.Thread(target=watch, daemon=True).start()
     try:
         yield
     finally:
-        with lock:
-            over.set()
-            interrupt(thread, None)
+        interrupt(None)
 
 
-def exact(expression: Any) -> Fraction | None:
+def _exact(expression: Any) -> Any:
     """The rational number that it is; None where it is none, or too long to write out."""
     if expression.is_Rational:
-        return Fraction(int(expression.p), int(expression.q))
-    values = [value for value in map(exact, expression.args) if value is not None]
-    if not values or len(values) < len(expression.args):
+        return expression
+    values = list(map(_exact, expression.args))
+    if not values or None in values:
         return None
     first, last = values[0], values[-1]
-    bits = [max(value.numerator.bit_length(), value.denominator.bit_length()) for value in values]
-    if expression.is_Add:
-        return sum(values, Fraction(0))
-    if expression.is_Mul and sum(bits) < _BITS:
-        return prod(values, start=Fraction(1))
-    if expression.is_Pow and last.denominator == 1 and abs(last) * bits[0] < _BITS and (first or last >= 0):
-        return first ** int(last)
-    if isinstance(expression, sympy.factorial) and first.denominator == 1 and 0 <= first < 20_000:
-        return Fraction(int(sympy.factorial(int(first))))
+    bits = [max(int(value.p).bit_length(), int(value.q).bit_length()) for value in values]
+    if (
+        expression.is_Add
+        or (expression.is_Mul and sum(bits) < _BITS)
+        or (expression.is_Pow and last.q == 1 and abs(last) * bits[0] < _BITS)
+        or (isinstance(expression, sympy.factorial) and 0 <= first < 20_000)
+    ):
+        value = expression.func(*values)
+        return value if value.is_Rational else None
     return None
 
 
-def _value(expression: Any, at: dict) -> Any:
-    """A number, None where sympy finds none."""
-    if not at and (rational := exact(expression)) is not None:
-        return sympy.Rational(rational.numerator, rational.denominator)
-    with contextlib.suppress(Exception):
-        number = expression.evalf(_DIGITS, subs=at)
-        if all(part.is_Float or part.is_Rational for part in number.as_real_imag()):
-            return number
-    return None
-
-
-def _same_value(x: Any, y: Any) -> bool | None:
-    """None where the digits cannot tell."""
+def _same_at(a: Any, b: Any, at: dict) -> bool | None:
+    """Whether they are equal with these values of the variables; None where the digits cannot tell."""
+    values = [None if at else _exact(each) for each in (a, b)]
+    x, y = (each.evalf(_DIGITS, subs=at) if v is None else v for each, v in zip((a, b), values, strict=True))
     if x.is_Rational and y.is_Rational:
         return bool(x == y)
+    parts = [*x.as_real_imag(), *y.as_real_imag()]
+    if not all(part.is_Float or part.is_Rational for part in parts):
+        return None
+    if min(at.values(), default=0) < 0 and any(parts[1::2]):  # of a negative number only real values count
+        return None
     larger = max(abs(x), abs(y))
     if abs(x - y) > _SAME * larger:
         return False
@@ -102,37 +91,29 @@ def _same_value(x: Any, y: Any) -> bool | None:
 def _named(expression: Any) -> Any:
     """With variables by their names alone, and i as the imaginary unit unless it is a direction."""
     names = {symbol: sympy.Symbol(symbol.name) for symbol in expression.free_symbols}
-    vector = any(symbol.name in "jk" for symbol in names)
-    return expression.xreplace(
-        {old: sympy.I if new.name == "i" and not vector else new for old, new in names.items()}
-    )
+    imaginary = not any(symbol.name in "jk" for symbol in names)
+    return expression.xreplace(names).xreplace({sympy.Symbol("i"): sympy.I} if imaginary else {})
 
 
 def equal(a: Any, b: Any) -> bool:
     """Of what sympy or math-verify has made of two texts. May raise whatever sympy raises."""
     if a == b:
         return True
-    matrices = [isinstance(each, sympy.MatrixBase) for each in (a, b)]
-    if all(matrices):
+    if all(isinstance(each, sympy.MatrixBase) for each in (a, b)):
         return a.shape == b.shape and all(map(equal, a, b))
-    special = [isinstance(each, sympy.Set) or is_relation(each) for each in (a, b)]
-    if all(special):
+    if all(isinstance(each, sympy.Set) or is_relation(each) for each in (a, b)):
         with contextlib.suppress(Exception):  # those of several variables are no set
             a, b = (r if isinstance(r, sympy.Set | sympy.Eq) else r.as_set() for r in (a, b))
         return verify(a, b, _DIGITS, _DIGITS, allow_set_relation_comp=True, timeout_seconds=None)
-    if any(matrices + special) or not (isinstance(a, sympy.Expr) and isinstance(b, sympy.Expr)):
+    if not (isinstance(a, sympy.Expr) and isinstance(b, sympy.Expr)):
         return False
     a, b = (_named(each.doit() if each.has(*_TO_DO) else each) for each in (a, b))
     symbols = sorted(a.free_symbols | b.free_symbols, key=str)
-    judged = []
-    for point in _POINTS if symbols else _POINTS[:1]:
-        at = {symbol: point(i) for i, symbol in enumerate(symbols)}
-        x, y = _value(a, at), _value(b, at)
-        if x is None or y is None or (point(0) < 0 and not (x.is_real and y.is_real)):
-            continue
-        judged.append(_same_value(x, y))
-        if judged[-1] is False:
-            return False
-    if judged.count(True) >= (3 if symbols else 1):
-        return True
+    judged: list[bool | None] = []
+    for step, start, part in _POINTS if symbols else _POINTS[:1]:
+        with contextlib.suppress(Exception):  # sympy finds no value there
+            at = {symbol: sympy.Rational(step * i + start, part) for i, symbol in enumerate(symbols)}
+            judged.append(_same_at(a, b, at))
+    if False in judged or judged.count(True) >= (3 if symbols else 1):
+        return False not in judged
     return bool(a - b == 0 or (symbols and sympy.simplify(a - b) == 0))

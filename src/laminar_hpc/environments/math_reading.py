@@ -9,7 +9,6 @@ import itertools
 import math
 import re
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from typing import Any
 
 import sympy
@@ -17,7 +16,7 @@ from math_verify import LatexExtractionConfig, parse
 from math_verify.parser import NormalizationConfig
 
 from laminar_hpc.environments.math_equal import equal, is_relation
-from laminar_hpc.environments.math_text import ASKED, DATE
+from laminar_hpc.environments.math_text import ASKED, DECIMAL, EUROPEAN, FORMULA, INTEGER, MONTHS
 from laminar_hpc.environments.math_units import PURE, Unit, unit_of
 
 _LATEX = [LatexExtractionConfig(normalization_config=NormalizationConfig(
@@ -39,34 +38,37 @@ class Reading:
 
 Readings = tuple[Reading, ...]
 
-_INTEGER = r"(?:\d{1,3}(?:[, '_]\d{3})+|\d{1,2}(?:,\d\d)+,\d{3}|\d+)"
-_EUROPEAN = r"\d{1,3}(?:\.\d{3})+,\d+|\d{1,3}(?:\.\d{3}){2,}"
-_NUMBER = re.compile(
-    rf"([+-]?) ?(?:({_EUROPEAN}|{_INTEGER}(?:\.\d*)?(?:<\d+>)?|\.\d*(?:<\d+>)?)"
-    r"(?:e([+-]?\d+)| ?(?:\\times|\\cdot|\*|x) ?10\^\{?(-?\d+)\}?)?"
-    rf"|(?:({_INTEGER})(?: (?=\d)| ?(?=\\frac)))?(?:({_INTEGER}) ?/ ?({_INTEGER})"
-    rf"|\\frac ?\{{({_INTEGER})\}} ?\{{({_INTEGER})\}}|\\frac ?(\d) ?(\d)))", re.I
+_NUMBER = re.compile(  # a decimal with its power of ten, a fraction or mixed number
+    rf"([+-]?) ?(?:({DECIMAL})(?:e([+-]?\d+)| ?(?:\\times|\\cdot|\*|x) ?10\^\{{?(-?\d+)\}}?)?"
+    rf"|(?:({INTEGER})(?: (?=\d)| ?(?=\\frac)))?(?:({INTEGER}) ?/ ?({INTEGER})"
+    rf"|\\frac ?\{{({INTEGER})\}} ?\{{({INTEGER})\}}|\\frac ?(\d) ?(\d)))", re.I
 )  # fmt: skip
 _CURRENCY = re.compile(r"(-?) ?(?:(?:US|HK|AU?|CA?)? ?\\?([$€£¥₹₩])|(USD|EUR|GBP|INR|Rs\.?)) ?(-?)(.+)")
-_UNIT = re.compile(
+_UNIT = re.compile(  # an amount; a unit in \text or behind a digit or bracket; its power
     r"(.+?) ?(?:\\text ?\{ *((?:[^{}]|\^\{-?\d\})*?)[ .]*\}|(?:(?<=[\d})%.!\s])|(?<=\\pi)) ?"
     r"([^\W\d_][^\\{}=<>+,;()\d]*?|[%€£¥₹₩¢]|\^\\circ ?[CF]?))(\^\{?-?\d\}?)?"
 )
-_NAME = re.compile(
+_NAME = re.compile(  # x, \angle ABC, \text{Area}, |x|, dy/dx, f'(x), (x, y)
     r"(?:\\?[A-Za-z]+|\\angle ?\w+|\\text\{[^{}]*\}|\|\w+\||\\frac\{d\w*\}\{d\w+\})'*(?:_\{?\w+\}?)?'*"
     r"(?: ?\([a-z, ]*\))?|\(\w(?:, ?\w)*\)"
 )
-_LETTER = re.compile(r"[a-zA-Z](_\{?\w+\}?)?|\([a-j]\)")
-_CHOICE = re.compile(
+_LETTER = re.compile(r"[a-zA-Z](_\{?\w+\}?)?|\([a-j]\)")  # names that tell two values apart
+_CHOICE = re.compile(  # (C) 12, C. 12, C
     r"(?:[oO]ption |[cC]hoice )?(?:\(([A-Ja-j])\)\s*(.*)|([A-J]) ?[.:)]\s*(.*)|([A-J])[^\x00-\x7f]*)"
 )
 _AND = r"\s*(?:\\text ?\{ *,? *(?:and|or) *\}|\b(?:and|or)\b)\s*|;"
 _PROSE = re.compile(r"(?<![\\a-zA-Z])(?:[^\W\d_]{4}|(?:to|of|by|in|is|if|the|for)\b)")
-_CIRCULAR = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)")
 _HUGE = re.compile(  # what Python would be too long about to write out
     r"\^\{?-?\d{7}|\^ ?\{?-?\w+ ?\^ ?\{?-?\w+ ?[\^!]|\^\{?-?(?:\d\d|[7-9]) ?\^ ?\{?(?:\d\d|[7-9])"
     r"|\d{7} ?!|! ?\)? ?!|\^\{?\d{3,} ?!|\\binom ?\{\d{5}"
 )
+_WITHIN = re.compile(  # {x | ...}, x in ..., 5th
+    r"\\\{ ?\w(?: ?\\in ?\\mathbb\{R\})? ?(?:\\mid|\||:) ?(?P<set>.*?) ?\\\}|\w+ ?\\in (?P<range>.*)"
+    r"|(?P<place>\d[\d,]*|n|k|\(.*\))(?: ?\^ ?\{? ?)? ?(?:st|nd|rd|th)\b ?\}?(?: .*)?"
+)
+_DATE = re.compile(rf"\b({MONTHS})\b", re.I)
+_DIGITS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+_BASES = dict(zip("two three four five six seven eight nine ten".split(), range(2, 11), strict=True))
 
 
 def read(text: str) -> Readings:
@@ -77,13 +79,9 @@ def read(text: str) -> Readings:
     if not text:
         return ()
     if (number := _number(text)) is not None:
-        grouped = re.fullmatch(r"\d{1,3}(,[1-9]\d\d)+", text)
-        items = [(Reading(sympy.Integer(part)),) for part in text.split(",")] if grouped else []
-        return (Reading(number), *([Reading(tuple(items))] if grouped else []))
-    over = r"\\frac ?\{ ?\\text\{(.+?)\}\}\{ ?\\text\{(.+?)\}(\^\{?\d\}?)?\}"
-    text = re.sub(over, r"\\text{\1/\2\3}", text)
-    text = re.sub(r"\} ?(/|\\cdot) ?\\text ?\{", r"\1", text)
-    text = re.sub(r"\^\\circ ?\\text ?\{ ?([CF]) ?\}", r"^\\circ \1", text)
+        items = text.split(",") if re.fullmatch(r"\d{1,3}(,[1-9]\d\d)+", text) else []
+        listed = Reading(tuple((Reading(sympy.Integer(item)),) for item in items))
+        return (Reading(number), *([listed] if items else []))
     plain = " ".join(re.sub(r"\\text ?\{([^{}]*)\}", r" \1 ", text).split())
     amount, unit = _measured(text, plain)
     if (number := _number(amount)) is not None:
@@ -96,13 +94,10 @@ def _bare(text: str) -> str:
     before = None
     while text != before:
         before = text
-        text = re.sub(
-            r"(?<!\\)\$(?=\S)((?:[^$\\]|\\.)+?)(?<=\S)\$(?!\d)|\\\((.+?)\\\)|\\\[(.+?)\\\]",
-            lambda found: found[1] or found[2] or found[3], text,
-        )  # fmt: skip
+        text = FORMULA.sub(lambda found: next(filter(None, found.groups())), text)
         text = text.strip().strip("*`").strip().rstrip(",;:\\").lstrip("=:,;# ")
-        text = re.sub(r"^\\[\[(]|\\[\])]$", "", text)
-        text = re.sub(r"^(?:\\approx|\\equiv|about |approximately )", "", re.sub(r"(?<!\.\.)\.+$", "", text))
+        text = re.sub(r"^\\[\[(]|\\[\])]$|(?<!\.\.)\.+$", "", text)
+        text = re.sub(r"^(?:\\approx|\\equiv|about |approximately )", "", text)
         whole = r"(?:\\text ?)?\{((?:[^{}]|\{[^{}]*\})*)\}|\(([^(),]*)\)|\[([^][,]*)\]"
         if found := re.fullmatch(whole, text):
             text = next(part for part in found.groups() if part is not None)
@@ -111,26 +106,24 @@ def _bare(text: str) -> str:
 
 def _number(text: str) -> Any:
     """The rational number that is written out, None if `text` is none."""
-    found = _NUMBER.fullmatch(text)
-    if not found:
+    if not (found := _NUMBER.fullmatch(text)):
         return None
     sign, decimal, *powers, mixed = found.groups()[:5]
     power = int(next(filter(None, powers), 0))
     above, below, period = "0", "1", ""
     if decimal:
-        if re.fullmatch(_EUROPEAN, decimal):
+        if re.fullmatch(EUROPEAN, decimal):
             decimal = decimal.replace(".", "").replace(",", ".")
         mixed, _, period = decimal.rstrip(">").partition("<")
     else:
         above, below = filter(None, found.groups()[5:])
     mixed, above, below = (re.sub(r"[, '_]", "", part or "0") for part in (mixed, above, below))
-    if abs(power) > 100_000 or not mixed.strip(".") or not int(below):
+    if abs(power) > 100_000 or not int(below):
         return None
-    value = Fraction(mixed) + Fraction(int(above), int(below))
+    value = sympy.Rational(f"0{mixed}".rstrip(".")) + sympy.Rational(above, below)
     if period:
-        value += Fraction(int(period), 10 ** len(mixed.partition(".")[2]) * (10 ** len(period) - 1))
-    value *= Fraction(10) ** power * (-1 if sign == "-" else 1)
-    return sympy.Rational(value.numerator, value.denominator)
+        value += sympy.Rational(int(period), 10 ** len(mixed.partition(".")[2]) * (10 ** len(period) - 1))
+    return value * sympy.Integer(10) ** power * (-1 if sign == "-" else 1)
 
 
 def _measured(text: str, plain: str) -> tuple[str, Unit | None]:
@@ -139,10 +132,10 @@ def _measured(text: str, plain: str) -> tuple[str, Unit | None]:
         amount = found[1] + found[4] + found[5]
         return _measured(amount, amount)[0], unit_of(found[2] or found[3])
     found = _UNIT.fullmatch(text)
-    if not found or DATE.search(plain) or ("\\circ" in text and _CIRCULAR.search(text)):
+    if not found or _DATE.search(plain) or re.search(r"\\(?:sin|cos|tan|cot|sec|csc).*\\circ", text):
         return text, None
     amount, (in_text, said, power) = found[1].strip(), found.groups()[1:]
-    if not re.search(r"\d|\\(?:pi|sqrt|frac|infty)", amount) and not re.fullmatch("[a-z]", amount):
+    if not re.search(r"\d|\\(?:pi|sqrt|frac|infty)|^[a-z]$", amount):
         return text, None
     unit = unit_of((said if in_text is None else in_text) + (power or ""))
     if in_text is None and unit and re.fullmatch("[a-zA-Z]", said) and f" {said}" not in text:
@@ -152,46 +145,37 @@ def _measured(text: str, plain: str) -> tuple[str, Unit | None]:
 
 
 def _typed(plain: str) -> Readings:
-    """Times, ratios, dates, ordinals, residues, choices, sentences."""
+    """Times, ratios, dates, places, residues, choices, sentences."""
     if found := re.fullmatch(r"(\d{1,2}):([0-5]\d)(:[0-5]\d)? ?(?:([ap])\.? ?m\.?)?", plain, re.I):
         hour, minute, half = int(found[1]), int(found[2]), (found[4] or "").lower()
         hour, half = (hour - 12, "p") if 12 < hour < 24 and not half else (hour, half)
         clock = sympy.Symbol(f"{hour}:{minute}{found[3] or ''}")  # half is as a unit: it may be left out
-        time = Reading(clock, (((half, 1),), Fraction(1)) if half else None)
+        time = Reading(clock, (((half, 1),), sympy.Integer(1)) if half else None)
         ratio = not half and math.gcd(hour, minute) == 1
         return (time, *([Reading(sympy.Rational(hour, minute))] if ratio else []))
     if re.fullmatch(r"[\d.\\{}a-z()]+(?: ?: ?[^\s:]+)+", plain):
-        parts = [next((r.value for r in read(part) if _comparable(r)), 0) for part in plain.split(":")]
-        if all(parts):
-            ratios = tuple((Reading(part / parts[-1]),) for part in parts[:-1])
-            return ratios[0] if len(ratios) == 1 else (Reading(ratios, brackets="()"),)
-    if (found := DATE.search(plain)) and len(plain) < 30 and re.search(r"\d", plain):
+        parts = plain.split(":")
+        return read(f"({parts[0]})/({parts[1]})" if len(parts) == 2 else f"({','.join(parts)})")
+    if re.fullmatch(r"\d{4}-\d\d?-\d\d?|\d\d?[/.]\d\d?[/.]\d{4}", plain):
+        return (Reading(f"date {plain}"),)
+    if (found := _DATE.search(plain)) and len(plain) < 30 and re.search(r"\d", plain):
         numbers = sorted(str(int(n)) for n in re.findall(r"\d+", plain))
         return (Reading(f"date {found[1].lower()[:3]} {' '.join(numbers)}"),)
-    if found := re.fullmatch(r"([\d.]+ ?[a-zA-Z]+),? (?:and )?([\d.]+ ?[a-zA-Z]+)", plain):
+    if found := re.fullmatch(r"([\d.]+ ?[a-zA-Z]+),? (?:and )?([\d.]+ ?[a-zA-Z]+)", plain):  # 5 ft 3 in
         large, small = (next(iter(read(part))) for part in found.groups())
         if large.unit and small.unit and large.unit[0] == small.unit[0]:
-            scale = large.unit[1] / small.unit[1]
-            return (replace(small, value=large.value * scale + small.value),)
-    if found := re.fullmatch(r"(\d{4})-(\d\d?)-(\d\d?)", plain):
-        month = "jan feb mar apr may jun jul aug sep oct nov dec".split()[(int(found[2]) - 1) % 12]
-        return read(f"{month} {found[3]}, {found[1]}")
-    if re.fullmatch(r"\d{1,2}[/.]\d{1,2}[/.](\d{4}|\d\d)", plain):
-        return (Reading(plain),)
-    if found := re.fullmatch(r"(\d[\d,]*|n|k|\(.*\))(?: ?\^ ?\{? ?)? ?(?:st|nd|rd|th)\b ?\}?( .*)?", plain):
-        return read(found[1])
+            return (replace(small, value=large.value * (large.unit[1] / small.unit[1]) + small.value),)
     if found := re.fullmatch(r"(.*?) ?\(? ?(?:\\[pb]?mod|mod(?:ulo)?)(?![a-z]) ?\{? ?(\w+) ?\}? ?\)?", plain):
-        residue = (((f"mod {found[2]}", 1),), Fraction(1))
+        residue = (((f"mod {found[2]}", 1),), sympy.Integer(1))
         return tuple(replace(r, unit=residue) for r in read(found[1].rpartition("\\equiv")[2]))
     if found := _CHOICE.fullmatch(plain):
         letter = next(filter(None, found.group(1, 3, 5))).lower()
         rest = read(found[2] or found[4] or "")
         return (Reading(letter, name=f"({letter})"), *(replace(r, name=f"({letter})") for r in rest))
-    if re.fullmatch(r"(?!.*(.).*\1)[A-J]{2,6}", plain):
-        return (Reading(tuple((Reading(letter.lower()),) for letter in plain)), Reading(plain.lower()))
-    if asked := list(ASKED.finditer(plain)):
-        return read(plain[asked[-1].end() :])
-    return ()
+    if found := _WITHIN.fullmatch(plain):
+        return read(next(filter(None, found.groups())))
+    asked = list(ASKED.finditer(plain))
+    return read(plain[asked[-1].end() :]) if asked else ()
 
 
 def _depths(text: str) -> list[int]:
@@ -211,52 +195,45 @@ def _split(text: str, pattern: str) -> list[str]:
 
 def _compound(text: str) -> Readings:
     """Lists, brackets, equations, plus or minus."""
-    if found := re.fullmatch(r"\\\{ ?\w(?: ?\\in ?\\mathbb\{R\})? ?(?:\\mid|\||:) ?(.*?) ?\\\}", text):
-        return read(found[1])
-    if found := re.fullmatch(r"\w+ ?\\in (.*)", text):
-        return read(found[1])
-    if found := re.fullmatch(r"([\](\[]|\\\{|\\langle) ?(.*?) ?([)\][]|\\\}|\\rangle)", text):
+    if found := re.fullmatch(r"([\](\[]|\\\{) ?(.*?) ?([)\][]|\\\})", text):
         items = _split(found[2], r",|;")
-        brackets = {"e": "(", "]": "("}.get(found[1][-1], found[1][-1])
-        brackets += {"e": ")", "[": ")"}.get(found[3][-1], found[3][-1])
+        brackets = found[1][-1].replace("]", "(") + found[3][-1].replace("[", ")")  # ]2,5[ is (2,5)
         if min(_depths("_" + found[2])) >= 0 and (len(items) > 1 or brackets == "{}"):
             return _listed(tuple(map(read, items)), brackets)
     commas = r",\s+" if re.search(r"\d,\d{3}(?!\d)", text) and re.search(rf",\s|{_AND}", text) else ","
-    items = [part for part in _split(text, rf"(?:{commas})?{_AND}|{commas}") if part.strip()]
+    items = [
+        part.replace("\\pm", sign).replace("\\mp", "-" if sign == "+" else "+")
+        for part in _split(text, rf"(?:{commas})?{_AND}|{commas}")
+        for sign in ("+-" if "\\pm" in part else "+")
+        if part.strip()
+    ]
     if len(items) > 1:
         first = _split(items[0], "=")
         if len(first) == 2 and _NAME.fullmatch(first[0].strip()) and "=" not in "".join(items[1:]):
             items[0] = first[1]  # n = 2, 3, 4
-        readings: list[Readings] = []
-        for each in map(read, items):
-            both = each and isinstance(each[0].value, tuple) and not each[0].brackets and "\\pm" in text
-            readings += each[0].value if both else [each]
-        return _listed(tuple(readings)) if all(readings) else ()
-    if "\\pm" in text:
-        signs = (("+", "-"), ("-", "+"))
-        return _listed(tuple(read(text.replace("\\pm", a).replace("\\mp", b)) for a, b in signs))
+        readings = tuple(map(read, items))
+        return _listed(readings) if all(readings) else ()
     sides = [side.strip() for side in _split(text, r"(?<![<>!\\])=|\\approx|\\equiv")]
-    if len(sides) > 1 and all(sides):
-        left, right = sides[0], sides[-1]
-        if len(sides) == 2 and not _NAME.fullmatch(left) and _NAME.fullmatch(right):
-            left, right = right, left
-        if not re.search(r"(?<![\\a-zA-Z])[a-zA-Z]", left + right):  # 3 + 4 = 7
-            return read(right)
-        name = left.replace(" ", "") if _NAME.fullmatch(left) else "?"
-        whole: Any = _expression(text) if len(sides) == 2 else None
-        named = [replace(r, name=r.name or name) for r in read(right)]
-        return (*named, *([Reading(whole)] if is_relation(whole) and not whole.has(sympy.Derivative) else []))
-    return ()
+    if len(sides) < 2 or not all(sides):
+        return ()
+    left, right = sides[0], sides[-1]
+    if len(sides) == 2 and not _NAME.fullmatch(left) and _NAME.fullmatch(right):
+        left, right = right, left
+    if not re.search(r"(?<![\\a-zA-Z])[a-zA-Z]", left + right):  # 3 + 4 = 7
+        return read(right)
+    name = left.replace(" ", "") if _NAME.fullmatch(left) else "?"
+    whole: Any = _expression(text) if len(sides) == 2 else None
+    named = [replace(r, name=r.name or name) for r in read(right)]
+    return (*named, *([Reading(whole)] if is_relation(whole) and not whole.has(sympy.Derivative) else []))
 
 
 def _listed(items: tuple[Readings, ...], brackets: str = "") -> Readings:
     """As a list, and as the interval, union or set of points that it may be."""
     readings = [Reading(items, brackets=brackets)]
-    values = [next((r.value for r in item if _comparable(r)), None) for item in items]
+    values = [next((r.value for r in item if not isinstance(r.value, str | tuple)), None) for item in items]
     with contextlib.suppress(Exception):
         if brackets[:1] in ("(", "[") and len(values) == 2 and sympy.Lt(*values) == sympy.true:
-            opened = (brackets[0] == "(", brackets[1] == ")")
-            readings.append(Reading(sympy.Interval(values[0], values[1], *opened)))
+            readings.append(Reading(sympy.Interval(*values, brackets[0] == "(", brackets[1] == ")")))
         elif any(is_relation(v) or isinstance(v, sympy.Set) for v in values):
             sets: list[Any] = [v.as_set() if v is not None and is_relation(v) else v for v in values]
             both = sympy.Intersection(*sets).simplify() if all(map(is_relation, values)) else sympy.S.EmptySet
@@ -272,18 +249,15 @@ def _single(text: str, plain: str, amount: str, unit: Unit | None) -> Readings:
     words = Reading(" ".join(said.split()).replace("^ ", "^"))
     if re.fullmatch(r"no (?:real |such )?(?:solutions?|values?|roots?)(?: exists?)?", words.value):
         return (words, Reading(sympy.S.EmptySet))
-    based = re.fullmatch(r"\(?([\dA-Z]+)\)? ?_\{? ?\(?(\d\d?|\w+)\)? ?\}?", plain)
-    if based and (base := _BASES.get(based[2])) and not set(based[1]) - set(_DIGITS[:base]):
-        return (Reading(sympy.Integer(int(based[1], base))),)
+    if based := re.fullmatch(r"\(?([\dA-Z]+)\)? ?_\{? ?\(?(\d\d?|[a-z]+)\)? ?\}?", plain):
+        base = _BASES.get(based[2]) or int(based[2] if based[2].isdigit() else 0)
+        if 2 <= base <= 36 and not set(based[1]) - set(_DIGITS[:base]):
+            return (Reading(sympy.Integer(int(based[1], base))),)
     prose = _PROSE.search(plain) or ("\\text" in text and not re.search(r"\d", text))
     value = _expression(text) if "\\begin" in text or not prose else None
-    letters = re.fullmatch(r"[^\W\d_]+", plain)
-    return (*([Reading(value)] if value is not None else []), *([words] if letters or value is None else []))
-
-
-_DIGITS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-_BASES = {str(base): base for base in range(2, 37)}
-_BASES |= dict(zip("two three four five six seven eight nine ten".split(), range(2, 11), strict=True))
+    if value is None:
+        return (words,)
+    return (Reading(value), *([words] if re.fullmatch(r"[^\W\d_]+", plain) else []))
 
 
 def _expression(text: str) -> Any:
@@ -303,10 +277,6 @@ def _expression(text: str) -> Any:
     return made[0] if made and not isinstance(made[0], str) else None
 
 
-def _comparable(reading: Reading) -> bool:
-    return not isinstance(reading.value, str | tuple)
-
-
 def same(gold: Readings, said: Readings) -> bool:
     """Whether they have a reading in common."""
     rests = [[r for r in each if r.name[:1] == "(" and r.name != f"({r.value})"] for each in (gold, said)]
@@ -320,12 +290,13 @@ def same(gold: Readings, said: Readings) -> bool:
 def _same(a: Reading, b: Reading) -> bool:
     if a.name == "?" or (a.name != b.name and _LETTER.fullmatch(a.name) and _LETTER.fullmatch(b.name)):
         return False  # the sum of a gold answer is no answer; x = 5 is not y = 5
-    if isinstance(a.value, tuple) and isinstance(b.value, tuple):
-        return _same_lists(a, b)
     if isinstance(a.value, str) or isinstance(b.value, str):
         return isinstance(a.value, str) and a.value == b.value != ""
-    if isinstance(a.value, tuple) or isinstance(b.value, tuple):
-        many, one = (a, b) if isinstance(a.value, tuple) else (b, a)
+    lists = [isinstance(each.value, tuple) for each in (a, b)]
+    if all(lists):
+        return _same_lists(a, b)
+    if any(lists):
+        many, one = (a, b) if lists[0] else (b, a)
         return len(many.value) == 1 and same(many.value[0], (one,))
     return _same_amounts(a, b)
 
@@ -342,25 +313,22 @@ def _same_lists(a: Reading, b: Reading) -> bool:
         return all(map(any, found)) and all(map(any, zip(*found, strict=True)))
     rest = list(b.value)
     for x in a.value:
-        place = next((i for i, y in enumerate(rest) if same(x, y)), None)
-        if place is None:
+        if (match := next((y for y in rest if same(x, y)), None)) is None:
             return False
-        rest.pop(place)
+        rest.remove(match)
     return not rest
 
 
 def _same_amounts(a: Reading, b: Reading) -> bool:
-    unit = a.unit or b.unit
     if a.unit and b.unit:
         kinds = {kind for each in (a.unit, b.unit) for kind, _ in each[0]}
-        temperature = "°" in kinds and kinds in ({"°", "celsius"}, {"°", "fahrenheit"})
+        temperature = kinds in ({"°", "celsius"}, {"°", "fahrenheit"})
         if a.unit[0] != b.unit[0] and not temperature:
             return False
-        scale = Fraction(1) if temperature else a.unit[1] / b.unit[1]
-        return equal(a.value * sympy.Rational(scale.numerator, scale.denominator), b.value)
+        return equal(a.value * (1 if temperature else a.unit[1] / b.unit[1]), b.value)
+    unit = a.unit or b.unit
     kind = unit[0][0][0] if unit and len(unit[0]) == 1 else ""
-    if pure := PURE.get(kind):
-        scale = sympy.Rational(pure.numerator, pure.denominator) * (sympy.pi if kind == "°" else 1)
+    if scale := PURE.get(kind):
         if equal(a.value * scale, b.value) if a.unit else equal(a.value, b.value * scale):
             return True
         if not a.unit and kind == "%" and a.value.is_number and abs(a.value) < 1:
