@@ -25,8 +25,8 @@ import common
 import numpy as np
 
 from laminar_hpc.config.load import load_config
+from laminar_hpc.config.models import model_config
 from laminar_hpc.config.schema import RunConfig
-from laminar_hpc.data.tokens import model_config
 from laminar_hpc.engine.interface import Generation, sampling_parameters
 from laminar_hpc.engine.sglang.plugin import protocol
 from laminar_hpc.engine.sglang.process import EngineProcess

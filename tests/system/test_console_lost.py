@@ -29,6 +29,7 @@ def read_until(descriptor: int, words: bytes) -> None:
 
 
 def take_terminal() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # where the tests themselves run under nohup
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 

@@ -18,6 +18,7 @@ import sqlite3
 from collections.abc import Callable
 from contextlib import closing, suppress
 from pathlib import Path
+from typing import cast
 
 from laminar_hpc.cluster import durable
 from laminar_hpc.cluster.full_disk import is_full_disk
@@ -58,7 +59,8 @@ class Store:
         try:
             if read_only:
                 uri = f"{self.path.resolve().as_uri()}?mode=ro"
-                self._db = sqlite3.connect(uri, uri=True, isolation_level=None, factory=RecordedConnection)
+                plain = sqlite3.connect(uri, uri=True, isolation_level=None)
+                self._db = cast(RecordedConnection, plain)  # nothing is written, so nothing is recorded
                 self._db.execute("SELECT 1 FROM groups LIMIT 1").fetchone()
                 self._refuse_other_layouts()
                 self.rows = Rows(self._db)
