@@ -39,14 +39,13 @@ import common
 import psutil
 from control_crowd import PER_MACHINE, record, step_metrics
 
-from laminar_hpc.config.check import check
 from laminar_hpc.config.load import dump_config
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.controller import run as controller_run
 from laminar_hpc.controller import snapshot
+from laminar_hpc.controller.beginning import start_up
 from laminar_hpc.controller.collector import collect_rarely
 from laminar_hpc.controller.loop import Controller
-from laminar_hpc.controller.rundir import Start
 from laminar_hpc.emulation.launch import prepare
 from laminar_hpc.messages.chain import RelayHas
 from laminar_hpc.messages.data import Message, PromptGroup, ReplicaLoad, Sample
@@ -230,10 +229,9 @@ def controller_of(folder: Path, hub: Hub, waiting: int, seconds: float) -> Contr
     config.pipeline.max_staleness, config.pipeline.local_batch_groups = BOUND, GROUPS // WORKING
     config.rollout.replicas = WORKING + waiting
     config.cluster.heartbeat_timeout_seconds = seconds
-    Path(config.run_dir).mkdir(parents=True)
     relays = -(-config.rollout.replicas // PER_MACHINE)
-    start = Start(None, None)
-    return controller_run.build(config, check(config), start, hub, relays, "apart", lambda _: None)  # type: ignore[arg-type]
+    begun = start_up(config, lambda _: None)
+    return controller_run.build(config, begun, hub, relays, "apart", lambda _: None)
 
 
 def measured(waiting: int, turns: int) -> dict[str, float]:
