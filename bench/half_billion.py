@@ -27,8 +27,9 @@ from shapes import TOKENIZER_FILES, tensors
 from laminar_hpc.cluster.roles import assign_roles
 from laminar_hpc.config.check import count_parameters
 from laminar_hpc.config.load import load_config
+from laminar_hpc.config.models import WEIGHTS_FILE
 from laminar_hpc.report.rundata import Run
-from laminar_hpc.weights.manifest import WEIGHTS_FILE, Manifest, layout, safetensors_header
+from laminar_hpc.weights.manifest import Manifest, layout, safetensors_header
 
 SHAPE = {
     "architectures": ["Qwen2ForCausalLM"],

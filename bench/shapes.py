@@ -11,8 +11,8 @@ from pathlib import Path
 import common
 import torch
 
-from laminar_hpc.config.models import known_models
-from laminar_hpc.weights.manifest import WEIGHTS_FILE, layout, safetensors_header
+from laminar_hpc.config.models import WEIGHTS_FILE, known_models
+from laminar_hpc.weights.manifest import layout, safetensors_header
 
 EXAMPLE = common.ROOT / "examples" / "arithmetic" / "base"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")

@@ -18,10 +18,11 @@ from safetensors.torch import load_file
 
 import laminar_hpc.compat.torchvision  # noqa: F401  (before transformers)
 from laminar_hpc.cluster.processes import process_is_alive
+from laminar_hpc.config.models import WEIGHTS_FILE
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.engine.sglang.server import SglangServer
 from laminar_hpc.kernels.sums import tensor_sums
-from laminar_hpc.weights.manifest import WEIGHTS_FILE, Manifest, layout
+from laminar_hpc.weights.manifest import Manifest, layout
 from laminar_hpc.weights.slots import SlotWriter
 
 EOS = 258

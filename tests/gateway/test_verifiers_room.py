@@ -17,7 +17,7 @@ from laminar_hpc.cluster.processes import process_is_alive
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.rules import broken_rules
 from laminar_hpc.config.schema import EnvironmentConfig, RunConfig
-from laminar_hpc.data.prompts import load_run_prompts
+from laminar_hpc.environments.run_prompts import load_run_prompts
 from laminar_hpc.rollout.work import Outcome, Work
 from laminar_hpc.verifiers.pool import VerifiersPool
 from laminar_hpc.verifiers.rows import run_rows

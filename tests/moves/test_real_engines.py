@@ -18,6 +18,7 @@ from stand import Shuffler, Stand, small_config
 
 from engines import fill_slot, make_model, reference
 from laminar_hpc.cluster.channel import StopReceived
+from laminar_hpc.config.models import WEIGHTS_FILE
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.controller import migration
 from laminar_hpc.controller.stored import stored_trajectories
@@ -29,7 +30,7 @@ from laminar_hpc.messages.membership import Stop
 from laminar_hpc.payload.whole import Whole, wholes
 from laminar_hpc.report import rundata, summary
 from laminar_hpc.rollout import migration as replica_migration
-from laminar_hpc.weights.manifest import WEIGHTS_FILE, Manifest, layout
+from laminar_hpc.weights.manifest import Manifest, layout
 from laminar_hpc.weights.slots import SlotWriter
 
 FAULTS, PHASE_SECONDS, AGAIN_SECONDS, HANG_SECONDS = 20, 6.0, 0.5, 8.0

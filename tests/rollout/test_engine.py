@@ -25,10 +25,10 @@ from prompts import (
 from safetensors.torch import load_file
 
 from engines import file_sums, fill_slot, hf_logprobs, reference
+from laminar_hpc.config.models import WEIGHTS_FILE
 from laminar_hpc.engine.sglang.plugin import protocol
 from laminar_hpc.engine.sglang.replies import REPORTS_SPANS
 from laminar_hpc.engine.sglang.server import SglangServer
-from laminar_hpc.weights.manifest import WEIGHTS_FILE
 from laminar_hpc.weights.probe import probe_sequences
 
 # ---- numbers -----------------------------------------------------------------------------------------------

@@ -11,13 +11,13 @@ from safetensors.torch import load_file, save_file
 
 from engines import Pair, fill_slot, make_model
 from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.config.models import WEIGHTS_FILE
 from laminar_hpc.engine.sglang.plugin import protocol
 from laminar_hpc.engine.sglang.server import SglangServer
 from laminar_hpc.observability.trace import Trace
 from laminar_hpc.rollout import weight_loader
 from laminar_hpc.rollout.engine_lives import EngineLives
 from laminar_hpc.rollout.weight_loader import EngineOverflows, SlotRefused, SumsDiffer, WeightLoader
-from laminar_hpc.weights.manifest import WEIGHTS_FILE
 from laminar_hpc.weights.probe import probe_sequences
 from laminar_hpc.weights.slots import SlotReader, SlotWriter
 

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from engines import LoopThread, ended, engine_config, file_sums, fill_slot, hf_logprobs, make_model, reference
 from laminar_hpc.cluster.shared_memory import noted
 from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.config.models import WEIGHTS_FILE
 from laminar_hpc.engine.interface import EngineDied, Generation, sampling_parameters
 from laminar_hpc.engine.sglang.plugin.live_weights import canonical_views, live_layout, live_sums
 from laminar_hpc.engine.sglang.plugin.load_slot import load_slot
@@ -28,7 +29,6 @@ from laminar_hpc.observability.trace import Trace
 from laminar_hpc.rollout import weight_loader
 from laminar_hpc.rollout.engine_lives import EngineLives
 from laminar_hpc.rollout.weight_loader import WeightLoader
-from laminar_hpc.weights.manifest import WEIGHTS_FILE
 from laminar_hpc.weights.probe import probe_sequences
 from laminar_hpc.weights.slots import SlotReader, SlotWriter
 

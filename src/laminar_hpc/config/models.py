@@ -16,6 +16,12 @@ import yaml
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.system_schema import TrainerConfig
 
+WEIGHTS_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+SIDE_FILES = (  # of a Hugging Face directory, beside the weights
+    "config.json generation_config.json tokenizer.json tokenizer_config.json special_tokens_map.json "
+    "vocab.json merges.txt chat_template.jinja additional_chat_templates/tool_use.jinja"
+).split()
 SHAPE = (  # of a config.json: what makes weights fit into a model
     "model_type",
     "hidden_size",

@@ -8,9 +8,10 @@ from pathlib import Path
 from laminar_hpc.config.rewards import SINGLE, reward_functions
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.config.source import parse_source
-from laminar_hpc.data.prompts import Prompt, load_prompts, run_render
+from laminar_hpc.data.prompts import Prompt, load_prompts
 from laminar_hpc.data.tokens import load_tokenizer
 from laminar_hpc.environments import preflight
+from laminar_hpc.environments.run_prompts import run_render
 from laminar_hpc.messages.rollouts import Scored
 from laminar_hpc.observability import console
 

@@ -55,7 +55,8 @@ from laminar_hpc.controller.shared import NUMBERS
 from laminar_hpc.controller.standstill import Standstill
 from laminar_hpc.controller.store import Store
 from laminar_hpc.controller.tracker import TrajectoryTracker
-from laminar_hpc.data.prompts import Prompt, load_run_prompts
+from laminar_hpc.data.prompts import Prompt
+from laminar_hpc.environments.run_prompts import load_run_prompts
 from laminar_hpc.observability import console, status
 from laminar_hpc.observability.durations import read_durations
 from laminar_hpc.observability.metrics import MetricsWriter

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 from safetensors import SafetensorError, safe_open
 
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.weights.manifest import INDEX_FILE, SIDE_FILES, WEIGHTS_FILE, layout, safetensors_header
+from laminar_hpc.config.models import INDEX_FILE, SIDE_FILES, WEIGHTS_FILE
+from laminar_hpc.weights.manifest import layout, safetensors_header
 
 if TYPE_CHECKING:  # a command line reads a shape, and does not wait for it
     import torch

@@ -16,11 +16,6 @@ import msgspec
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}  # by torch's name
 _SAFETENSORS_NAME = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 MANIFEST_FILE = "manifest.json"
-WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
-SIDE_FILES = (  # of a Hugging Face directory, beside the weights
-    "config.json generation_config.json tokenizer.json tokenizer_config.json special_tokens_map.json "
-    "vocab.json merges.txt chat_template.jinja additional_chat_templates/tool_use.jinja"
-).split()
 
 
 class TensorEntry(msgspec.Struct):

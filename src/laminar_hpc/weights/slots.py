@@ -23,10 +23,9 @@ import numpy as np
 
 from laminar_hpc.cluster.folders import claim, is_mine, remove_dead_slots, slots_root
 from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.config.models import SIDE_FILES, WEIGHTS_FILE
 from laminar_hpc.weights.manifest import (
     MANIFEST_FILE,
-    SIDE_FILES,
-    WEIGHTS_FILE,
     Manifest,
     decode_manifest,
     encode_manifest,

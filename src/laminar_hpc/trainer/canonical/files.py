@@ -10,8 +10,8 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from laminar_hpc.config.models import WEIGHTS_FILE
 from laminar_hpc.trainer.canonical.plan import HeldSlice
-from laminar_hpc.weights.manifest import WEIGHTS_FILE
 
 FILE_BYTES = 64 << 20  # of the smallest file that is worth another rank's work
 

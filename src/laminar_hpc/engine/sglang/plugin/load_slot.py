@@ -19,15 +19,10 @@ import numpy as np
 import torch
 
 from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.config.models import WEIGHTS_FILE
 from laminar_hpc.kernels import pack
 from laminar_hpc.kernels.slices import LocalSlice
-from laminar_hpc.weights.manifest import (
-    MANIFEST_FILE,
-    WEIGHTS_FILE,
-    Manifest,
-    decode_manifest,
-    safetensors_header,
-)
+from laminar_hpc.weights.manifest import MANIFEST_FILE, Manifest, decode_manifest, safetensors_header
 
 logger = logging.getLogger(__name__)
 _READ_ONLY = 0x08  # cudaHostRegisterReadOnly: the mapping cannot be written through
