@@ -36,7 +36,7 @@ from laminar_hpc.config.check import check, derive, derived_values, missing_inpu
 from laminar_hpc.config.errors import LaminarError, PermanentFailure, Refused
 from laminar_hpc.config.load import load_config
 from laminar_hpc.config.schema import RunConfig
-from laminar_hpc.controller.ending import close_completed
+from laminar_hpc.controller.ending import close_completed, finish
 from laminar_hpc.controller.rundir import completed_step, was_restarted
 from laminar_hpc.messages.membership import UNNUMBERED, Failure, Hello
 from laminar_hpc.observability import console, output
@@ -162,6 +162,7 @@ def run_controller(config: RunConfig, relays: int, say: Callable[[str], None]) -
         machine_name(config.relay.shm_dir),
         say,
         lambda: redirect_output(Path(config.run_dir), "controller0"),
+        finish,
     )
 
 

@@ -34,7 +34,6 @@ from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.controller import snapshot
 from laminar_hpc.controller.beginning import Begun, start_up
 from laminar_hpc.controller.collector import collect_rarely
-from laminar_hpc.controller.ending import finish
 from laminar_hpc.controller.evaluations import Evaluations
 from laminar_hpc.controller.gang import StopCutShort
 from laminar_hpc.controller.journal import Journal
@@ -181,9 +180,10 @@ def run(
     machine: str,
     say: Callable[[str], None],
     redirect_output: Callable[[], None],
+    finish: Callable[[Path, str, Callable[[str], None]], None],
 ) -> None:
-    """The whole life of the controller. Raises LaminarError when the run fails; returns when it is done or
-    was stopped."""
+    """The whole life of the controller. It returns when the run is done or was stopped. `finish` writes the
+    report while the run directory is still locked. Raises LaminarError when the run fails."""
     with before_it_begins():
         begun = start_up(config, say)
     lock = begun.lock
