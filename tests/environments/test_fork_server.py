@@ -6,8 +6,8 @@ import threading
 
 import msgspec
 
-from laminar_hpc.environments.fork_server import ForkServer
-from laminar_hpc.environments.reward_protocol import Forked, Reap, Setup, Spec, decode_to_server
+from laminar_hpc.environments.workers.fork_server import ForkServer
+from laminar_hpc.environments.workers.protocol import Forked, Reap, Setup, Spec, decode_to_server
 
 SETUP = Setup([Spec("", "a function", "no.function", "", "tool", "")], 1.0, "")
 

@@ -17,9 +17,9 @@ import pytest
 
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import RewardConfig
-from laminar_hpc.environments.fork_server import MAX_OUTPUT, ForkServer
 from laminar_hpc.environments.reward_pool import RewardPool, Score
-from laminar_hpc.environments.reward_protocol import Setup
+from laminar_hpc.environments.workers.fork_server import MAX_OUTPUT, ForkServer
+from laminar_hpc.environments.workers.protocol import Setup
 from lives import found, living
 
 FUNCTIONS = """

@@ -16,7 +16,7 @@ from laminar_hpc.config.rewards import label, reward_functions
 from laminar_hpc.config.schema import RewardConfig, RunConfig
 from laminar_hpc.data.prompts import Prompt
 from laminar_hpc.environments.reward_pool import RewardPool
-from laminar_hpc.environments.reward_protocol import Result
+from laminar_hpc.environments.workers.protocol import Result
 
 _MATH = "laminar_hpc.environments.math"
 MAX_DOUBTS = 20  # lines

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 
 from laminar_hpc.config.rewards import SINGLE, label, reward_functions
 from laminar_hpc.config.schema import RewardConfig, RewardFunction
-from laminar_hpc.environments.fork_server import ForkServer, WorkerLost
-from laminar_hpc.environments.reward_crews import Crew, SharedCrew
-from laminar_hpc.environments.reward_protocol import Call, Result, Setup, Spec
+from laminar_hpc.environments.workers.crews import Crew, SharedCrew
+from laminar_hpc.environments.workers.fork_server import ForkServer, WorkerLost
+from laminar_hpc.environments.workers.protocol import Call, Result, Setup, Spec
 
 TRIES = 2  # of a call whose process dies: by accident, once
 

@@ -20,7 +20,7 @@ from typing import Any
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.rewards import MAX_REWARD
 from laminar_hpc.data.rows import field
-from laminar_hpc.environments.reward_protocol import Call
+from laminar_hpc.environments.workers.protocol import Call
 
 MAX_PARTS, MAX_NAME = 100, 200  # of a reward, and characters of the name of each
 _OURS = ("prompt", "response", "row")
@@ -30,7 +30,7 @@ Checked = tuple[float | None, dict[str, float]]
 
 
 class RewardFault(Exception):
-    """A call that failed, in words that need no more explanation. `fault`: see reward_protocol.Result."""
+    """A call that failed, in words that need no more explanation. `fault`: see workers/protocol.py."""
 
     fault = "raised"
 

@@ -1,5 +1,5 @@
 """What an environment worker has of the user's agent: run(row, base_url, api_key, model), plain or async.
-Called by environments/reward_worker.py.
+Called by environments/workers/process.py.
 
 Async ones share a process and its event loop; a plain one has a process to itself, so that it can be ended.
 """
@@ -13,8 +13,8 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.environments.reward_protocol import Call, Result, Spec
 from laminar_hpc.environments.reward_styles import checked
+from laminar_hpc.environments.workers.protocol import Call, Result, Spec
 
 _GIVEN = ("row", "base_url", "api_key", "model")
 

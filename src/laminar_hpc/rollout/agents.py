@@ -15,7 +15,7 @@ from pathlib import Path
 
 from laminar_hpc.cluster.context import RoleContext
 from laminar_hpc.environments.reward_pool import Score
-from laminar_hpc.environments.reward_protocol import Result
+from laminar_hpc.environments.workers.protocol import Result
 from laminar_hpc.gateway.chat import MODEL
 from laminar_hpc.gateway.dialogues import Dialogues
 from laminar_hpc.gateway.server import Gateway

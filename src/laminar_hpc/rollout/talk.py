@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 from laminar_hpc.cluster.own_time import own_time, within
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.environments.reward_protocol import Result
+from laminar_hpc.environments.workers.protocol import Result
 from laminar_hpc.gateway.chat import Chat, Refused, Turn, completion
 from laminar_hpc.gateway.dialogues import Dialogues
 from laminar_hpc.gateway.session import Question

@@ -27,11 +27,11 @@ import msgspec
 from laminar_hpc.cluster.own_time import own_time
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import EnvironmentConfig
-from laminar_hpc.environments import reward_crews
-from laminar_hpc.environments.fork_server import ForkServer, Worker, WorkerLost
-from laminar_hpc.environments.interpreter import OURS, Interpreter
-from laminar_hpc.environments.reward_crews import Crew, SharedCrew
-from laminar_hpc.environments.reward_protocol import Call, Result, Setup, Spec
+from laminar_hpc.environments.workers import crews
+from laminar_hpc.environments.workers.crews import Crew, SharedCrew
+from laminar_hpc.environments.workers.fork_server import ForkServer, Worker, WorkerLost
+from laminar_hpc.environments.workers.interpreter import OURS, Interpreter
+from laminar_hpc.environments.workers.protocol import Call, Result, Setup, Spec
 from laminar_hpc.policies.deadlines import Deadline
 from laminar_hpc.turns.ahead import Ahead
 from laminar_hpc.turns.redundant import first_of
@@ -166,7 +166,7 @@ class EnvironmentPool:
                 t0, ours = own_time(), msgspec.structs.replace(call, id=next(self._ids))
                 try:
                     by_us = alone or limit < self._limit
-                    result = await worker.ask(ours, limit if by_us else limit + reward_crews.WORD_SECONDS)
+                    result = await worker.ask(ours, limit if by_us else limit + crews.WORD_SECONDS)
                 except TimeoutError:
                     deadline.given_up(limit)
                     raise

@@ -1,5 +1,5 @@
 """What an environment worker has of the user: a function as a tool, or a class with tools (TRL's environment
-contract). Called by environments/reward_worker.py, as rewards are.
+contract). Called by environments/workers/process.py, as rewards are.
 
 An environment whose methods are all coroutines shares its process and event loop with others; any other has a
 process to itself (turns/pool.py sees to it), so that it may block, and be ended.
@@ -12,8 +12,8 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.environments.reward_protocol import MAX_ERROR, Call, Result, Spec, sendable
 from laminar_hpc.environments.reward_styles import RewardFault, accepted, checked
+from laminar_hpc.environments.workers.protocol import MAX_ERROR, Call, Result, Spec, sendable
 from laminar_hpc.turns.tools import PythonTool, as_text, error_text
 
 _NOT_TOOLS = ("reset", "get_reward")

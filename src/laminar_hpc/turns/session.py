@@ -4,8 +4,8 @@ import json
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from laminar_hpc.environments.fork_server import WorkerLost
-from laminar_hpc.environments.reward_protocol import Call, Result
+from laminar_hpc.environments.workers.fork_server import WorkerLost
+from laminar_hpc.environments.workers.protocol import Call, Result
 from laminar_hpc.turns.tools import error_text
 
 RUN = "run"  # an agent's only method

@@ -11,8 +11,8 @@ import asyncio
 import time
 
 from laminar_hpc.config.schema import EnvironmentConfig
-from laminar_hpc.environments.reward_protocol import Result
 from laminar_hpc.environments.reward_styles import NotAReward, checked
+from laminar_hpc.environments.workers.protocol import Result
 from laminar_hpc.turns.session import EnvironmentFailed, Session
 from laminar_hpc.verifiers.process import Lost, Process
 

@@ -15,8 +15,8 @@ import msgspec
 from laminar_hpc.cluster.own_time import within
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import EnvironmentConfig
-from laminar_hpc.environments.fork_server import MAX_OUTPUT, environment
-from laminar_hpc.environments.interpreter import Interpreter
+from laminar_hpc.environments.workers.fork_server import MAX_OUTPUT, environment
+from laminar_hpc.environments.workers.interpreter import Interpreter
 from laminar_hpc.verifiers.bridge import LONGEST
 
 START_SECONDS = 120.0  # for its imports and its server's

@@ -13,11 +13,11 @@ import socket
 import time
 
 from laminar_hpc.cluster.processes import die_with_parent
-from laminar_hpc.environments.framing import framed, receive_frame
 from laminar_hpc.environments.sandbox import program
 from laminar_hpc.environments.sandbox.output import Output
 from laminar_hpc.environments.sandbox.places import Place
 from laminar_hpc.environments.sandbox.protocol import Failed, Result, decode_call
+from laminar_hpc.environments.workers.framing import framed, receive_frame
 
 _CHUNK = 1 << 16
 READY, DONE = b"r", b"d"  # what a keeper says over `orders`: it waits for a call; it has answered one

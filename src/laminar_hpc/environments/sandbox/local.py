@@ -16,9 +16,9 @@ from pathlib import Path
 from laminar_hpc.cluster.folders import SANDBOX_FOLDER_PREFIX, claim
 from laminar_hpc.cluster.own_time import within
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.environments.framing import encode, framed, read_frame, receive_frame
 from laminar_hpc.environments.isolation.tiers import ISOLATION
 from laminar_hpc.environments.sandbox.protocol import Call, Failed, Limits, Result, Setup, decode_answer
+from laminar_hpc.environments.workers.framing import encode, framed, read_frame, receive_frame
 
 ZYGOTE = f"{__package__}.zygote"  # its module, which this one does not import
 PRELOAD = ("numpy", "sympy")

@@ -1,8 +1,8 @@
-"""The rollout's side of a fork server (reward_worker.py): it starts the server, has workers forked, ends
+"""The rollout's side of a fork server (process.py): it starts the server, has workers forked, ends
 them, and bounds what they print.
 
-Used by reward_crews.py on one event loop. Everything that a worker has started dies with it, see
-reward_keeper.py.
+Used by crews.py on one event loop. Everything that a worker has started dies with it, see
+keeper.py.
 """
 
 import asyncio
@@ -21,9 +21,9 @@ import msgspec
 
 from laminar_hpc.cluster.own_time import within
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.environments.framing import encode, read_frame, write_frame
-from laminar_hpc.environments.interpreter import OURS, Interpreter
-from laminar_hpc.environments.reward_protocol import (
+from laminar_hpc.environments.workers.framing import encode, read_frame, write_frame
+from laminar_hpc.environments.workers.interpreter import OURS, Interpreter
+from laminar_hpc.environments.workers.protocol import (
     Call,
     Fork,
     Forked,

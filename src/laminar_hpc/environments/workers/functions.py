@@ -1,5 +1,5 @@
 """What a worker calls: the user's functions, imported, and the answers that they come to. Called by
-reward_worker.py; under another interpreter too (interpreter.py).
+process.py; under another interpreter too (interpreter.py).
 """
 
 import importlib
@@ -11,8 +11,9 @@ from collections.abc import Callable
 from typing import Protocol
 
 from laminar_hpc.config.errors import LaminarError, did_you_mean
-from laminar_hpc.environments.framing import framed
-from laminar_hpc.environments.reward_protocol import (
+from laminar_hpc.environments.reward_styles import RewardFault, adapted, checked
+from laminar_hpc.environments.workers.framing import framed
+from laminar_hpc.environments.workers.protocol import (
     MAX_ERROR,
     Call,
     Ready,
@@ -22,7 +23,6 @@ from laminar_hpc.environments.reward_protocol import (
     error_words,
     sendable,
 )
-from laminar_hpc.environments.reward_styles import RewardFault, adapted, checked
 
 # what is no reward, by style: the module and class that serve it, imported where it is asked for
 OTHERS = {

@@ -20,8 +20,8 @@ from collections.abc import Coroutine
 from pathlib import Path
 
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.environments.fork_server import ForkServer, Worker, WorkerLost
-from laminar_hpc.environments.reward_protocol import Call, Result
+from laminar_hpc.environments.workers.fork_server import ForkServer, Worker, WorkerLost
+from laminar_hpc.environments.workers.protocol import Call, Result
 
 LOOK_SECONDS = 0.02  # between two looks at the queue
 GROWTH = 3

@@ -1,9 +1,9 @@
-"""The processes in which rewards are computed: `python -m laminar_hpc.environments.reward_worker`, started by
-fork_server.py, under another interpreter through elsewhere.py.
+"""The processes in which users' functions run: `python -m laminar_hpc.environments.workers.process`, started
+by fork_server.py; under another interpreter through elsewhere.py.
 
-The first is a fork server: it imports the user's functions once (user_functions.py) and then only forks, so
+The first is a fork server: it imports the user's functions once (functions.py) and then only forks, so
 that a worker is there within milliseconds and shares the memory of what was imported. Between it and each
-worker is a keeper, which ends all that the worker starts (reward_keeper.py). A worker answers calls on its
+worker is a keeper, which ends all that the worker starts (keeper.py). A worker answers calls on its
 socket, in one of two ways:
 
     one at a time   plain functions, in its main thread; the rollout kills the worker when the time is over
@@ -30,9 +30,10 @@ from typing import Any
 from laminar_hpc.cluster.own_time import within
 from laminar_hpc.cluster.processes import die_with_parent
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.environments import reward_keeper
-from laminar_hpc.environments.framing import encode, framed, read_frame, receive_frame, write_frame
-from laminar_hpc.environments.reward_protocol import (
+from laminar_hpc.environments.workers import keeper
+from laminar_hpc.environments.workers.framing import encode, framed, read_frame, receive_frame, write_frame
+from laminar_hpc.environments.workers.functions import Served, answered, load_all, ready, result
+from laminar_hpc.environments.workers.protocol import (
     Call,
     Fork,
     Forked,
@@ -44,7 +45,6 @@ from laminar_hpc.environments.reward_protocol import (
     decode_to_server,
     decode_to_worker,
 )
-from laminar_hpc.environments.user_functions import Served, answered, load_all, ready, result
 
 TICK_SECONDS = 0.2
 MAX_PACKET = 1 << 20  # bytes of a message to the fork server
@@ -171,7 +171,7 @@ def _child(
             ours = len(sys.orig_argv) - len(sys.argv) + 1  # how this interpreter was started, without words
             words = [kind, str(fd), str(server), str(told)]
             os.execv(sys.executable, [*sys.orig_argv[:ours], *words])
-        reward_keeper.keep(server, told, lambda: _worker(fd, together, rewards))
+        keeper.keep(server, told, lambda: _worker(fd, together, rewards))
     except BaseException:
         traceback.print_exc()
     finally:
@@ -261,7 +261,7 @@ def main() -> None:
         if _follow(parent):
             serve_forks(socket.socket(fileno=fd))
     else:
-        reward_keeper.keep(parent, int(sys.argv[4]), lambda: _worker(fd, kind == "together", None))
+        keeper.keep(parent, int(sys.argv[4]), lambda: _worker(fd, kind == "together", None))
     sys.stdout.flush()
     os._exit(0)  # threads of the user's modules are not waited for
 
