@@ -350,7 +350,7 @@ async def test_the_fork_server_is_started_again():
     try:
         await asyncio.gather(*(pool.score("", str(i), {"do": "sleep", "seconds": 0.5}) for i in range(8)))
         assert len(pool._crew._idle) > 2, "the crew has grown, and all of it dies with the server"
-        pool._server._process.kill()
+        pool._server.process.kill()
         assert [
             s.reward for s in await asyncio.gather(*(pool.score("", str(i), {}) for i in range(8)))
         ] == list(range(8))

@@ -32,21 +32,17 @@ class Agent:
             raise LaminarError(f"{spec.label}: it is called as run({'=, '.join(_GIVEN)}=): {error}") from None
         self.is_async = any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
         self._function = function
-        self._rows, self._tasks = dict[int, dict](), dict[int, asyncio.Task]()
+        self._tasks = dict[int, asyncio.Task]()
         for name in ("no_proxy", "NO_PROXY"):  # clients would take a proxy to loopback, too
             os.environ[name] = ",".join(filter(None, (os.environ.get(name), "127.0.0.1")))
 
     def call(self, call: Call) -> object:
-        """reset keeps the row, run is the agent's whole life, "" ends it."""
-        if call.method == "reset":
-            self._rows[call.session] = call.row
-            return None
-        row = self._rows.pop(call.session, {})
+        """run is the agent's whole life, "" ends it."""
         if call.method == "":
             if task := self._tasks.pop(call.session, None):
                 task.cancel()
             return None
-        value = self._function(row=row, **json.loads(call.arguments))
+        value = self._function(row=call.row, **json.loads(call.arguments))
         return self._noted(call.session, value) if self.is_async else value
 
     async def _noted(self, session: int, running: Coroutine[Any, Any, object]) -> object:

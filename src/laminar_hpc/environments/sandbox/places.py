@@ -163,12 +163,7 @@ class SharedFiles(Place):
             resource.prlimit(self.pid, resource.RLIMIT_NPROC, (most, most))
 
     def end(self) -> int:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGKILL)  # it had no group yet
-        code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-        descendants.end_all()
+        code = descendants.end_session(self.pid)
         shutil.rmtree(self._box, ignore_errors=True)
         return code
 
