@@ -54,7 +54,10 @@ def keep(control: socket.socket, place: Place | None, trouble: str, parent: int)
 def _next_call(control: socket.socket) -> tuple[socket.socket, bytes]:
     """A connection whose client is still there, and what it asks. Raises _NoMore."""
     while True:
-        packet, descriptors, _, _ = socket.recv_fds(control, 1, 1)
+        try:
+            packet, descriptors, _, _ = socket.recv_fds(control, 1, 1)
+        except OSError:  # `end` has closed it, where nothing could be raised
+            raise _NoMore from None
         if not packet:
             raise _NoMore
         connection = socket.socket(fileno=descriptors[0])

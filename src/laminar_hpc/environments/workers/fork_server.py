@@ -18,20 +18,9 @@ import msgspec
 
 from laminar_hpc.cluster.own_time import within
 from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.environments.workers import protocol
 from laminar_hpc.environments.workers.framing import encode, framed, read_frame
 from laminar_hpc.environments.workers.interpreter import OURS, Interpreter
-from laminar_hpc.environments.workers.protocol import (
-    END_SECONDS,
-    Call,
-    Fork,
-    Forked,
-    FromWorker,
-    Ready,
-    Reap,
-    Result,
-    Setup,
-    decode_from_server,
-)
 
 IMPORT_SECONDS = 60.0  # longest import of the user's modules
 START_SECONDS = 120.0  # longest start of a program
@@ -67,7 +56,7 @@ class Worker:
         self.began = 0.0
         self.slowed = False
         self.frames = 0  # that it has sent
-        self.calls: dict[int, asyncio.Future[Result]] = {}
+        self.calls: dict[int, asyncio.Future[protocol.Result]] = {}
         self._lost = False
         self._server = server
         assert server.process is not None
@@ -80,7 +69,7 @@ class Worker:
         """It gets no more calls: it is lost, or dies with its server."""
         return self._lost or self._process.poll() is not None
 
-    async def ask(self, call: Call, limit: float | None = None) -> Result:
+    async def ask(self, call: protocol.Call, limit: float | None = None) -> protocol.Result:
         """Raises WorkerLost, and TimeoutError after `limit` seconds."""
         self.calls[call.id] = waiter = asyncio.get_running_loop().create_future()
         try:
@@ -97,15 +86,11 @@ class Worker:
             while True:
                 message = self._server.decode(await read_frame(reader))
                 self.frames += 1
-                waiter = self.calls.get(message.id) if isinstance(message, Result) else None
+                waiter = self.calls.get(message.id) if isinstance(message, protocol.Result) else None
                 if waiter is not None and not waiter.done():
                     waiter.set_result(message)
-        except (
-            asyncio.IncompleteReadError,
-            ConnectionError,
-            msgspec.DecodeError,
-        ):  # the last: a function wrote into our socket
-            self.lose()
+        except (asyncio.IncompleteReadError, ConnectionError, msgspec.DecodeError):
+            self.lose()  # the last of these: a function wrote into our socket
 
     def lose(self) -> None:
         """Everything in flight is lost with it."""
@@ -129,13 +114,13 @@ class Worker:
 class ForkServer:
     """`ready`: what `start` has learned of the functions."""
 
-    def __init__(self, setup: Setup, quiet: bool = False, interpreter: Interpreter = OURS) -> None:
+    def __init__(self, setup: protocol.Setup, quiet: bool = False, interpreter: Interpreter = OURS) -> None:
         self.setup = setup
-        self.ready = Ready("")
+        self.ready = protocol.Ready("")
         self.process: subprocess.Popen | None = None
         format_ = msgspec.json if setup.program else msgspec.msgpack
         self.encode = format_.encode
-        self.decode = format_.Decoder(FromWorker).decode
+        self.decode = format_.Decoder(protocol.FromWorker).decode
         self._label = ", ".join(spec.label for spec in setup.specs)
         self._quiet = quiet
         self._interpreter = interpreter
@@ -155,6 +140,7 @@ class ForkServer:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.settimeout(IMPORT_SECONDS)
         with theirs:
+            kept = {spec.api_key_env for spec in self.setup.specs}
             words = ["server", str(theirs.fileno()), str(os.getpid())]
             self.process = subprocess.Popen(
                 [*self._interpreter.command(), *words],
@@ -163,9 +149,7 @@ class ForkServer:
                 stderr=subprocess.STDOUT,
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
-                env=self._interpreter.environment(
-                    environment({spec.api_key_env for spec in self.setup.specs})
-                ),
+                env=self._interpreter.environment(environment(kept)),
             )
         self._control = ours
         assert self.process.stdout is not None
@@ -180,7 +164,7 @@ class ForkServer:
             raise LaminarError(
                 f"{self._label}: the process ended with {code} during the import; see what it printed"
             ) from None
-        assert isinstance(ready, Ready)
+        assert isinstance(ready, protocol.Ready)
         if ready.error:
             raise LaminarError(ready.error)
         self.ready = ready
@@ -193,7 +177,7 @@ class ForkServer:
             socket.send_fds(control, [encode(message)], fds)
             if not (packet := control.recv(_MAX_PACKET)):
                 raise EOFError
-        return decode_from_server(packet)
+        return protocol.decode_from_server(packet)
 
     async def fork(self, together: bool) -> Worker:
         """A worker that is ready. Raises LaminarError when none can be started any more."""
@@ -213,13 +197,13 @@ class ForkServer:
 
         def forks() -> msgspec.Struct:
             with theirs:  # closed here only: a caller that gives up must not free a number that is being sent
-                return self._request(Fork(together), (theirs.fileno(),))
+                return self._request(protocol.Fork(together), (theirs.fileno(),))
 
         forking = asyncio.create_task(asyncio.to_thread(forks))
         writer: asyncio.StreamWriter | None = None
         try:
             forked = await asyncio.shield(forking)
-            assert isinstance(forked, Forked)
+            assert isinstance(forked, protocol.Forked)
             reader, writer = await asyncio.open_connection(sock=ours)
             await self._await_ready(reader, writer)
         except BaseException:
@@ -243,17 +227,17 @@ class ForkServer:
             reason = f"not ready after {limit:g} s"
             if not isinstance(error, TimeoutError):
                 await self.stop()  # so that all that it has printed is here
-                await asyncio.to_thread(self._printer.join, END_SECONDS)
+                await asyncio.to_thread(self._printer.join, protocol.END_SECONDS)
                 reason = f"{program[0]} ended: {self._printed_last or 'it said nothing'}"
             raise LaminarError(f"{self._label}: {reason}") from None
-        if isinstance(ready, Ready) and ready.error:
+        if isinstance(ready, protocol.Ready) and ready.error:
             raise LaminarError(ready.error)
 
     def _unwanted(self, forking: asyncio.Task[msgspec.Struct]) -> None:
         """Nobody waits for this worker any more; its keeper would stay until the server ends."""
         if not forking.cancelled() and forking.exception() is None:
             forked = forking.result()
-            assert isinstance(forked, Forked)
+            assert isinstance(forked, protocol.Forked)
             forking.get_loop().run_in_executor(None, self._reap, forked.pid)
 
     async def _restart(self) -> None:
@@ -272,7 +256,7 @@ class ForkServer:
     def _reap(self, pid: int) -> None:
         with contextlib.suppress(OSError), self._speaking:
             if self._control is not None:
-                self._control.send(encode(Reap(pid)))
+                self._control.send(encode(protocol.Reap(pid)))
 
     def _print(self, pipe: BinaryIO) -> None:
         """What users' code prints goes into our log, up to a bound. Ends when nobody can print any more."""
@@ -289,13 +273,11 @@ class ForkServer:
     def _end(self) -> None:
         if self._control is not None:
             with contextlib.suppress(OSError):
-                self._control.shutdown(
-                    socket.SHUT_RDWR
-                )  # whoever waits for an answer is told, and waits no more
+                self._control.shutdown(socket.SHUT_RDWR)  # whoever waits for an answer is told
             self._control.close()
         if self.process is not None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(2 * END_SECONDS if self.setup.program else 0.0)  # it ends programs gently
+            with contextlib.suppress(subprocess.TimeoutExpired):  # it ends programs gently
+                self.process.wait(2 * protocol.END_SECONDS if self.setup.program else 0.0)
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()

@@ -33,23 +33,9 @@ from laminar_hpc.cluster.own_time import within
 from laminar_hpc.cluster.processes import die_with_parent
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.environments.isolation import limits
-from laminar_hpc.environments.workers import keeper
+from laminar_hpc.environments.workers import keeper, protocol
 from laminar_hpc.environments.workers.framing import encode, framed, read_frame, receive_frame
 from laminar_hpc.environments.workers.functions import Served, answered, load_all, ready, result
-from laminar_hpc.environments.workers.protocol import (
-    END_SECONDS,
-    OF_A_PROGRAM,
-    Call,
-    Fork,
-    Forked,
-    Ready,
-    Reap,
-    Result,
-    Setup,
-    Tick,
-    decode_to_server,
-    decode_to_worker,
-)
 
 TICK_SECONDS = 0.2
 MAX_PACKET = 1 << 20  # bytes of a message to the fork server
@@ -67,8 +53,8 @@ async def _awaited(value: Any) -> object:
 def serve_one_by_one(connection: socket.socket, functions: Functions) -> None:
     """Answers one call after the other, until the other end closes the connection."""
     while (frame := receive_frame(connection)) is not None:
-        call = decode_to_worker(frame)
-        assert isinstance(call, Call)
+        call = protocol.decode_to_worker(frame)
+        assert isinstance(call, protocol.Call)
         function, t0 = functions[call.name], time.time()
         try:
             value = function.call(call)
@@ -83,10 +69,10 @@ def serve_one_by_one(connection: socket.socket, functions: Functions) -> None:
 # ---- a worker, calls together ------------------------------------------------------------------------------
 
 
-async def _answer(function: Served, call: Call, limit: float) -> Result:
+async def _answer(function: Served, call: protocol.Call, limit: float) -> protocol.Result:
     t0 = time.time()
 
-    async def body() -> Result:
+    async def body() -> protocol.Result:
         try:
             value = function.call(call)
             return function.result(call, await value if inspect.isawaitable(value) else value, t0)
@@ -101,7 +87,7 @@ async def _answer(function: Served, call: Call, limit: float) -> Result:
             await asyncio.wait((task,))
     if not task.done():
         task.cancel()  # not awaited: the function may refuse to be cancelled
-        return Result(call.id, 0.0, {}, t0, time.time(), f"no result within {limit:g} s", "time")
+        return protocol.Result(call.id, 0.0, {}, t0, time.time(), f"no result within {limit:g} s", "time")
     return result(call, t0, RuntimeError("it was cancelled")) if task.cancelled() else task.result()
 
 
@@ -111,22 +97,22 @@ async def serve_together(connection: socket.socket, functions: Functions, limit:
     reader, writer = await asyncio.open_connection(sock=connection)
     tasks: set[asyncio.Task] = set()  # the loop itself holds tasks weakly
 
-    async def one(call: Call) -> None:
+    async def one(call: protocol.Call) -> None:
         writer.write(answered(call, await _answer(functions[call.name], call, limit)))
 
     async def tick() -> None:
         while True:
             await asyncio.sleep(TICK_SECONDS)
-            writer.write(framed(Tick()))
+            writer.write(framed(protocol.Tick()))
 
     ticking = asyncio.create_task(tick())
     while True:
         try:
-            call = decode_to_worker(await read_frame(reader))
+            call = protocol.decode_to_worker(await read_frame(reader))
         except asyncio.IncompleteReadError:
             ticking.cancel()
             return
-        assert isinstance(call, Call)
+        assert isinstance(call, protocol.Call)
         task = asyncio.create_task(one(call))
         tasks.add(task)
         task.add_done_callback(tasks.discard)
@@ -152,14 +138,14 @@ def work(fd: int, together: bool, functions: Functions | None) -> None:
         sys.modules["numpy"].random.seed()  # the random module sees to itself
     connection = socket.socket(fileno=fd)
     frame = receive_frame(connection)
-    setup = decode_to_worker(frame) if frame else None
-    if not isinstance(setup, Setup):
+    setup = protocol.decode_to_worker(frame) if frame else None
+    if not isinstance(setup, protocol.Setup):
         return
     if functions is None:
         try:
             functions = load_all(setup)
         except LaminarError as error:
-            connection.sendall(framed(Ready(str(error))))
+            connection.sendall(framed(protocol.Ready(str(error))))
             return
     connection.sendall(framed(ready(functions)))
     if together:
@@ -183,7 +169,7 @@ class Server:
     """The fork server: one packet, one message. It runs no user code after the import, so it always
     answers."""
 
-    def __init__(self, control: socket.socket, setup: Setup, functions: Functions) -> None:
+    def __init__(self, control: socket.socket, setup: protocol.Setup, functions: Functions) -> None:
         self._control = control
         self._setup = setup
         self._functions = functions
@@ -197,13 +183,13 @@ class Server:
             packet, fds, _, _ = socket.recv_fds(self._control, MAX_PACKET, 1)
             if not packet:
                 break
-            message = decode_to_server(packet)
-            if isinstance(message, Reap):
+            message = protocol.decode_to_server(packet)
+            if isinstance(message, protocol.Reap):
                 self._end(message.pid)
-            elif isinstance(message, Fork):
+            elif isinstance(message, protocol.Fork):
                 pid = self._fork(fds[0], message.together)
                 os.close(fds[0])
-                self._control.send(encode(Forked(pid)))
+                self._control.send(encode(protocol.Forked(pid)))
         for worker in list(self._keepers):
             self._end(worker)
         for ending in self._ending:
@@ -237,7 +223,8 @@ class Server:
                 words = ["together" if together else "one_by_one", str(fd), str(server), str(told)]
                 os.execv(sys.executable, [*sys.orig_argv[:ours], *words])
             if program := self._setup.program:
-                keeper.keep(server, told, lambda: os.execv(program[0], [*program, str(fd)]), END_SECONDS)
+                words = [*program, str(fd)]
+                keeper.keep(server, told, lambda: os.execv(words[0], words), protocol.END_SECONDS)
             keeper.keep(server, told, lambda: _guarded(fd, together, self._functions), 0.0)
         except BaseException:
             traceback.print_exc()
@@ -254,17 +241,17 @@ class Server:
 
 
 def _serve_forks(control: socket.socket) -> None:
-    setup = decode_to_server(control.recv(MAX_PACKET))
-    assert isinstance(setup, Setup)
+    setup = protocol.decode_to_server(control.recv(MAX_PACKET))
+    assert isinstance(setup, protocol.Setup)
     try:
         functions = {} if setup.program else load_all(setup)
     except LaminarError as error:
-        control.send(encode(Ready(str(error))))
+        control.send(encode(protocol.Ready(str(error))))
         return
     server = Server(control, setup, functions)
     gc.collect()
     gc.freeze()  # a collection in a child would touch, and so copy, the memory that it shares
-    control.send(encode(OF_A_PROGRAM if setup.program else ready(functions)))
+    control.send(encode(protocol.OF_A_PROGRAM if setup.program else ready(functions)))
     server.serve()
 
 
