@@ -19,7 +19,7 @@ from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import RewardConfig
 from laminar_hpc.environments.reward_pool import RewardPool, Score
 from laminar_hpc.environments.workers.fork_server import MAX_OUTPUT, ForkServer
-from laminar_hpc.environments.workers.protocol import Setup
+from laminar_hpc.environments.workers.protocol import WorkerSetup
 from lives import found, living
 
 FUNCTIONS = """
@@ -376,7 +376,7 @@ async def test_a_pool_that_is_closed_answers():
 def test_whoever_waits_for_the_fork_server_is_told_of_its_end():
     """Promise (docs/architecture.md#bounded-waits): also when a process that it has just forked still has
     its end of the socket. The kernel holds our end for a thread that waits there, as a duplicate does."""
-    server = ForkServer(Setup([], 1.0, ""))
+    server = ForkServer(WorkerSetup([], 1.0, ""))
     server._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs, server._control.dup() as waits:
         waits.settimeout(10.0)

@@ -15,7 +15,7 @@ import pytest
 from laminar_hpc.cluster.folders import SANDBOX_FOLDER_PREFIX
 from laminar_hpc.environments.isolation import seccomp, tiers
 from laminar_hpc.environments.sandbox import Limits, Result, Sandbox, SandboxFailed
-from laminar_hpc.environments.sandbox.output import Output
+from laminar_hpc.environments.sandbox.output import BoundedOutput
 from lives import living
 
 SECRET = "a secret of the rollout"
@@ -323,14 +323,14 @@ def test_a_machine_without_isolation_is_refused(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(ValueError, match="must be one of auto, namespaces, landlock, rlimits"):
         Sandbox("none")
     from laminar_hpc.environments.sandbox import places
-    from laminar_hpc.environments.sandbox.protocol import Setup
+    from laminar_hpc.environments.sandbox.protocol import SandboxSetup
 
     monkeypatch.setattr(tiers, "trouble", lambda tier: "Operation not permitted")
     monkeypatch.setattr(tiers, "best", lambda: "")
     with pytest.raises(OSError, match=r"neither user namespaces nor Landlock.*isolation='rlimits'"):
-        places.prepare(Setup("auto", [], "", LIMITS))
+        places.prepare(SandboxSetup("auto", [], "", LIMITS))
     with pytest.raises(OSError, match="does not have isolation='landlock': Operation not permitted"):
-        places.prepare(Setup("landlock", [], "", LIMITS))
+        places.prepare(SandboxSetup("landlock", [], "", LIMITS))
     with (
         Sandbox("auto", preload=("no_such_module",)) as sandbox,
         pytest.raises(SandboxFailed, match="no_such_module"),
@@ -351,12 +351,12 @@ def test_numpy_and_sympy_are_there() -> None:
 def test_output_keeps_beginning_and_end() -> None:
     """By any division into chunks."""
     for size in (1, 7, 100, 1000):
-        output, data = Output(100), bytes(range(48, 58)) * 100
+        output, data = BoundedOutput(100), bytes(range(48, 58)) * 100
         for i in range(0, len(data), size):
             output.add(data[i : i + size])
         text = output.text()
         assert text == data[:50].decode() + "\n[... 900 bytes left out ...]\n" + data[-50:].decode()
-    short = Output(100)
+    short = BoundedOutput(100)
     short.add(b"short")
     assert (short.text(), short.truncated) == ("short", False)
 

@@ -21,7 +21,7 @@ from laminar_hpc.config.rewards import SINGLE, label, reward_functions
 from laminar_hpc.config.schema import RewardConfig, RewardFunction
 from laminar_hpc.environments.workers.crews import WorkerPool
 from laminar_hpc.environments.workers.fork_server import ForkServer, WorkerLost
-from laminar_hpc.environments.workers.protocol import Call, Result, Setup, Spec
+from laminar_hpc.environments.workers.protocol import Call, CallResult, Spec, WorkerSetup
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class RewardPool(WorkerPool):
             Spec(n, label(n, e), e.function, e.url, e.style, e.api_key_env) for n, e in self.entries.items()
         ]
         self._wants_tokens = any(entry.style == "trl" for entry in self.entries.values())
-        server = ForkServer(Setup(specs, config.timeout_seconds, prompt_field), quiet)
+        server = ForkServer(WorkerSetup(specs, config.timeout_seconds, prompt_field), quiet)
         super().__init__(server, config.workers, config.slots, config.timeout_seconds)
         self._free = asyncio.Semaphore(config.slots)
 
@@ -65,7 +65,7 @@ class RewardPool(WorkerPool):
 
     async def call_each(
         self, prompt: str, response: str, row: dict, tokens: Sequence[int] = ()
-    ) -> dict[str, Result]:
+    ) -> dict[str, CallResult]:
         """What became of the call of each reward, by name."""
         given = list(tokens) if self._wants_tokens else []
         calls = [Call(next(self._ids), name, prompt, response, row, given) for name in self.entries]
@@ -73,7 +73,7 @@ class RewardPool(WorkerPool):
         results = [await self._call(calls[0])] if one else await asyncio.gather(*map(self._call, calls))
         return dict(zip(self.entries, results, strict=True))
 
-    async def _call(self, call: Call) -> Result:
+    async def _call(self, call: Call) -> CallResult:
         async with self._free:
             t0 = time.time()
             for crew in (self._crew_of(call), self._crew):
@@ -81,11 +81,11 @@ class RewardPool(WorkerPool):
                     return await crew.run(call)
                 except WorkerLost:
                     continue
-        return Result(call.id, 0.0, {}, t0, time.time(), "its process died, twice", "died")
+        return CallResult(call.id, 0.0, {}, t0, time.time(), "its process died, twice", "died")
 
 
 def combined(
-    entries: Mapping[str, RewardFunction], results: Mapping[str, Result], on_failure: float
+    entries: Mapping[str, RewardFunction], results: Mapping[str, CallResult], on_failure: float
 ) -> Score:
     """The weighted sum. Where there are several, each one's reward is a part by its name, and its parts are
     `name.part`.

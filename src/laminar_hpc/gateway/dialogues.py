@@ -10,8 +10,8 @@ from pathlib import Path
 
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.data.tokens import TextDecoder, load_tokenizer
-from laminar_hpc.gateway.chat import Chat, Refused
-from laminar_hpc.gateway.tokens import Prompt
+from laminar_hpc.gateway.chat import Chat, Rejected
+from laminar_hpc.gateway.tokens import TokenPrompt
 from laminar_hpc.payload.layout import Tokens
 from laminar_hpc.turns.calls import CallParser, Malformed, ToolCall
 from laminar_hpc.turns.dialogue import Dialogue
@@ -40,19 +40,19 @@ class Dialogues:
         """Takes the seconds that SGLang's parsers need. Why tools cannot be used, or ""."""
         try:
             await self.of([{"type": "function", "function": _PROBE}])
-        except Refused as why:
+        except Rejected as why:
             return str(why)
         return ""
 
     async def of(self, tools: list[dict]) -> Dialogue:
-        """Raises Refused where the model's template has no tools, or rewrites what was said."""
+        """Raises Rejected where the model's template has no tools, or rewrites what was said."""
         name = json.dumps(tools, sort_keys=True)
         async with self._making:
             if name not in self._known:
                 try:
                     self._known[name] = await asyncio.to_thread(self._make, tools)
                 except LaminarError as error:
-                    raise Refused(str(error)) from None
+                    raise Rejected(str(error)) from None
                 if len(self._known) > _KEPT:
                     self._known.popitem(last=False)
             self._known.move_to_end(name)
@@ -75,7 +75,7 @@ class Dialogues:
 
     # ---- text of token ids ---------------------------------------------------------------------------------
 
-    def length(self, chat: Chat | Prompt, drawn: Sequence[int]) -> int:
+    def length(self, chat: Chat | TokenPrompt, drawn: Sequence[int]) -> int:
         """How many of these tokens a turn has that ends where the request says: with one of its tokens, or
         with the token that completes one of its texts."""
         end = next((n for n, token in enumerate(drawn, 1) if token in chat.stop_token_ids), len(drawn))

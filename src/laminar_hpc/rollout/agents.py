@@ -15,7 +15,7 @@ from pathlib import Path
 
 from laminar_hpc.cluster.context import RoleContext
 from laminar_hpc.environments.reward_pool import Score
-from laminar_hpc.environments.workers.protocol import Result
+from laminar_hpc.environments.workers.protocol import CallResult
 from laminar_hpc.gateway.chat import MODEL
 from laminar_hpc.gateway.dialogues import Dialogues
 from laminar_hpc.gateway.server import Gateway
@@ -78,7 +78,7 @@ class AgentEpisodes(Episodes):
             agent.cancel()
             await asyncio.gather(agent, return_exceptions=True)
 
-    def _scored(self, talk: Talk, agent: asyncio.Task[Result]) -> Score:
+    def _scored(self, talk: Talk, agent: asyncio.Task[CallResult]) -> Score:
         """What the agent has returned. Raises EnvironmentFailed; but behind a limit whatever an agent does is
         graded, as nothing else was to be had."""
         try:

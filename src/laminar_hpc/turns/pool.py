@@ -30,7 +30,7 @@ from laminar_hpc.environments.workers import crews
 from laminar_hpc.environments.workers.crews import WorkerPool
 from laminar_hpc.environments.workers.fork_server import ForkServer, Worker, WorkerLost
 from laminar_hpc.environments.workers.interpreter import OURS, Interpreter
-from laminar_hpc.environments.workers.protocol import Call, Result, Setup, Spec
+from laminar_hpc.environments.workers.protocol import Call, CallResult, Spec, WorkerSetup
 from laminar_hpc.policies.deadlines import Deadline
 from laminar_hpc.turns.ahead import Ahead
 from laminar_hpc.turns.redundant import first_of
@@ -66,7 +66,7 @@ class EnvironmentPool(WorkerPool):
         server = (
             bridge(config, quiet=quiet)
             if config.verifiers
-            else ForkServer(Setup(_specs(config), bound), quiet, python)
+            else ForkServer(WorkerSetup(_specs(config), bound), quiet, python)
         )
         super().__init__(server, 1, _CALLS_MAX, self._limit)
         self._free = asyncio.Semaphore(SESSIONS_MAX)
@@ -136,11 +136,11 @@ class EnvironmentPool(WorkerPool):
     def _released(self) -> None:
         self._free.release()
 
-    async def _ask_any(self, call: Call) -> Result:
+    async def _ask_any(self, call: Call) -> CallResult:
         """One function's call, made once, unless it says that it may be made twice."""
         crew, deadline = self._crew_of(call), self.deadline(call.name, "")
 
-        async def once() -> Result:
+        async def once() -> CallResult:
             t0 = own_time()
             result = await crew.run(msgspec.structs.replace(call, id=next(self._ids)))
             deadline.took(own_time() - t0)
@@ -157,13 +157,13 @@ class EnvironmentPool(WorkerPool):
         """A shared worker ends its calls itself, after timeout_seconds, and can have a call twice."""
         ready = self._server.ready
 
-        async def ask(call: Call) -> Result:
+        async def ask(call: Call) -> CallResult:
             if call.method == RUN and self._config.by_url:
                 return await worker.ask(msgspec.structs.replace(call, id=next(self._ids)))
             deadline = self.deadline(call.name, call.method)
             limit = deadline.limit(patient or call.method == "get_reward")
 
-            async def once() -> Result:
+            async def once() -> CallResult:
                 t0, ours = own_time(), msgspec.structs.replace(call, id=next(self._ids))
                 try:
                     by_us = alone or limit < self._limit
@@ -198,7 +198,7 @@ class EnvironmentPool(WorkerPool):
         return close
 
 
-def _nothing(_: Result) -> None:
+def _nothing(_: CallResult) -> None:
     """Of an answer that came second nothing is to be undone."""
 
 

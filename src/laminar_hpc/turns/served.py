@@ -15,7 +15,7 @@ from typing import Any
 
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.environments.reward_styles import RewardFault, accepted, checked
-from laminar_hpc.environments.workers.protocol import MAX_ERROR, Call, Result, Spec, sendable
+from laminar_hpc.environments.workers.protocol import MAX_ERROR, Call, CallResult, Spec, sendable
 from laminar_hpc.turns.tools import PythonTool, as_text, error_text
 
 _NOT_TOOLS = ("reset", "get_reward")
@@ -42,7 +42,7 @@ class Tool:
     def call(self, call: Call) -> object:
         return _called(self._tool, json.loads(call.arguments))
 
-    def result(self, call: Call, value: object, t0: float) -> Result:
+    def result(self, call: Call, value: object, t0: float) -> CallResult:
         return _told(call, value, t0)
 
 
@@ -89,11 +89,11 @@ class Environment:
             return method()
         return _called(PythonTool(method, call.method, self._label), json.loads(call.arguments))
 
-    def result(self, call: Call, value: object, t0: float) -> Result:
+    def result(self, call: Call, value: object, t0: float) -> CallResult:
         """Raises RewardFault for a reward that is none."""
         if call.method == "get_reward":
             number, parts = checked(value, "laminar")
-            return Result(call.id, number, parts, t0, time.time())
+            return CallResult(call.id, number, parts, t0, time.time())
         return _told(call, value, t0)
 
 
@@ -134,10 +134,10 @@ class Agent:
             if self._tasks.get(session) is task:
                 del self._tasks[session]
 
-    def result(self, call: Call, value: object, t0: float) -> Result:
+    def result(self, call: Call, value: object, t0: float) -> CallResult:
         """Raises RewardFault for a reward that is none; None is left to reward.function."""
         number, parts = (None, {}) if value is None else checked(value, "laminar")
-        return Result(call.id, number, parts, t0, time.time())
+        return CallResult(call.id, number, parts, t0, time.time())
 
 
 def _idempotent(tools: Mapping[str, Callable]) -> list[str]:
@@ -177,11 +177,11 @@ async def _awaited(tool: PythonTool, value: Awaitable[object]) -> object:
         return error_text(tool.reason(error)[:MAX_ERROR])
 
 
-def _told(call: Call, value: object, t0: float) -> Result:
+def _told(call: Call, value: object, t0: float) -> CallResult:
     if call.method == "reset" and isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], dict):
         value = value[0]  # Gymnasium's (observation, info)
     text = None if value is None and call.method == "reset" else sendable(_cut(as_text(value)))
-    return Result(call.id, None, {}, t0, time.time(), text=text)
+    return CallResult(call.id, None, {}, t0, time.time(), text=text)
 
 
 def _cut(text: str) -> str:

@@ -5,11 +5,11 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from laminar_hpc.environments.workers.fork_server import WorkerLost
-from laminar_hpc.environments.workers.protocol import Call, Result
+from laminar_hpc.environments.workers.protocol import Call, CallResult
 from laminar_hpc.turns.tools import error_text
 
 RUN = "run"  # an agent's only method
-Ask = Callable[[Call], Coroutine[Any, Any, Result]]
+Ask = Callable[[Call], Coroutine[Any, Any, CallResult]]
 Close = Callable[[], None]
 
 
@@ -41,7 +41,7 @@ class Session:
         """What the model reads. Raises EnvironmentFailed."""
         return (await self._sure(name, arguments=arguments)).text or ""
 
-    async def reward(self) -> Result:
+    async def reward(self) -> CallResult:
         """Raises EnvironmentFailed."""
         return await self._sure("get_reward")
 
@@ -51,7 +51,7 @@ class Session:
 
     async def _sure(
         self, method: str, row: dict | None = None, arguments: dict | None = None, what: str = ""
-    ) -> Result:
+    ) -> CallResult:
         """`what`: errors call the method so."""
         call, what = Call(0, self._name, session=self._number, method=method), what or method
         call.row, call.arguments = row or {}, json.dumps(arguments or {})
@@ -75,7 +75,7 @@ class AgentSession(Session):
         """Nothing is begun yet."""
         self._row = row
 
-    async def run(self, **arguments: str) -> Result:
+    async def run(self, **arguments: str) -> CallResult:
         """To its end: base_url, api_key, model. Raises EnvironmentFailed."""
         return await self._sure(RUN, self._row, dict(arguments), self._who)
 

@@ -2,9 +2,9 @@
 v0. Imports the standard library and verifiers only; process.py says how it is started.
 
 It is a worker as workers/protocol.py has them, with frames of JSON on the socket that its last argument
-names: the Setup, answered by Ready; then Calls, each answered by a Result.
+names: the WorkerSetup, answered by Ready; then Calls, each answered by a CallResult.
 
-    method    row         arguments                  the Result has
+    method    row         arguments                  the CallResult has
     run       the task    base_url, api_key, model   reward, parts: one episode of the session
     rows                  file                       text: how many tasks are in that JSONL file now
     ""                                               the session's episode is not wanted any more
@@ -283,7 +283,7 @@ class Bridge:
 
     def _answer(self, ident: int, **found: object) -> None:
         empty: dict = {"reward": None, "parts": {}, "t0": 0.0, "t1": time.time()}
-        self._say("Result", id=ident, **empty | found)
+        self._say("CallResult", id=ident, **empty | found)
 
     async def _play(self, environment: Environment, call: dict) -> None:
         ident, arguments, t0 = call["id"], json.loads(call["arguments"]), time.time()

@@ -10,7 +10,7 @@ import msgspec
 from laminar_hpc.config.schema import EnvironmentConfig
 from laminar_hpc.environments.workers.fork_server import ForkServer, Worker
 from laminar_hpc.environments.workers.interpreter import OURS, Interpreter
-from laminar_hpc.environments.workers.protocol import Setup, Spec
+from laminar_hpc.environments.workers.protocol import Spec, WorkerSetup
 
 _BRIDGE = Path(__file__).with_name("bridge.py")
 _NOT_OURS = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")  # our packages are not the interpreter's
@@ -51,7 +51,7 @@ def bridge(config: EnvironmentConfig, serve: bool = True, quiet: bool = False) -
     python = VerifiersInterpreter("environment.python", config.python)
     first = {"environment": block(config), "max_turns": config.max_turns, "serve": serve}
     said = msgspec.json.encode(first).decode()
-    setup = Setup([Spec("", name(config), said)], 0.0, program=[python.path, "-P", str(_BRIDGE)])
+    setup = WorkerSetup([Spec("", name(config), said)], 0.0, program=[python.path, "-P", str(_BRIDGE)])
     return ForkServer(setup, quiet, python)
 
 

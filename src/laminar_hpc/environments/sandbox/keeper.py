@@ -15,8 +15,8 @@ import time
 
 from laminar_hpc.cluster.processes import die_with_parent
 from laminar_hpc.environments.sandbox import program
-from laminar_hpc.environments.sandbox.output import Output
-from laminar_hpc.environments.sandbox.places import Place
+from laminar_hpc.environments.sandbox.output import BoundedOutput
+from laminar_hpc.environments.sandbox.places import SandboxTier
 from laminar_hpc.environments.sandbox.protocol import Failed, Result, decode_call
 from laminar_hpc.environments.workers.framing import framed, receive_frame
 
@@ -31,7 +31,7 @@ class _NoMore(Exception):
     """No call will come."""
 
 
-def keep(control: socket.socket, place: Place | None, trouble: str, parent: int) -> None:
+def keep(control: socket.socket, place: SandboxTier | None, trouble: str, parent: int) -> None:
     """Answers the calls of the connections that come over `control`; with `trouble` where there is no place.
     Returns when nobody can send more, or the preloaded process, `parent`, has gone."""
 
@@ -75,10 +75,10 @@ def _say(connection: socket.socket, answer: Result | Failed) -> None:
 class _One:
     """One call."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: SandboxTier) -> None:
         self._place = place
         self._ready = mmap.mmap(-1, 1)  # shared with the process that waits: it has reached its place
-        self._outputs: dict[int, Output] = {}
+        self._outputs: dict[int, BoundedOutput] = {}
 
     def keep(self, control: socket.socket) -> None:
         with contextlib.ExitStack() as stack:
@@ -87,7 +87,7 @@ class _One:
             for reading, _ in pipes:
                 os.set_blocking(reading, False)
                 stack.callback(os.close, reading)
-                self._outputs[reading] = Output(self._place.limits.output_bytes)
+                self._outputs[reading] = BoundedOutput(self._place.limits.output_bytes)
             stack.enter_context(requests)
             try:
                 streams = (given.fileno(), pipes[0][1], pipes[1][1])
@@ -150,7 +150,7 @@ class _One:
         return False
 
 
-def _read(descriptor: int, output: Output) -> bool | None:
+def _read(descriptor: int, output: BoundedOutput) -> bool | None:
     """Whether there was something; None at the end of the stream."""
     try:
         chunk = os.read(descriptor, _CHUNK)

@@ -19,7 +19,14 @@ from laminar_hpc.cluster.folders import SANDBOX_FOLDER_PREFIX, claim
 from laminar_hpc.cluster.own_time import within
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.environments.isolation.tiers import ISOLATION
-from laminar_hpc.environments.sandbox.protocol import Call, Failed, Limits, Result, Setup, decode_answer
+from laminar_hpc.environments.sandbox.protocol import (
+    Failed,
+    Limits,
+    Result,
+    SandboxCall,
+    SandboxSetup,
+    decode_answer,
+)
 from laminar_hpc.environments.workers.framing import encode, framed, read_frame
 
 ZYGOTE = f"{__package__}.zygote"  # its module, which this one does not import
@@ -78,7 +85,7 @@ class Sandbox:
                 env=environment(),
             )
         ours.setblocking(False)
-        ours.send(encode(Setup(self._isolation, self._preload, inside, self._limits)))
+        ours.send(encode(SandboxSetup(self._isolation, self._preload, inside, self._limits)))
         self._control = ours
 
     # ---- calls ---------------------------------------------------------------------------------------------
@@ -93,7 +100,7 @@ class Sandbox:
         for _ in range(2):
             reader, writer = await asyncio.open_connection(sock=await self._connected())
             try:
-                writer.write(framed(Call(code, stdin, timeout_seconds)))
+                writer.write(framed(SandboxCall(code, stdin, timeout_seconds)))
                 async with within(QUEUE_SECONDS + timeout_seconds):
                     answer = decode_answer(await read_frame(reader))
             except TimeoutError:

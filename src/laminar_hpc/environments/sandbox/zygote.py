@@ -15,13 +15,13 @@ import traceback
 
 from laminar_hpc.environments.isolation import descendants, kernel
 from laminar_hpc.environments.sandbox import keeper, places
-from laminar_hpc.environments.sandbox.places import Place
-from laminar_hpc.environments.sandbox.protocol import Setup, decode_setup
+from laminar_hpc.environments.sandbox.places import SandboxTier
+from laminar_hpc.environments.sandbox.protocol import SandboxSetup, decode_setup
 
 MAX_PACKET = 1 << 16
 
 
-def serve(control: socket.socket, place: Place | None, trouble: str, at_once: int) -> None:
+def serve(control: socket.socket, place: SandboxTier | None, trouble: str, at_once: int) -> None:
     """Until nobody can send calls any more; a keeper that dies is replaced. `place` None: `trouble` is the
     answer to every call."""
     parent = os.getpid()
@@ -50,7 +50,7 @@ def serve(control: socket.socket, place: Place | None, trouble: str, at_once: in
                 keepers.add(fork())
 
 
-def _prepared(setup: Setup) -> tuple[Place | None, str]:
+def _prepared(setup: SandboxSetup) -> tuple[SandboxTier | None, str]:
     try:
         for name in setup.preload:
             importlib.import_module(name)

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.environments.workers.fork_server import ForkServer, Worker, WorkerLost
-from laminar_hpc.environments.workers.protocol import Call, Result
+from laminar_hpc.environments.workers.protocol import Call, CallResult
 
 LOOK_SECONDS = 0.02  # between two looks at the queue
 GROWTH = 3
@@ -80,7 +80,7 @@ class Crew(_Crew):
         for worker in await asyncio.gather(*(self._server.fork(False) for _ in range(self._number))):
             self._put(worker)
 
-    async def run(self, call: Call) -> Result:
+    async def run(self, call: Call) -> CallResult:
         """What came of the call, which is ended at the time limit. Raises WorkerLost when its process died
         meanwhile."""
         worker = await self._take()
@@ -90,7 +90,9 @@ class Crew(_Crew):
             answered = True
             return result
         except TimeoutError:
-            return Result(call.id, 0.0, {}, t0, time.time(), f"no result within {self._limit:g} s", "time")
+            return CallResult(
+                call.id, 0.0, {}, t0, time.time(), f"no result within {self._limit:g} s", "time"
+            )
         finally:
             self._busy.discard(worker)
             if answered and (not worker.slowed or _restore(worker)):
@@ -224,7 +226,7 @@ class SharedCrew(_Crew):
     async def start(self) -> None:
         await asyncio.gather(*(self._add() for _ in range(self._number)))
 
-    async def run(self, call: Call) -> Result:
+    async def run(self, call: Call) -> CallResult:
         """Raises WorkerLost when the process died, its loop was stuck, or nothing was said of the call: it
         may have been another call's fault."""
         try:

@@ -56,7 +56,7 @@ class Worker:
         self.began = 0.0
         self.slowed = False
         self.frames = 0  # that it has sent
-        self.calls: dict[int, asyncio.Future[protocol.Result]] = {}
+        self.calls: dict[int, asyncio.Future[protocol.CallResult]] = {}
         self._lost = False
         self._server = server
         assert server.process is not None
@@ -69,7 +69,7 @@ class Worker:
         """It gets no more calls: it is lost, or dies with its server."""
         return self._lost or self._process.poll() is not None
 
-    async def ask(self, call: protocol.Call, limit: float | None = None) -> protocol.Result:
+    async def ask(self, call: protocol.Call, limit: float | None = None) -> protocol.CallResult:
         """Raises WorkerLost, and TimeoutError after `limit` seconds."""
         self.calls[call.id] = waiter = asyncio.get_running_loop().create_future()
         try:
@@ -86,7 +86,7 @@ class Worker:
             while True:
                 message = self._server.decode(await read_frame(reader))
                 self.frames += 1
-                waiter = self.calls.get(message.id) if isinstance(message, protocol.Result) else None
+                waiter = self.calls.get(message.id) if isinstance(message, protocol.CallResult) else None
                 if waiter is not None and not waiter.done():
                     waiter.set_result(message)
         except (asyncio.IncompleteReadError, ConnectionError, msgspec.DecodeError):
@@ -114,7 +114,9 @@ class Worker:
 class ForkServer:
     """`ready`: what `start` has learned of the functions."""
 
-    def __init__(self, setup: protocol.Setup, quiet: bool = False, interpreter: Interpreter = OURS) -> None:
+    def __init__(
+        self, setup: protocol.WorkerSetup, quiet: bool = False, interpreter: Interpreter = OURS
+    ) -> None:
         self.setup = setup
         self.ready = protocol.Ready("")
         self.process: subprocess.Popen | None = None

@@ -38,10 +38,10 @@ class Reward:
         if hasattr(function, "prepare"):  # an object that wants to do something once, before the forks
             function.prepare()
 
-    def result(self, call: protocol.Call, value: object, t0: float) -> protocol.Result:
+    def result(self, call: protocol.Call, value: object, t0: float) -> protocol.CallResult:
         """Of what the call returned. Raises RewardFault."""
         number, parts = checked(value, self.style)
-        return protocol.Result(call.id, number, parts, t0, time.time())
+        return protocol.CallResult(call.id, number, parts, t0, time.time())
 
 
 def load_function(path: str, label: str) -> Callable:
@@ -80,11 +80,11 @@ class Served(Protocol):
     def call(self, call: protocol.Call, /) -> object:
         """What the user's code returns, or an awaitable of it."""
 
-    def result(self, call: protocol.Call, value: object, t0: float) -> protocol.Result:
+    def result(self, call: protocol.Call, value: object, t0: float) -> protocol.CallResult:
         """Of what the call returned. Raises RewardFault."""
 
 
-def load_all(setup: protocol.Setup) -> dict[str, Served]:
+def load_all(setup: protocol.WorkerSetup) -> dict[str, Served]:
     """Imports the user's functions, by name of the reward or tool; what their modules raise is raised
     here."""
 
@@ -107,15 +107,15 @@ def ready(served: dict[str, Served]) -> protocol.Ready:
     return protocol.Ready("", awaited, tools, rewards, idempotent)
 
 
-def result(call: protocol.Call, t0: float, error: BaseException) -> protocol.Result:
+def result(call: protocol.Call, t0: float, error: BaseException) -> protocol.CallResult:
     """Of a call that raised."""
     fault = error.fault if isinstance(error, RewardFault) else "raised"
     text = protocol.sendable(str(error)) if isinstance(error, RewardFault) else protocol.error_words(error)
     text = " ".join(text[: 2 * protocol.MAX_ERROR].split())[: protocol.MAX_ERROR]
-    return protocol.Result(call.id, 0.0, {}, t0, time.time(), text, fault)
+    return protocol.CallResult(call.id, 0.0, {}, t0, time.time(), text, fault)
 
 
-def answered(call: protocol.Call, answer: protocol.Result) -> bytes:
+def answered(call: protocol.Call, answer: protocol.CallResult) -> bytes:
     """The frame that ends the call, whatever the user's code has put into the answer."""
     try:
         return framed(answer)

@@ -69,10 +69,10 @@ def serve_one_by_one(connection: socket.socket, functions: Functions) -> None:
 # ---- a worker, calls together ------------------------------------------------------------------------------
 
 
-async def _answer(function: Served, call: protocol.Call, limit: float) -> protocol.Result:
+async def _answer(function: Served, call: protocol.Call, limit: float) -> protocol.CallResult:
     t0 = time.time()
 
-    async def body() -> protocol.Result:
+    async def body() -> protocol.CallResult:
         try:
             value = function.call(call)
             return function.result(call, await value if inspect.isawaitable(value) else value, t0)
@@ -87,7 +87,7 @@ async def _answer(function: Served, call: protocol.Call, limit: float) -> protoc
             await asyncio.wait((task,))
     if not task.done():
         task.cancel()  # not awaited: the function may refuse to be cancelled
-        return protocol.Result(call.id, 0.0, {}, t0, time.time(), f"no result within {limit:g} s", "time")
+        return protocol.CallResult(call.id, 0.0, {}, t0, time.time(), f"no result within {limit:g} s", "time")
     return result(call, t0, RuntimeError("it was cancelled")) if task.cancelled() else task.result()
 
 
@@ -139,7 +139,7 @@ def work(fd: int, together: bool, functions: Functions | None) -> None:
     connection = socket.socket(fileno=fd)
     frame = receive_frame(connection)
     setup = protocol.decode_to_worker(frame) if frame else None
-    if not isinstance(setup, protocol.Setup):
+    if not isinstance(setup, protocol.WorkerSetup):
         return
     if functions is None:
         try:
@@ -169,7 +169,7 @@ class Server:
     """The fork server: one packet, one message. It runs no user code after the import, so it always
     answers."""
 
-    def __init__(self, control: socket.socket, setup: protocol.Setup, functions: Functions) -> None:
+    def __init__(self, control: socket.socket, setup: protocol.WorkerSetup, functions: Functions) -> None:
         self._control = control
         self._setup = setup
         self._functions = functions
@@ -242,7 +242,7 @@ class Server:
 
 def _serve_forks(control: socket.socket) -> None:
     setup = protocol.decode_to_server(control.recv(MAX_PACKET))
-    assert isinstance(setup, protocol.Setup)
+    assert isinstance(setup, protocol.WorkerSetup)
     try:
         functions = {} if setup.program else load_all(setup)
     except LaminarError as error:

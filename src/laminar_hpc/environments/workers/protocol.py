@@ -1,9 +1,9 @@
 """What passes between a rollout, its fork server and the workers: msgpack, nothing pickled. With a worker
 that is a program of its own it is the same in JSON.
 
-    rollout <->     framing                     there                               back
-    fork server     one message per packet      Setup | Fork with a socket | Reap   Ready | Forked
-    worker          as in framing.py            Setup, then Calls                   Ready, Results, Ticks
+    rollout <->   framing                  there                                    back
+    fork server   one message per packet   WorkerSetup | Fork with a socket | Reap  Ready | Forked
+    worker        as in framing.py         WorkerSetup, then Calls                  Ready, CallResults, Ticks
 """
 
 import msgspec
@@ -40,7 +40,7 @@ class Spec(msgspec.Struct):
     api_key_env: str = ""
 
 
-class Setup(msgspec.Struct, tag=True):
+class WorkerSetup(msgspec.Struct, tag=True):
     """First message to a fork server and to a worker. `prompt_field`: where a row has its prompt, as in
     data.prompt_field. `program`: the command that each worker becomes, in place of functions; its socket's
     descriptor is added."""
@@ -104,7 +104,7 @@ class Tick(msgspec.Struct, tag=True):
     """The event loop of a worker turns."""
 
 
-class Result(msgspec.Struct, tag=True):
+class CallResult(msgspec.Struct, tag=True):
     """What became of a call. Times are seconds since the epoch.
 
     `reward`: None = the function says that it does not apply to this row. `error`: "" or what went wrong;
@@ -123,7 +123,7 @@ class Result(msgspec.Struct, tag=True):
 
 
 OF_A_PROGRAM = Ready("", [""], {"": []}, [""], {"": []})  # it is called as an agent is
-FromWorker = Ready | Result | Tick
-decode_to_server = msgspec.msgpack.Decoder(Setup | Fork | Reap).decode
+FromWorker = Ready | CallResult | Tick
+decode_to_server = msgspec.msgpack.Decoder(WorkerSetup | Fork | Reap).decode
 decode_from_server = msgspec.msgpack.Decoder(Ready | Forked).decode
-decode_to_worker = msgspec.msgpack.Decoder(Setup | Call).decode
+decode_to_worker = msgspec.msgpack.Decoder(WorkerSetup | Call).decode
