@@ -72,13 +72,10 @@ def golds_in_doubt(config: RunConfig, prompts: Sequence[Prompt]) -> list[str]:
 
 async def _read_golds(rows: list[dict]) -> list[CallResult]:
     cores, function = len(os.sched_getaffinity(0)), f"{_MATH}.readable"
-    pool = RewardPool(RewardConfig(function=function, workers=cores, timeout_seconds=10.0), quiet=True)
-    await pool.start()
-    try:
+    config = RewardConfig(function=function, workers=cores, timeout_seconds=10.0)
+    async with RewardPool(config, quiet=True) as pool:
         called = await asyncio.gather(*(pool.call_each("", "", row) for row in rows))
         return [result for each in called for result in each.values()]
-    finally:
-        await pool.close()
 
 
 def _pool(config: RunConfig) -> RewardPool:
@@ -86,9 +83,5 @@ def _pool(config: RunConfig) -> RewardPool:
 
 
 async def _results(config: RunConfig, first: tuple[str, str, dict] | None) -> dict[str, CallResult]:
-    pool = _pool(config)
-    await pool.start()
-    try:
+    async with _pool(config) as pool:
         return await pool.call_each(*first) if first else {}
-    finally:
-        await pool.close()

@@ -23,8 +23,8 @@ from laminar_hpc.gateway.tokens import TokenPrompt, confirm, continued, generate
 from laminar_hpc.rollout.batch import Turn as Draw
 from laminar_hpc.rollout.work import Outcome, Work, logprobs_of, tokens_of
 from laminar_hpc.turns.calls import ToolCall
-from laminar_hpc.turns.dialogue import Dialogue
 from laminar_hpc.turns.episode import Episode
+from laminar_hpc.turns.model import Dialogue
 from laminar_hpc.turns.session import EnvironmentFailed
 from laminar_hpc.turns.tools import is_error
 

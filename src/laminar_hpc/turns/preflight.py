@@ -43,10 +43,8 @@ async def _served(config: RunConfig) -> tuple[Tools, list[str]]:
     if config.environment.verifiers:
         async with loaded(config.environment, quiet=True):
             return {"": []}, []
-    pool = EnvironmentPool(config.environment, quiet=True)
-    await pool.start()
-    await pool.close()
-    return pool.tools, pool.rewards
+    async with EnvironmentPool(config.environment, quiet=True) as pool:
+        return pool.tools, pool.rewards
 
 
 def prompt_render(config: RunConfig) -> RowRender:

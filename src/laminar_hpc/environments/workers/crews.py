@@ -20,6 +20,7 @@ import time
 from collections import deque
 from collections.abc import Coroutine, Iterable
 from pathlib import Path
+from typing import Self
 
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.environments.workers.fork_server import ForkServer, Worker, WorkerLost
@@ -268,7 +269,10 @@ class SharedCrew(_Crew):
 
 
 class WorkerPool:
-    """The workers of one fork server: what rewards and environments are made of."""
+    """The workers of one fork server: what rewards and environments are made of. Used by `start` and `close`,
+    or as a context."""
+
+    _has_calls = True  # else plain functions have a process with each session, and none before
 
     def __init__(self, server: ForkServer, workers: int, max_workers: int, limit: float) -> None:
         self._server = server
@@ -288,7 +292,12 @@ class WorkerPool:
             await self.close()
             raise
 
-    _has_calls = True  # else plain functions have a process with each session, and none before
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
 
     def _crew_of(self, call: Call) -> "Crew | SharedCrew":
         return self._shared if call.name in self._server.ready.asynchronous else self._crew
