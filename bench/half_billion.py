@@ -128,7 +128,7 @@ class Peaks(threading.Thread):
             return f"engine, {words[0].removeprefix('sglang::')}"
         for module, name in (
             ("sglang.plugin.serve", "engine, server"),
-            ("reward_worker", "reward worker"),
+            ("environments.workers", "reward worker"),
             ("torch.distributed.run", "torchrun"),
         ):
             if any(module in word for word in words):

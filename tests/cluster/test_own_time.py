@@ -20,8 +20,8 @@ from laminar_hpc.engine.sglang.http_client import HttpClient
 from laminar_hpc.engine.sglang.plugin import protocol
 from laminar_hpc.engine.sglang.port_client import PortClient
 from laminar_hpc.environments.http_reward import HttpReward
-from laminar_hpc.environments.reward_protocol import Call, Spec
 from laminar_hpc.environments.sandbox import local
+from laminar_hpc.environments.workers.protocol import Call, Spec
 
 STOOD = 3.0  # seconds for which the loop is held; each limit is shorter
 

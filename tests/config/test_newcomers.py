@@ -17,7 +17,7 @@ from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.load import examples_directory, load_config
 from laminar_hpc.config.models import missing_files
 from laminar_hpc.config.schema import RunConfig
-from laminar_hpc.environments.user_functions import load_function
+from laminar_hpc.environments.workers.functions import load_function
 
 THEIRS = {
     "data.train_batch_size=64": "data.train_batch_size: verl's name; here it is algorithm.prompts_per_step",

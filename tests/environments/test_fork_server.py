@@ -6,10 +6,10 @@ import threading
 
 import msgspec
 
-from laminar_hpc.environments.fork_server import ForkServer
-from laminar_hpc.environments.reward_protocol import Forked, Reap, Setup, Spec, decode_to_server
+from laminar_hpc.environments.workers.fork_server import ForkServer
+from laminar_hpc.environments.workers.protocol import Forked, Reap, Spec, WorkerSetup, decode_to_server
 
-SETUP = Setup([Spec("", "a function", "no.function", "", "tool", "")], 1.0, "")
+SETUP = WorkerSetup([Spec("", "a function", "no.function", "", "tool", "")], 1.0, "")
 
 
 class Turn:

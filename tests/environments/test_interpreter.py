@@ -11,7 +11,7 @@ import pytest
 
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import EnvironmentConfig
-from laminar_hpc.environments.interpreter import Interpreter
+from laminar_hpc.environments.workers.interpreter import Interpreter
 from laminar_hpc.turns.pool import EnvironmentPool
 
 WORKER_NEEDS = (  # msgspec, and pydantic with what it is made of

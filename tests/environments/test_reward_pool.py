@@ -17,9 +17,9 @@ import pytest
 
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import RewardConfig
-from laminar_hpc.environments.fork_server import MAX_OUTPUT, ForkServer
 from laminar_hpc.environments.reward_pool import RewardPool, Score
-from laminar_hpc.environments.reward_protocol import Setup
+from laminar_hpc.environments.workers.fork_server import MAX_OUTPUT, ForkServer
+from laminar_hpc.environments.workers.protocol import WorkerSetup
 from lives import found, living
 
 FUNCTIONS = """
@@ -350,7 +350,7 @@ async def test_the_fork_server_is_started_again():
     try:
         await asyncio.gather(*(pool.score("", str(i), {"do": "sleep", "seconds": 0.5}) for i in range(8)))
         assert len(pool._crew._idle) > 2, "the crew has grown, and all of it dies with the server"
-        pool._server._process.kill()
+        pool._server.process.kill()
         assert [
             s.reward for s in await asyncio.gather(*(pool.score("", str(i), {}) for i in range(8)))
         ] == list(range(8))
@@ -376,7 +376,7 @@ async def test_a_pool_that_is_closed_answers():
 def test_whoever_waits_for_the_fork_server_is_told_of_its_end():
     """Promise (docs/architecture.md#bounded-waits): also when a process that it has just forked still has
     its end of the socket. The kernel holds our end for a thread that waits there, as a duplicate does."""
-    server = ForkServer(Setup([], 1.0, ""))
+    server = ForkServer(WorkerSetup([], 1.0, ""))
     server._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs, server._control.dup() as waits:
         waits.settimeout(10.0)

@@ -20,8 +20,7 @@ from laminar_hpc.rollout import episodes, turn_calls
 from laminar_hpc.rollout.work import Outcome, Work, packed, tokens_of
 from laminar_hpc.turns.calls import ToolCall
 from laminar_hpc.turns.conversation import ToolResult
-from laminar_hpc.turns.dialogue import Dialogue
-from laminar_hpc.turns.model import conversation
+from laminar_hpc.turns.model import Dialogue, conversation
 from laminar_hpc.turns.session import FunctionSession
 
 NEXT, ON = f"{END}\n<|assistant|>\n", f"{END}\n<|user|>\ngo on"
@@ -146,7 +145,7 @@ async def test_tools_behind_thoughts(folder: Path, monkeypatch: pytest.MonkeyPat
     async def look(session: FunctionSession, name: str, arguments: dict) -> str:
         return "found"
 
-    monkeypatch.setattr(turn_calls, "with_answers", dialogue)
+    monkeypatch.setattr(turn_calls, "dialogue", dialogue)
     monkeypatch.setattr(FunctionSession, "call", look)
     rollout.config.environment.agent, rollout.config.environment.tools = "", ["json.loads"]
     made = episodes.Episodes(rollout.episodes.context, [rollout.tokenizer.token_to_id(END)])

@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from laminar_hpc.gateway.chat import Turn, completion
+from laminar_hpc.gateway.chat import DrawnTurn, completion
 from laminar_hpc.gateway.server import Gateway
 
 
@@ -33,7 +33,7 @@ async def test_who_hangs_up(stream: bool, caplog: pytest.LogCaptureFixture) -> N
             while any(connection.transport for connection in server.connections):
                 await asyncio.sleep(0.01)
             said = {"role": "assistant", "content": "hm"}
-            turn = Turn(1, 0, [1], [2], [0.0], [], said, "stop", 0)
+            turn = DrawnTurn(1, 0, [1], [2], [0.0], [], said, "stop", 0)
             door.answer(completion(turn, question.chat), said)
             while server.connections:
                 await asyncio.sleep(0.01)

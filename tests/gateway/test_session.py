@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from laminar_hpc.gateway.chat import Chat, Refused, parse
-from laminar_hpc.gateway.session import Session
+from laminar_hpc.gateway.chat import Chat, Rejected, parse
+from laminar_hpc.gateway.session import Door
 
 USER, MORE = {"role": "user", "content": "go"}, {"role": "user", "content": "on"}
 
@@ -24,12 +24,12 @@ def call(arguments: str) -> dict:
 async def test_a_question_is_drawn_once() -> None:
     """Whoever asks the same while it is drawn, or later, has the same answer; another question waits for
     nobody, and is refused; one that was refused may be asked again; who asks at the end is told."""
-    session = Session("url", "key")
+    session = Door("url", "key")
     asking = [asyncio.create_task(session.ask(chat(USER, temperature=t))) for t in (0.5, 1.0)]
     question = await session.question()
-    with pytest.raises(Refused, match="ask one after the other"):
+    with pytest.raises(Rejected, match="ask one after the other"):
         await session.ask(chat(USER, MORE))
-    session.refuse(Refused("not now"))
+    session.refuse(Rejected("not now"))
     assert [str(e) for e in await asyncio.gather(*asking, return_exceptions=True)] == ["not now"] * 2
     asking = [asyncio.create_task(session.ask(chat(USER, stream=s))) for s in (False, True)]
     assert (await session.question()).more == question.more == [USER]
@@ -38,23 +38,23 @@ async def test_a_question_is_drawn_once() -> None:
     last = asyncio.create_task(session.ask(chat(USER, {"role": "assistant", "content": " one\n"}, MORE)))
     assert (await session.question()).more == [MORE]
     session.end("over")
-    with pytest.raises(Refused, match="over") as error:
+    with pytest.raises(Rejected, match="over") as error:
         await last
     assert error.value.status == 503 and await session.ask(chat(USER)) == {"n": 1}
-    with pytest.raises(Refused, match="over"):
+    with pytest.raises(Rejected, match="over"):
         await session.ask(chat(MORE))
 
 
 async def test_calls_come_back_as_they_were_meant() -> None:
     """JSON that was written anew is the same call, and the call's name is found for its result; other
     arguments are another history."""
-    session = Session("url", "key")
+    session = Door("url", "key")
     asking = asyncio.create_task(session.ask(chat(USER)))
     await session.question()
     session.answer({}, chat(USER, call('{"key": "k", "n": 1}'), MORE).messages[1])
     await asking
     result = {"role": "tool", "tool_call_id": "call00001", "content": "v"}
-    with pytest.raises(Refused, match=r"messages\[1\] \(assistant\) is not what it was"):
+    with pytest.raises(Rejected, match=r"messages\[1\] \(assistant\) is not what it was"):
         await session.ask(chat(USER, call('{"key": "l", "n": 1}'), result))
     again = asyncio.create_task(session.ask(chat(USER, call('{"n":1,"key":"k"}'), result)))
     [more] = (await session.question()).more
@@ -77,12 +77,12 @@ async def test_calls_come_back_as_they_were_meant() -> None:
 async def test_a_thought_may_be_left_out(came: dict) -> None:
     """Or moved, or set otherwise, as litellm and pydantic-ai do: the answer is the one that was drawn, whose
     tokens and text stand; another answer behind it is another history."""
-    session, drawn = Session("url", "key"), {"role": "assistant", "content": "<think>\nhm\n</think>\n\nyes"}
+    session, drawn = Door("url", "key"), {"role": "assistant", "content": "<think>\nhm\n</think>\n\nyes"}
     asking = asyncio.create_task(session.ask(chat(USER)))
     await session.question()
     session.answer({}, drawn)
     await asking
-    with pytest.raises(Refused, match=r"messages\[1\] \(assistant\) is not what it was"):
+    with pytest.raises(Rejected, match=r"messages\[1\] \(assistant\) is not what it was"):
         await session.ask(chat(USER, {"role": "assistant", "content": "no"}, MORE))
     again = asyncio.create_task(session.ask(chat(USER, {"role": "assistant", **came}, MORE)))
     async with asyncio.timeout(10):
@@ -120,6 +120,6 @@ def test_what_clients_send_beside_it() -> None:
 )
 def test_any_bytes_are_a_request_or_refused(raw: bytes) -> None:
     """In one line."""
-    with pytest.raises(Refused, match="the request cannot be read: ") as error:
+    with pytest.raises(Rejected, match="the request cannot be read: ") as error:
         parse(raw)
     assert "\n" not in str(error.value)

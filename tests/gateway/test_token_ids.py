@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from test_agents import END, Rollout, with_agents
 
-from laminar_hpc.gateway.chat import Refused
+from laminar_hpc.gateway.chat import Rejected
 from laminar_hpc.gateway.tokens import continued, parse_prompt
 from laminar_hpc.rollout.work import Outcome, logprobs_of, tokens_of
 
@@ -105,7 +105,7 @@ def test_a_prompt_only_grows() -> None:
     assert continued(prompt, [1, 2], True, 4) == [3] and prompt.max_tokens is None
     wrong = ([1, 2, 3], "3, of 3"), ([1, 2, 3, 4], "3, of 4"), ([1, 4], r"\[1\] is 2, where 4 was")
     for said, words in wrong:
-        with pytest.raises(Refused, match=words):
+        with pytest.raises(Rejected, match=words):
             continued(prompt, said, True, 4)
-    with pytest.raises(Refused, match="the model has no token 3"):
+    with pytest.raises(Rejected, match="the model has no token 3"):
         continued(prompt, [1], False, 3)

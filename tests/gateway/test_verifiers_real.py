@@ -14,7 +14,7 @@ from verifiers_of_pypi import V1, interpreter
 
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.rollout.work import Outcome, Work, logprobs_of, tokens_of
-from laminar_hpc.verifiers.pool import VerifiersPool
+from laminar_hpc.turns.pool import EnvironmentPool
 from laminar_hpc.verifiers.rows import run_rows
 
 pytestmark = pytest.mark.slow
@@ -182,7 +182,7 @@ async def test_code_runs_where_the_user_says(folder: Path, v1: str) -> None:
     named = {"taskset": {"id": "sums"}, "agent": {"harness": {"id": "bash"}}}
     rollout = Rollout(folder, "", verifiers=named, python=v1)
     with pytest.raises(LaminarError, match="'bash' runs what the model has written: say where"):
-        await VerifiersPool(rollout.config.environment).start()
+        await EnvironmentPool(rollout.config.environment).start()
 
 
 async def test_an_environment_of_v0(folder: Path, v0: str) -> None:

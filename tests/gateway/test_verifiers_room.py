@@ -19,7 +19,7 @@ from laminar_hpc.config.rules import broken_rules
 from laminar_hpc.config.schema import EnvironmentConfig, RunConfig
 from laminar_hpc.environments.run_prompts import load_run_prompts
 from laminar_hpc.rollout.work import Outcome, Work
-from laminar_hpc.verifiers.pool import VerifiersPool
+from laminar_hpc.turns.pool import EnvironmentPool
 from laminar_hpc.verifiers.rows import run_rows
 
 HERE = Path(__file__).parent
@@ -154,7 +154,7 @@ async def test_a_reward_that_is_none(folder: Path) -> None:
 async def test_what_cannot_be_used_is_one_line(folder: Path, given: dict, words: str) -> None:
     """Before anything starts."""
     with pytest.raises(LaminarError) as error:
-        await VerifiersPool(EnvironmentConfig(**{**ENVIRONMENT, **given})).start()
+        await EnvironmentPool(EnvironmentConfig(**{**ENVIRONMENT, **given})).start()
     assert words in str(error.value) and "\n" not in str(error.value)
 
 

@@ -8,7 +8,7 @@ import pytest
 from said import Line
 
 from laminar_hpc.config.schema import EnvironmentConfig
-from laminar_hpc.environments.reward_protocol import Call, Result
+from laminar_hpc.environments.workers.protocol import Call, CallResult
 from laminar_hpc.messages.data import Partial, PromptGroup
 from laminar_hpc.messages.homes import Ask, LetGo, replica_of
 from laminar_hpc.messages.moves import Answer
@@ -39,7 +39,7 @@ class Case:
         work.episode = Episode(EnvironmentConfig(), 1.0)
         return work
 
-    async def ask(self, _: Call) -> Result:
+    async def ask(self, _: Call) -> CallResult:
         raise AssertionError("nobody calls it here")
 
     def close(self) -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from laminar_hpc.config.schema import EnvironmentConfig, RewardConfig
-from laminar_hpc.environments import reward_crews
 from laminar_hpc.environments.reward_pool import RewardPool
+from laminar_hpc.environments.workers import crews
 from laminar_hpc.turns.pool import EnvironmentPool
 from laminar_hpc.turns.session import EnvironmentFailed
 
@@ -146,7 +146,7 @@ async def test_a_call_of_which_nothing_is_said(monkeypatch: pytest.MonkeyPatch) 
     await asyncio.gather(tools.start(), environments.start())
     try:
         session, other = await tools.open({}), await environments.open({})
-        monkeypatch.setattr(reward_crews, "WORD_SECONDS", -59.5)
+        monkeypatch.setattr(crews, "WORD_SECONDS", -59.5)
         assert json.loads(await session.call("silences", {})) == {"error": "the process of silences ended"}
         with pytest.raises(EnvironmentFailed, match="wait did not return in time"):
             await other.call("wait", {})

@@ -16,7 +16,7 @@ from laminar_hpc.config.rewards import label, reward_functions
 from laminar_hpc.config.schema import RewardConfig, RunConfig
 from laminar_hpc.data.prompts import Prompt
 from laminar_hpc.environments.reward_pool import RewardPool
-from laminar_hpc.environments.reward_protocol import Result
+from laminar_hpc.environments.workers.protocol import CallResult
 
 _MATH = "laminar_hpc.environments.math"
 MAX_DOUBTS = 20  # lines
@@ -70,25 +70,18 @@ def golds_in_doubt(config: RunConfig, prompts: Sequence[Prompt]) -> list[str]:
     return doubts[:MAX_DOUBTS] + [f"warning: {more} more answers are like these"] * (more > 0)
 
 
-async def _read_golds(rows: list[dict]) -> list[Result]:
+async def _read_golds(rows: list[dict]) -> list[CallResult]:
     cores, function = len(os.sched_getaffinity(0)), f"{_MATH}.readable"
-    pool = RewardPool(RewardConfig(function=function, workers=cores, timeout_seconds=10.0), quiet=True)
-    await pool.start()
-    try:
+    config = RewardConfig(function=function, workers=cores, timeout_seconds=10.0)
+    async with RewardPool(config, quiet=True) as pool:
         called = await asyncio.gather(*(pool.call_each("", "", row) for row in rows))
         return [result for each in called for result in each.values()]
-    finally:
-        await pool.close()
 
 
 def _pool(config: RunConfig) -> RewardPool:
     return RewardPool(dataclasses.replace(config.reward, workers=1), config.data.prompt_field, quiet=True)
 
 
-async def _results(config: RunConfig, first: tuple[str, str, dict] | None) -> dict[str, Result]:
-    pool = _pool(config)
-    await pool.start()
-    try:
+async def _results(config: RunConfig, first: tuple[str, str, dict] | None) -> dict[str, CallResult]:
+    async with _pool(config) as pool:
         return await pool.call_each(*first) if first else {}
-    finally:
-        await pool.close()

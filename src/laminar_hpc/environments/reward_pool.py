@@ -13,18 +13,15 @@ with the reason. A call whose process died is done again, once.
 """
 
 import asyncio
-import itertools
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from laminar_hpc.config.rewards import SINGLE, label, reward_functions
 from laminar_hpc.config.schema import RewardConfig, RewardFunction
-from laminar_hpc.environments.fork_server import ForkServer, WorkerLost
-from laminar_hpc.environments.reward_crews import Crew, SharedCrew
-from laminar_hpc.environments.reward_protocol import Call, Result, Setup, Spec
-
-TRIES = 2  # of a call whose process dies: by accident, once
+from laminar_hpc.environments.workers.crews import WorkerPool
+from laminar_hpc.environments.workers.fork_server import ForkServer, WorkerLost
+from laminar_hpc.environments.workers.protocol import Call, CallResult, Spec, WorkerSetup
 
 
 @dataclass(frozen=True)
@@ -39,38 +36,26 @@ class Score:
     t1: float
 
 
-class RewardPool:
+class RewardPool(WorkerPool):
     """`prompt_field`: data.prompt_field, for functions that want messages. `quiet`: what functions print
     is dropped."""
 
     def __init__(self, config: RewardConfig, prompt_field: str = "prompt", quiet: bool = False) -> None:
-        self.config, self.entries = config, reward_functions(config)
+        self.config = config
+        self.entries = reward_functions(config)
         specs = [
             Spec(n, label(n, e), e.function, e.url, e.style, e.api_key_env) for n, e in self.entries.items()
         ]
         self._wants_tokens = any(entry.style == "trl" for entry in self.entries.values())
-        self._server = ForkServer(Setup(specs, config.timeout_seconds, prompt_field), quiet)
-        self._crew = Crew(self._server, config.workers, config.slots, config.timeout_seconds)
-        self._shared = SharedCrew(self._server, config.workers, config.timeout_seconds)
-        self._ids = itertools.count()
+        server = ForkServer(WorkerSetup(specs, config.timeout_seconds, prompt_field), quiet)
+        super().__init__(server, config.workers, config.slots, config.timeout_seconds)
         self._free = asyncio.Semaphore(config.slots)
 
     async def start(self) -> None:
         """Raises LaminarError when a function is missing, cannot be imported, or has other parameters than
         its style."""
-        if not self.entries:
-            return  # the environment has the reward
-        try:
-            await self._server.start()
-            shared = len(self._server.ready.asynchronous)
-            crews: list[Crew | SharedCrew] = [
-                *([self._shared] if shared else []),
-                *([self._crew] if shared < len(self.entries) else []),
-            ]
-            await asyncio.gather(*(crew.start() for crew in crews))
-        except BaseException:
-            await self.close()
-            raise
+        if self.entries:  # else the environment has the reward
+            await super().start()
 
     async def score(self, prompt: str, response: str, row: dict, tokens: Sequence[int] = ()) -> Score:
         """The reward of one response. Raises LaminarError only when no worker can be started any more."""
@@ -80,7 +65,7 @@ class RewardPool:
 
     async def call_each(
         self, prompt: str, response: str, row: dict, tokens: Sequence[int] = ()
-    ) -> dict[str, Result]:
+    ) -> dict[str, CallResult]:
         """What became of the call of each reward, by name."""
         given = list(tokens) if self._wants_tokens else []
         calls = [Call(next(self._ids), name, prompt, response, row, given) for name in self.entries]
@@ -88,27 +73,19 @@ class RewardPool:
         results = [await self._call(calls[0])] if one else await asyncio.gather(*map(self._call, calls))
         return dict(zip(self.entries, results, strict=True))
 
-    async def _call(self, call: Call) -> Result:
+    async def _call(self, call: Call) -> CallResult:
         async with self._free:
             t0 = time.time()
-            crews: list[Crew | SharedCrew] = [self._crew] * TRIES
-            if call.name in self._server.ready.asynchronous:
-                crews[0] = self._shared
-            for crew in crews:
+            for crew in (self._crew_of(call), self._crew):
                 try:
                     return await crew.run(call)
                 except WorkerLost:
                     continue
-        return Result(call.id, 0.0, {}, t0, time.time(), "its process died, twice", "died")
-
-    async def close(self) -> None:
-        """Ends all workers, also those with calls in flight."""
-        await asyncio.gather(self._crew.stop(), self._shared.stop())
-        await self._server.stop()
+        return CallResult(call.id, 0.0, {}, t0, time.time(), "its process died, twice", "died")
 
 
 def combined(
-    entries: Mapping[str, RewardFunction], results: Mapping[str, Result], on_failure: float
+    entries: Mapping[str, RewardFunction], results: Mapping[str, CallResult], on_failure: float
 ) -> Score:
     """The weighted sum. Where there are several, each one's reward is a part by its name, and its parts are
     `name.part`.

@@ -20,17 +20,28 @@ from typing import Any
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.rewards import MAX_REWARD
 from laminar_hpc.data.rows import field
-from laminar_hpc.environments.reward_protocol import Call
+from laminar_hpc.environments.workers.protocol import Call
 
 MAX_PARTS, MAX_NAME = 100, 200  # of a reward, and characters of the name of each
 _OURS = ("prompt", "response", "row")
 _TRL = ("prompts", "completions", "completion_ids")
 _VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
+_NEEDED = {"laminar": _OURS, "trl": (_TRL[1],), "verl": (_VERL[1],)}
+_WHOSE = {
+    "trl": "those of a TRL reward function",
+    "verl": "those of verl's compute_score",
+    "laminar": "laminar's own",
+}
+_CALLED_WITH = {
+    "laminar": "prompt=, response= and row=",
+    "trl": "completions= and the row's columns",
+    "verl": "data_source=, solution_str=, ground_truth= and extra_info=",
+}
 Checked = tuple[float | None, dict[str, float]]
 
 
 class RewardFault(Exception):
-    """A call that failed, in words that need no more explanation. `fault`: see reward_protocol.Result."""
+    """A call that failed, in words that need no more explanation. `fault`: see workers/protocol.py."""
 
     fault = "raised"
 
@@ -98,42 +109,27 @@ def _takes_any(parameters: Mapping[str, inspect.Parameter]) -> bool:
 
 
 def _check_signature(parameters: Mapping[str, inspect.Parameter], style: str, label: str) -> None:
-    given = {"laminar": _OURS, "trl": (_TRL[1],), "verl": (_VERL[1],)}[style]
+    given = _NEEDED[style]
     missing = [name for name in given if name not in parameters] if not _takes_any(parameters) else []
-    needed = [
-        name
-        for name, p in parameters.items()
-        if p.default is inspect.Parameter.empty
-        and p.kind not in (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
-    ]
-    if style == "laminar":
-        missing += [name for name in needed if name not in given]
-    elif style == "verl":
-        missing += [name for name in needed if name not in _VERL]
-    positional = [
-        name
-        for name in given
-        if name in parameters and parameters[name].kind is inspect.Parameter.POSITIONAL_ONLY
-    ]
-    if not missing and not positional:
+    if style != "trl":  # which gives each column of the row
+        any_number = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+        needed = (
+            name
+            for name, p in parameters.items()
+            if p.default is inspect.Parameter.empty and p.kind not in any_number
+        )
+        missing += [name for name in needed if name not in (_VERL if style == "verl" else _OURS)]
+    by_place = inspect.Parameter.POSITIONAL_ONLY
+    if not missing and not any(name in parameters and parameters[name].kind is by_place for name in given):
         return
     recognised = style_of(parameters)
     key = label.partition("=")[0].removesuffix(".function") + ".style"
     shown = f"{label}: its parameters ({', '.join(parameters)}) "
     if recognised and recognised != style:
-        whose = {
-            "trl": "those of a TRL reward function",
-            "verl": "those of verl's compute_score",
-            "laminar": "laminar's own",
-        }[recognised]
-        raise LaminarError(f"{shown}are {whose}: set {key}={recognised}, and it runs as it is")
-    wanted = {
-        "laminar": "prompt=, response= and row=",
-        "trl": "completions= and the row's columns",
-        "verl": "data_source=, solution_str=, ground_truth= and extra_info=",
-    }[style]
+        raise LaminarError(f"{shown}are {_WHOSE[recognised]}: set {key}={recognised}, and it runs as it is")
     raise LaminarError(
-        f"{shown}do not fit {key}={style}, which calls it with {wanted}; change them, or set another style"
+        f"{shown}do not fit {key}={style}, which calls it with {_CALLED_WITH[style]}; change them, or set "
+        "another style"
     )
 
 
@@ -141,11 +137,9 @@ def accepted(arguments: dict, parameters: Mapping[str, inspect.Parameter] | None
     """Those that the function takes. Raises BadArguments when it needs others."""
     if parameters is None:
         return arguments
-    kept = (
-        arguments
-        if _takes_any(parameters)
-        else {name: value for name, value in arguments.items() if name in parameters}
-    )
+    kept = arguments
+    if not _takes_any(parameters):
+        kept = {name: value for name, value in arguments.items() if name in parameters}
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     for name, p in parameters.items():
         if p.kind in named and p.default is inspect.Parameter.empty and name not in kept:
@@ -163,11 +157,8 @@ def _trl_arguments(call: Call, prompt_field: str) -> dict:
     conversational dataset."""
     messages = _messages(call.row, prompt_field)
     answer = call.response if messages is None else [{"role": "assistant", "content": call.response}]
-    columns = {
-        key: [value]
-        for key, value in call.row.items()
-        if key not in ("prompt", "completion", "completion_ids")
-    }
+    ours = ("prompt", "completion", "completion_ids")
+    columns = {key: [value] for key, value in call.row.items() if key not in ours}
     return {
         **columns,
         "log_extra": lambda column, values: None,
@@ -218,12 +209,11 @@ def _of_verl(value: object) -> Checked:
         return _number("score", value), {}
     if "score" not in value:
         raise NotAReward(f"it returned a dict without 'score': {list(value)!r:.100}")
-    parts = {
-        key: part
+    named = {
+        "accuracy" if key == "acc" else key: _number(key, part)
         for key, part in _bounded(value).items()
         if key != "score" and isinstance(part, numbers.Real)
     }
-    named = {("accuracy" if key == "acc" else key): _number(key, part) for key, part in parts.items()}
     return _number("score", value["score"]), named
 
 

@@ -1,3 +1,2 @@
 """Agents by URL: a rollout rank's door for programs that speak OpenAI's chat completions. Called by
-rollout/agents.py and rollout/talk.py; environments/reward_worker.py runs the agents themselves
-(served.py)."""
+rollout/agents.py and rollout/talk.py; the agents themselves run in workers (turns/served.py)."""

@@ -22,7 +22,7 @@ _CHOICES = (None, "auto", "none", "required")  # the last as auto: no call is fo
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
 
-class Refused(Exception):
+class Rejected(Exception):
     """A request that is not answered; `status` and `code` as OpenAI's clients know them. They try again after
     5xx, and not after 400."""
 
@@ -37,7 +37,7 @@ class Refused(Exception):
 
 
 @dataclass(frozen=True)
-class Claim:
+class TokenClaim:
     """What a message that comes back says of its tokens; `at`: its place. None: nothing."""
 
     at: int
@@ -52,7 +52,7 @@ class Chat:
     message has NeMo's; `digest`: two requests of the same one are the same question."""
 
     messages: Messages
-    claims: list[Claim]
+    claims: list[TokenClaim]
     tools: list[dict]
     calls: bool  # tool calls are looked for
     max_tokens: int | None
@@ -67,7 +67,7 @@ class Chat:
 
 
 @dataclass(frozen=True)
-class Turn:
+class DrawnTurn:
     """What the model has drawn. `texts`: of each token, where log-probs were asked for."""
 
     number: int
@@ -79,6 +79,11 @@ class Turn:
     message: dict  # as OpenAI's API has it
     finish_reason: str
     cached_tokens: int
+
+    def usage(self) -> dict:
+        """As OpenAI's API counts tokens."""
+        prompt, drawn = len(self.prompt), len(self.tokens)
+        return {"prompt_tokens": prompt, "completion_tokens": drawn, "total_tokens": prompt + drawn}
 
 
 # ---- requests ----------------------------------------------------------------------------------------------
@@ -105,7 +110,7 @@ class _Message(msgspec.Struct):
     generation_log_probs: list[float] | None = None
 
 
-class _Body(msgspec.Struct):
+class _ChatBody(msgspec.Struct):
     model: str
     messages: list[_Message]
     tools: list[dict] | None = None
@@ -145,8 +150,8 @@ UNUSED = {
 
 
 def parse(raw: bytes) -> Chat:
-    """Raises Refused."""
-    body = read(raw, _Body)
+    """Raises Rejected."""
+    body = read(raw, _ChatBody)
     _check(body)
     messages, claims = _messages(body.messages), _claims(body.messages)
     tools = [_tool(tool) for tool in body.tools or []]
@@ -170,45 +175,56 @@ def parse(raw: bytes) -> Chat:
 
 
 def read(raw: bytes, kind: type[T], unused: Collection[str] = UNUSED) -> T:
-    """The body of a request. Raises Refused, also for a field that is none of `kind`'s, nor `unused`; null is
-    absent."""
+    """The body of a request; null is absent. Raises Rejected, also for a field that is neither `kind`'s nor
+    one of `unused`."""
     try:
         given = msgspec.json.decode(raw)
         body = msgspec.convert(given, kind)
     except (ValueError, RecursionError) as error:  # the former: also bytes that are no UTF-8
-        raise Refused(f"the request cannot be read: {error}") from None
+        raise Rejected(f"the request cannot be read: {error}") from None
     for name, value in given.items():
         if name in BENDING and value:
-            raise Refused(f"{name}: the policy is drawn from as it is; leave it out")
+            raise Rejected(f"{name}: the policy is drawn from as it is; leave it out")
         if value is not None and name not in (*kind.__struct_fields__, *unused, *BENDING):
-            raise Refused(f"{name!r:.60}: there is no such field here; leave it out")
+            raise Rejected(f"{name!r:.60}: there is no such field here; leave it out")
     return body
 
 
 def stops(given: str | list[str] | None) -> list[str]:
-    """Raises Refused."""
+    """Raises Rejected."""
     found = [given] if isinstance(given, str) else given or []
     if "" in found:
-        raise Refused("stop: an empty text stands everywhere; leave it out")
+        raise Rejected("stop: an empty text stands everywhere; leave it out")
     return found
 
 
-def _check(body: _Body) -> None:
-    limits = body.max_tokens, body.max_completion_tokens
+def _check(body: _ChatBody) -> None:
     text = {"type": "text"}
-    for wrong, why in (
-        (body.model != MODEL, f"there is no model {body.model[:80]!r} here; it is called {MODEL!r}"),
-        (body.n not in (None, 1), "n: one answer at a time; leave it out"),
+    refuse(
+        *common_rules(body.model, body.n, body.max_tokens, body.max_completion_tokens),
         (bool(body.functions), "functions: write them as tools"),
         (bool(body.top_logprobs), "top_logprobs: there are those of the drawn tokens only; leave it out"),
         ((body.response_format or text) != text, "response_format: only text; say it in a message instead"),
         (body.modalities not in (None, ["text"]), "modalities: only text"),
         (body.tool_choice not in _CHOICES, "tool_choice: auto, none or required; the model chooses"),
-        (any(n is not None and (n < 1 or n % 1) for n in limits), "max_tokens: a whole number, at least 1"),
         (not body.messages, "messages: at least one"),
-    ):
-        if wrong:
-            raise Refused(why)
+    )
+
+
+def common_rules(model: str, n: int | None, *limits: float | None) -> list[tuple[bool, str]]:
+    """What requests of both kinds are refused for, as `refuse` takes it."""
+    return [
+        (model != MODEL, f"there is no model {model[:80]!r} here; it is called {MODEL!r}"),
+        (n not in (None, 1), "n: one answer at a time; leave it out"),
+        (any(x is not None and (x < 1 or x % 1) for x in limits), "max_tokens: a whole number, at least 1"),
+    ]
+
+
+def refuse(*rules: tuple[bool, str]) -> None:
+    """Raises Rejected with the reason of the first rule that is broken."""
+    for broken, why in rules:
+        if broken:
+            raise Rejected(why)
 
 
 def _messages(given: list[_Message]) -> Messages:
@@ -217,7 +233,7 @@ def _messages(given: list[_Message]) -> Messages:
     for at, message in enumerate(given):
         role = _ROLES.get(message.role)
         if role is None:
-            raise Refused(f"messages[{at}]: no role {message.role[:40]!r}; there is: {', '.join(_ROLES)}")
+            raise Rejected(f"messages[{at}]: no role {message.role[:40]!r}; there is: {', '.join(_ROLES)}")
         one: dict = {"role": role, "content": _text(message.content, at)}
         if role == "assistant" and message.tool_calls:
             one["tool_calls"] = [_call(call, at) for call in message.tool_calls]
@@ -227,16 +243,16 @@ def _messages(given: list[_Message]) -> Messages:
             one["name"] = message.name or names.get(one["tool_call_id"], "")
         found.append(one)
     if found[-1]["role"] == "assistant":
-        raise Refused("messages: the last one is the assistant's; an answer is never begun by others")
+        raise Rejected("messages: the last one is the assistant's; an answer is never begun by others")
     return found
 
 
-def _claims(given: list[_Message]) -> list[Claim]:
+def _claims(given: list[_Message]) -> list[TokenClaim]:
     found = []
     for at, message in enumerate(given):
         fields = message.prompt_token_ids, message.generation_token_ids, message.generation_log_probs
         if message.role == "assistant" and any(field is not None for field in fields):
-            found.append(Claim(at, *fields))
+            found.append(TokenClaim(at, *fields))
     return found
 
 
@@ -245,7 +261,7 @@ def _text(content: str | list[dict] | None, at: int) -> str:
         kinds = ("text", "refusal")  # of parts, each in the field of its name
         parts = [part.get(part["type"]) if part.get("type") in kinds else None for part in content]
         if not all(isinstance(part, str) for part in parts):
-            raise Refused(f"messages[{at}]: text only")
+            raise Rejected(f"messages[{at}]: text only")
         return "".join(part or "" for part in parts)
     return content or ""
 
@@ -255,7 +271,7 @@ def _call(call: _Call, at: int) -> dict:
         given = call.function.arguments or "{}"
         arguments = json_value(given if isinstance(given, str) else json.dumps(given))
     except (ValueError, RecursionError) as error:
-        raise Refused(f"messages[{at}]: the arguments of {call.function.name[:80]} are {error}") from None
+        raise Rejected(f"messages[{at}]: the arguments of {call.function.name[:80]} are {error}") from None
     function = {"name": call.function.name, "arguments": arguments}
     return {"id": call.id, "type": "function", "function": function}
 
@@ -263,29 +279,23 @@ def _call(call: _Call, at: int) -> dict:
 def _tool(tool: dict) -> dict:
     function = tool.get("function")
     if tool.get("type") != "function" or not isinstance(function, dict):
-        raise Refused("tools: each is {'type': 'function', 'function': {...}}")
+        raise Rejected("tools: each is {'type': 'function', 'function': {...}}")
     if too_deep(function):
-        raise Refused(f"tools: {TOO_DEEP}")
+        raise Rejected(f"tools: {TOO_DEEP}")
     name, parameters = function.get("name"), function.get("parameters")
     if not isinstance(name, str) or not name or not isinstance(parameters, dict | None):
-        raise Refused("tools: each function has a name, and parameters as a JSON schema")
+        raise Rejected("tools: each function has a name, and parameters as a JSON schema")
     return {"type": "function", "function": {key: v for key, v in function.items() if key != "strict"}}
 
 
 # ---- answers -----------------------------------------------------------------------------------------------
 
 
-def completion(turn: Turn, chat: Chat) -> dict:
+def completion(turn: DrawnTurn, chat: Chat) -> dict:
     """The answer, with the extras that were asked for."""
     choice: dict = {"index": 0, "message": turn.message, "finish_reason": turn.finish_reason}
     choice["logprobs"] = _logprobs(turn) if chat.logprobs else None
-    prompt, drawn = len(turn.prompt), len(turn.tokens)
-    usage = {
-        "prompt_tokens": prompt,
-        "completion_tokens": drawn,
-        "total_tokens": prompt + drawn,
-        "prompt_tokens_details": {"cached_tokens": turn.cached_tokens},
-    }
+    usage = turn.usage() | {"prompt_tokens_details": {"cached_tokens": turn.cached_tokens}}
     named = {"id": f"chatcmpl-{turn.number}", "object": "chat.completion", "created": turn.created}
     body = named | {"model": MODEL, "choices": [choice], "usage": usage}
     if chat.token_ids:
@@ -294,7 +304,7 @@ def completion(turn: Turn, chat: Chat) -> dict:
     return body
 
 
-def _logprobs(turn: Turn) -> dict:
+def _logprobs(turn: DrawnTurn) -> dict:
     both = zip(turn.texts, turn.logprobs, strict=True)
     return {
         "content": [
@@ -310,10 +320,8 @@ def events(body: dict, usage: bool) -> Iterator[bytes]:
     choice, message = body["choices"][0], body["choices"][0]["message"]
     calls = [{"index": at, **call} for at, call in enumerate(message.get("tool_calls") or [])]
     delta = {"role": "assistant", "content": message["content"]} | ({"tool_calls": calls} if calls else {})
-    first = {key: v for key, v in choice.items() if key != "message"} | {
-        "delta": delta,
-        "finish_reason": None,
-    }
+    first = {key: v for key, v in choice.items() if key != "message"}
+    first |= {"delta": delta, "finish_reason": None}
     last = {"index": 0, "delta": {}, "finish_reason": choice["finish_reason"], "logprobs": None}
     common = {k: v for k, v in body.items() if k not in ("choices", "usage")}
     common["object"] = "chat.completion.chunk"
@@ -326,11 +334,5 @@ def events(body: dict, usage: bool) -> Iterator[bytes]:
 
 def models(max_tokens: int) -> dict:
     """The list of the one model; `max_tokens` of a whole conversation."""
-    one = {
-        "id": MODEL,
-        "object": "model",
-        "created": 0,
-        "owned_by": "laminar_hpc",
-        "max_model_len": max_tokens,
-    }
-    return {"object": "list", "data": [one]}
+    one = {"id": MODEL, "object": "model", "created": 0, "owned_by": "laminar_hpc"}
+    return {"object": "list", "data": [one | {"max_model_len": max_tokens}]}

@@ -6,17 +6,17 @@ import json
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.data.tokens import TextDecoder, load_tokenizer
-from laminar_hpc.gateway.chat import Chat, Refused
-from laminar_hpc.gateway.tokens import Prompt
+from laminar_hpc.gateway.chat import Chat, Rejected
+from laminar_hpc.gateway.tokens import TokenPrompt
 from laminar_hpc.payload.layout import Tokens
-from laminar_hpc.turns.calls import CallParser, Malformed, ToolCall
-from laminar_hpc.turns.dialogue import Dialogue
+from laminar_hpc.turns.calls import Malformed, ToolCall
 from laminar_hpc.turns.history import goes_on
-from laminar_hpc.turns.model import Arguments, conversation, with_tools
+from laminar_hpc.turns.model import Arguments, Dialogue, dialogue
 
 _KEPT = 64  # lists of tools
 _PROBE = {"name": "probe", "description": "Nothing.", "parameters": {"type": "object", "properties": {}}}
@@ -40,42 +40,38 @@ class Dialogues:
         """Takes the seconds that SGLang's parsers need. Why tools cannot be used, or ""."""
         try:
             await self.of([{"type": "function", "function": _PROBE}])
-        except Refused as why:
+        except Rejected as why:
             return str(why)
         return ""
 
     async def of(self, tools: list[dict]) -> Dialogue:
-        """Raises Refused where the model's template has no tools, or rewrites what was said."""
+        """Raises Rejected where the model's template has no tools, or rewrites what was said."""
         name = json.dumps(tools, sort_keys=True)
         async with self._making:
             if name not in self._known:
                 try:
                     self._known[name] = await asyncio.to_thread(self._make, tools)
                 except LaminarError as error:
-                    raise Refused(str(error)) from None
+                    raise Rejected(str(error)) from None
                 if len(self._known) > _KEPT:
                     self._known.popitem(last=False)
             self._known.move_to_end(name)
             return self._known[name]
 
     def _make(self, tools: list[dict]) -> Dialogue:
-        by = "tool" if tools else ""
-        talk = conversation(self._model, tools, self._tokenizer, by, self._grows, self._arguments)
-        parser, no_user = None, ""
-        if tools:
-            try:
-                parser = CallParser(tools, with_tools(self._model, tools, self._arguments))
-            except ValueError as error:  # pydantic's
-                raise LaminarError(f"tools: SGLang cannot read them ({str(error).splitlines()[0]})") from None
         try:
-            talk.check("user")
+            made = dialogue(self._model, tools, self._grows, self._arguments, self._tokenizer)
+        except ValueError as error:  # pydantic's
+            raise LaminarError(f"tools: SGLang cannot read them ({str(error).splitlines()[0]})") from None
+        try:
+            made.conversation.check("user")
         except LaminarError as error:
-            no_user = str(error)
-        return Dialogue(talk, parser, no_user)
+            return replace(made, no_user=str(error))
+        return made
 
     # ---- text of token ids ---------------------------------------------------------------------------------
 
-    def length(self, chat: Chat | Prompt, drawn: Sequence[int]) -> int:
+    def length(self, chat: Chat | TokenPrompt, drawn: Sequence[int]) -> int:
         """How many of these tokens a turn has that ends where the request says: with one of its tokens, or
         with the token that completes one of its texts."""
         end = next((n for n, token in enumerate(drawn, 1) if token in chat.stop_token_ids), len(drawn))
@@ -85,7 +81,7 @@ class Dialogues:
 
         return bisect_left(range(end), True, key=stopped)
 
-    def said(self, dialogue: Dialogue, chat: Chat, drawn: Sequence[int]) -> tuple[str, list[ToolCall]]:
+    def said(self, talk: Dialogue, chat: Chat, drawn: Sequence[int]) -> tuple[str, list[ToolCall]]:
         """A turn's text up to where it was stopped and, if they are looked for, its calls. One that cannot be
         read stays text: the agent decides."""
         kept = list(drawn[:-1] if drawn[-1] in self._stop_ids else drawn)
@@ -94,8 +90,8 @@ class Dialogues:
             whole = self._decoder.text(kept, specials)
             return min((whole.partition(stop)[0] for stop in chat.stop), key=len, default=whole)
 
-        if chat.calls and dialogue.parser is not None:
-            beside, found = dialogue.parser.split(text(True))
+        if chat.calls and talk.parser is not None:
+            beside, found = talk.parser.split(text(True))
             if found and not isinstance(found, Malformed):
                 return beside.strip(), found
         return text(False), []

@@ -16,8 +16,8 @@ from collections.abc import Awaitable, Callable
 import msgspec
 from aiohttp import web
 
-from laminar_hpc.gateway.chat import LIMITS, Refused, events, models, parse
-from laminar_hpc.gateway.session import Session
+from laminar_hpc.gateway.chat import LIMITS, Rejected, events, models, parse
+from laminar_hpc.gateway.session import Door
 from laminar_hpc.gateway.tokens import parse_prompt
 
 logger = logging.getLogger(__name__)
@@ -33,11 +33,11 @@ _CLOSE_SECONDS = 0.2  # for answers that are on their way when all ends
 
 
 class Gateway:
-    """`start`, use, `close`. `max_tokens`: of a whole conversation; `branches`: as Session has it."""
+    """`start`, use, `close`. `max_tokens`: of a whole conversation; `branches`: as Door has it."""
 
     def __init__(self, max_tokens: int, branches: bool = False) -> None:
         self._max_tokens, self._branches = max_tokens, branches
-        self._sessions: dict[str, Session] = {}
+        self._sessions: dict[str, Door] = {}
         self._base = ""
         app = web.Application(client_max_size=MAX_REQUEST, middlewares=[self._refusals])
         app.router.add_post("/sessions/{session}/v1/chat/completions", self._chat)
@@ -60,15 +60,15 @@ class Gateway:
             self._sessions.pop(name).end("the replica ends")
         await self._runner.cleanup()
 
-    def open(self) -> Session:
+    def open(self) -> Door:
         """A session with a URL and a key that nobody else has."""
         name = secrets.token_urlsafe(12)
-        session = self._sessions[name] = Session(
+        session = self._sessions[name] = Door(
             f"{self._base}/sessions/{name}/v1", secrets.token_urlsafe(32), self._branches
         )
         return session
 
-    def shut(self, session: Session) -> None:
+    def shut(self, session: Door) -> None:
         """Its key opens nothing any more; an open question is refused."""
         session.end("the trajectory has ended")
         self._sessions.pop(session.url.split("/")[-2], None)
@@ -81,24 +81,24 @@ class Gateway:
         reason."""
         try:
             return await handler(request)
-        except Refused as error:
+        except Rejected as error:
             why = error
         except web.HTTPException as error:
-            why = Refused(f"{request.path}: {error.reason}", error.status)
+            why = Rejected(f"{request.path}: {error.reason}", error.status)
         session = self._sessions.get(request.match_info.get("session", ""))
         if session is not None and why.code not in LIMITS and why.status < 500:
             session.refusals.append(str(why))
         return _json(why.body(), why.status)
 
-    def _session(self, request: web.Request) -> Session:
-        """Raises Refused."""
+    def _session(self, request: web.Request) -> Door:
+        """Raises Rejected."""
         session = self._sessions.get(request.match_info["session"])
         wanted = (session.key if session else secrets.token_urlsafe(32)).encode()
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")
         bearer = token if scheme.lower() == "bearer" else ""
         given = request.headers.get("x-api-key", bearer).encode("utf-8", "replace")
         if not hmac.compare_digest(wanted, given) or session is None:
-            raise Refused(
+            raise Rejected(
                 "no session with this key is here: give base_url and api_key as they came", 401, "key"
             )
         return session
@@ -112,7 +112,7 @@ class Gateway:
         self._session(request)
         path = request.match_info["other"]
         there = _INSTEAD.get(path.removeprefix("v1/"), f"there is {_THERE}")
-        raise Refused(f"{request.method} {path[:80]!r}: {there}", 404, "not_found")
+        raise Rejected(f"{request.method} {path[:80]!r}: {there}", 404, "not_found")
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         session = self._session(request)

@@ -12,8 +12,8 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from laminar_hpc.gateway.chat import Chat, Refused
-from laminar_hpc.gateway.tokens import Prompt
+from laminar_hpc.gateway.chat import Chat, Rejected
+from laminar_hpc.gateway.tokens import TokenPrompt
 from laminar_hpc.turns.calls import thought_and_rest
 from laminar_hpc.turns.conversation import Messages
 
@@ -28,13 +28,13 @@ class Question:
     """`more`: the messages that are new, where the conversation begins `anew` those behind the last answer;
     of token ids rollout/talk.py knows both."""
 
-    chat: Chat | Prompt
+    chat: Chat | TokenPrompt
     more: Messages
     answered: asyncio.Future[dict]
     anew: bool = False
 
 
-class Session:
+class Door:
     """`url`: the agent's base_url; `key`: its api_key. `branches`: a rewritten history is not refused."""
 
     def __init__(self, url: str, key: str, branches: bool = False) -> None:
@@ -50,13 +50,13 @@ class Session:
 
     # ---- the agent's side ----------------------------------------------------------------------------------
 
-    async def ask(self, chat: Chat | Prompt) -> dict:
-        """The answer. Raises Refused."""
+    async def ask(self, chat: Chat | TokenPrompt) -> dict:
+        """The answer. Raises Rejected."""
         if (known := self._answers.get(chat.digest)) is None:
             if self._ended:
-                raise Refused(self._ended, 503, "ended")
+                raise Rejected(self._ended, 503, "ended")
             if self._open is not None:
-                raise Refused("another request of this session is not answered yet; ask one after the other")
+                raise Rejected("another request of this session is not answered yet; ask one after the other")
             more, anew = self._new(chat)
             if isinstance(chat, Chat) and not anew:  # what was said is as it was drawn
                 chat = replace(chat, messages=[*self._said, *more])
@@ -65,17 +65,17 @@ class Session:
             self._asked.put_nowait(self._open)
         return await asyncio.shield(known)
 
-    def _new(self, chat: Chat | Prompt) -> tuple[Messages, bool]:
-        """Messages and whether the conversation begins anew with them. Raises Refused."""
+    def _new(self, chat: Chat | TokenPrompt) -> tuple[Messages, bool]:
+        """Messages and whether the conversation begins anew with them. Raises Rejected."""
         if self._dialect not in (None, type(chat)):
-            raise Refused("a session speaks in messages or in token ids, as it began; it cannot change")
-        if isinstance(chat, Prompt):
+            raise Rejected("a session speaks in messages or in token ids, as it began; it cannot change")
+        if isinstance(chat, TokenPrompt):
             return [], False
         try:
             more = added(self._said, chat.messages)
             if self._said and chat.tools != self._tools:
-                raise Refused(f"tools: they are not those of the request before; {_GROWS}")
-        except Refused:
+                raise Rejected(f"tools: they are not those of the request before; {_GROWS}")
+        except Rejected:
             if not self._branches:
                 raise
             answers = [at for at, message in enumerate(chat.messages) if message["role"] == "assistant"]
@@ -99,7 +99,7 @@ class Session:
         self._open.answered.set_result(body)
         self._open = None
 
-    def refuse(self, why: Refused) -> None:
+    def refuse(self, why: Rejected) -> None:
         """The open question; it may be asked again."""
         assert self._open is not None
         del self._answers[self._open.chat.digest]
@@ -111,20 +111,20 @@ class Session:
         """For good; what was answered can still be asked for."""
         self._ended = why
         if self._open is not None:
-            self.refuse(Refused(why, 503, "ended"))
+            self.refuse(Rejected(why, 503, "ended"))
 
 
 def added(said: Messages, messages: Messages) -> Messages:
-    """What stands in `messages` behind all of `said`. Raises Refused for another history, and for what cannot
-    follow an answer."""
+    """What stands in `messages` behind all of `said`. Raises Rejected for another history, and for what
+    cannot follow an answer."""
     for at, (before, now) in enumerate(zip(said, messages, strict=False)):
         if _meant(before) != _meant(now):
-            raise Refused(f"messages[{at}] ({before['role']}) is not what it was: {_GROWS}")
+            raise Rejected(f"messages[{at}] ({before['role']}) is not what it was: {_GROWS}")
     if len(messages) <= len(said):
-        raise Refused(f"messages: {len(messages)}, of {len(said)} that were said: {_GROWS}")
+        raise Rejected(f"messages: {len(messages)}, of {len(said)} that were said: {_GROWS}")
     more = messages[len(said) :]
     if said and (wrong := [m["role"] for m in more if m["role"] not in ("user", "tool")]):
-        raise Refused(f"messages: behind an answer stand the user's and tools' words, not the {wrong[0]}'s")
+        raise Rejected(f"messages: behind an answer stand the user's and tools' words, not the {wrong[0]}'s")
     return more
 
 

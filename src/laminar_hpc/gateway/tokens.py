@@ -13,11 +13,20 @@ from dataclasses import dataclass
 
 import msgspec
 
-from laminar_hpc.gateway.chat import MODEL, UNUSED, Claim, Refused, Turn, read, stops
+from laminar_hpc.gateway.chat import (
+    UNUSED,
+    DrawnTurn,
+    Rejected,
+    TokenClaim,
+    common_rules,
+    read,
+    refuse,
+    stops,
+)
 
 
 @dataclass(frozen=True)
-class Prompt:
+class TokenPrompt:
     """One request to generate. `digest`: two of the same one are the same question."""
 
     token_ids: list[int]
@@ -36,7 +45,7 @@ class _Sampling(msgspec.Struct):
     stop_token_ids: list[int] | None = None
 
 
-class _Body(msgspec.Struct):
+class _PromptBody(msgspec.Struct):
     model: str
     token_ids: list[int]
     sampling_params: dict = msgspec.field(default_factory=dict)
@@ -50,55 +59,51 @@ class _Body(msgspec.Struct):
 _UNUSED = {*UNUSED, "skip_special_tokens", "spaces_between_special_tokens", "detokenize"}
 
 
-def parse_prompt(raw: bytes) -> Prompt:
-    """Raises Refused."""
-    body = read(raw, _Body)
+def parse_prompt(raw: bytes) -> TokenPrompt:
+    """Raises Rejected."""
+    body = read(raw, _PromptBody)
     sampling = read(msgspec.json.encode(body.sampling_params), _Sampling, _UNUSED)
     limit = sampling.max_tokens
-    for wrong, why in (
-        (body.model != MODEL, f"there is no model {body.model[:80]!r} here; it is called {MODEL!r}"),
+    refuse(
+        *common_rules(body.model, sampling.n, limit),
         (bool(body.features or body.content_parts), "features, content_parts: token ids of text only"),
         (bool(body.stream), "stream: the answer comes whole; leave it out"),
-        (sampling.n not in (None, 1), "n: one answer at a time; leave it out"),
         (sampling.logprobs not in (None, 0, 1), "logprobs: there are those of the drawn tokens only; say 1"),
         (sampling.prompt_logprobs is not None, "prompt_logprobs: there are none; leave it out"),
-        (limit is not None and (limit < 1 or limit % 1), "max_tokens: a whole number, at least 1"),
         (not body.token_ids, "token_ids: at least one"),
-    ):
-        if wrong:
-            raise Refused(why)
+    )
     ends = stops(sampling.stop), sampling.stop_token_ids or []
     most = None if limit is None else int(limit)
     digest = hashlib.sha256(b"tokens" + msgspec.json.encode([body.token_ids, most, *ends])).digest()
-    return Prompt(body.token_ids, most, *ends, digest)
+    return TokenPrompt(body.token_ids, most, *ends, digest)
 
 
-def continued(prompt: Prompt, said: Sequence[int], begun: bool, vocabulary: int) -> list[int]:
+def continued(prompt: TokenPrompt, said: Sequence[int], begun: bool, vocabulary: int) -> list[int]:
     """The tokens of `prompt` behind `said`, all that was given and drawn before. `begun`: there was a turn.
-    Raises Refused where it does not begin with them."""
+    Raises Rejected where it does not begin with them."""
     tokens = prompt.token_ids
     at = next((i for i, (a, b) in enumerate(zip(tokens, said, strict=False)) if a != b), None)
     if at is not None and not begun:
-        raise Refused(f"token_ids[{at}] is {tokens[at]}: conversations of this model begin with {said[at]}")
+        raise Rejected(f"token_ids[{at}] is {tokens[at]}: conversations of this model begin with {said[at]}")
     if at is not None:
-        raise Refused(
+        raise Rejected(
             f"token_ids[{at}] is {tokens[at]}, where {said[at]} was given or drawn: a session only grows, "
             "unless environment.history=branch"
         )
     if len(tokens) <= len(said):
-        raise Refused(f"token_ids: {len(tokens)}, of {len(said)} that were said: a session only grows")
+        raise Rejected(f"token_ids: {len(tokens)}, of {len(said)} that were said: a session only grows")
     return known(tokens[len(said) :], vocabulary)
 
 
 def known(tokens: list[int], vocabulary: int) -> list[int]:
-    """Raises Refused for tokens that the model does not have."""
+    """Raises Rejected for tokens that the model does not have."""
     if wrong := [token for token in tokens if not 0 <= token < vocabulary]:
-        raise Refused(f"token_ids: the model has no token {wrong[0]}")
+        raise Rejected(f"token_ids: the model has no token {wrong[0]}")
     return tokens
 
 
-def generated(turn: Turn) -> dict:
-    """The answer to a Prompt."""
+def generated(turn: DrawnTurn) -> dict:
+    """The answer to a TokenPrompt."""
     content: list[dict] = [
         {"token": f"token_id:{token}", "logprob": value, "bytes": None, "top_logprobs": []}
         for token, value in zip(turn.tokens, turn.logprobs, strict=True)
@@ -109,12 +114,10 @@ def generated(turn: Turn) -> dict:
         "finish_reason": turn.finish_reason,
         "logprobs": {"content": content},
     }
-    prompt, drawn = len(turn.prompt), len(turn.tokens)
-    usage = {"prompt_tokens": prompt, "completion_tokens": drawn, "total_tokens": prompt + drawn}
-    return {"request_id": f"generate-{turn.number}", "choices": [choice], "usage": usage}
+    return {"request_id": f"generate-{turn.number}", "choices": [choice], "usage": turn.usage()}
 
 
-def token_fields(turn: Turn) -> dict:
+def token_fields(turn: DrawnTurn) -> dict:
     """What NeMo has on a message that was drawn."""
     return {
         "prompt_token_ids": list(turn.prompt),
@@ -123,8 +126,10 @@ def token_fields(turn: Turn) -> dict:
     }
 
 
-def confirm(claim: Claim, prompt: Sequence[int], drawn: Sequence[int], logprobs: Sequence[float]) -> None:
-    """Raises Refused for an answer that comes back with other tokens than it was given with."""
+def confirm(
+    claim: TokenClaim, prompt: Sequence[int], drawn: Sequence[int], logprobs: Sequence[float]
+) -> None:
+    """Raises Rejected for an answer that comes back with other tokens than it was given with."""
     name = f"messages[{claim.at}]"
     for field, ours, theirs in (
         ("prompt_token_ids", prompt, claim.prompt),
@@ -132,4 +137,4 @@ def confirm(claim: Claim, prompt: Sequence[int], drawn: Sequence[int], logprobs:
         ("generation_log_probs", logprobs, claim.logprobs),
     ):
         if theirs is not None and list(theirs) != list(ours):
-            raise Refused(f"{name}.{field}: not what was drawn; send each answer back as it was given")
+            raise Rejected(f"{name}.{field}: not what was drawn; send each answer back as it was given")

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from laminar_hpc.cluster.context import RoleContext
 from laminar_hpc.environments.reward_pool import Score
-from laminar_hpc.environments.reward_protocol import Result
+from laminar_hpc.environments.workers.protocol import CallResult
 from laminar_hpc.gateway.chat import MODEL
 from laminar_hpc.gateway.dialogues import Dialogues
 from laminar_hpc.gateway.server import Gateway
@@ -24,9 +24,7 @@ from laminar_hpc.rollout.episodes import Episodes
 from laminar_hpc.rollout.talk import Talk
 from laminar_hpc.rollout.work import Outcome, Work
 from laminar_hpc.turns.episode import Episode
-from laminar_hpc.turns.pool import EnvironmentPool
-from laminar_hpc.turns.session import EnvironmentFailed
-from laminar_hpc.verifiers.pool import VerifiersPool
+from laminar_hpc.turns.session import AgentSession, EnvironmentFailed
 
 logger = logging.getLogger(__name__)
 
@@ -36,25 +34,20 @@ class AgentEpisodes(Episodes):
 
     def __init__(self, context: RoleContext, stop_ids: Sequence[int]) -> None:
         super().__init__(context, stop_ids)
-        self._agents: EnvironmentPool | VerifiersPool = self.pool
-        if self.limits.verifiers:
-            self._agents = VerifiersPool(self.limits)
         self.gateway = Gateway(context.config.sampling.max_response_tokens, self.branches)
         model, arguments = Path(context.config.model.path), context.config.data.chat_template_arguments
         self.dialogues = Dialogues(model, stop_ids, self.limits.history == "refuse", arguments)
 
     async def start(self) -> None:
         """Raises LaminarError for an agent that cannot be used."""
-        await asyncio.gather(self._agents.start(), self.gateway.start())
+        await asyncio.gather(self.pool.start(), self.gateway.start())
         if why := await self.dialogues.start():
             logger.warning("agents of this run can have no tools: %s", why)
 
     async def close(self) -> None:
         """Ends all agents."""
         await self.gateway.close()
-        await self._agents.close()
-        if self._agents is not self.pool:
-            await super().close()
+        await super().close()
 
     # ---- one trajectory ------------------------------------------------------------------------------------
 
@@ -62,11 +55,13 @@ class AgentEpisodes(Episodes):
         work.episode = Episode(self.limits, work.partial.time_started or time.time())
         work.bound, work.finish_reason = self.bound, ""
         t0 = time.time()
-        work.session = await self._agents.open(work.group.row)
+        session = await self.pool.open(work.group.row)
+        assert isinstance(session, AgentSession)
+        work.session = session
         work.episode.reset(t0, time.time() - t0)
         door = self.gateway.open()
         work.episode.refusals = door.refusals
-        agent = asyncio.create_task(work.session.run(base_url=door.url, api_key=door.key, model=MODEL))
+        agent = asyncio.create_task(session.run(base_url=door.url, api_key=door.key, model=MODEL))
         try:
             talk = Talk(self.dialogues, self.branches, work, door, turn, self._waited)
             outcome = await talk.held(agent)
@@ -83,7 +78,7 @@ class AgentEpisodes(Episodes):
             agent.cancel()
             await asyncio.gather(agent, return_exceptions=True)
 
-    def _scored(self, talk: Talk, agent: asyncio.Task[Result]) -> Score:
+    def _scored(self, talk: Talk, agent: asyncio.Task[CallResult]) -> Score:
         """What the agent has returned. Raises EnvironmentFailed; but behind a limit whatever an agent does is
         graded, as nothing else was to be had."""
         try:

@@ -15,17 +15,16 @@ from collections.abc import Callable, Sequence
 
 from laminar_hpc.cluster.own_time import own_time, within
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.environments.reward_protocol import Result
-from laminar_hpc.gateway.chat import Chat, Refused, Turn, completion
+from laminar_hpc.environments.workers.protocol import CallResult
+from laminar_hpc.gateway.chat import Chat, DrawnTurn, Rejected, completion
 from laminar_hpc.gateway.dialogues import Dialogues
-from laminar_hpc.gateway.session import Question
-from laminar_hpc.gateway.session import Session as Door
-from laminar_hpc.gateway.tokens import Prompt, confirm, continued, generated, known, token_fields
+from laminar_hpc.gateway.session import Door, Question
+from laminar_hpc.gateway.tokens import TokenPrompt, confirm, continued, generated, known, token_fields
 from laminar_hpc.rollout.batch import Turn as Draw
 from laminar_hpc.rollout.work import Outcome, Work, logprobs_of, tokens_of
 from laminar_hpc.turns.calls import ToolCall
-from laminar_hpc.turns.dialogue import Dialogue
 from laminar_hpc.turns.episode import Episode
+from laminar_hpc.turns.model import Dialogue
 from laminar_hpc.turns.session import EnvironmentFailed
 from laminar_hpc.turns.tools import is_error
 
@@ -58,13 +57,13 @@ class Talk:
         self.seen = 0  # tokens that this engine has had
         self.anew = False  # the question's tokens begin a branch
 
-    async def held(self, agent: asyncio.Task[Result]) -> Outcome:
+    async def held(self, agent: asyncio.Task[CallResult]) -> Outcome:
         """Until the agent has returned, or failed behind a limit. Raises EnvironmentFailed."""
         since, clock, outcome = time.time(), own_time(), Outcome()
         while (question := await self._next(agent, clock)) is not None:
             try:
                 tokens = await self._given(question, since)
-            except Refused as why:
+            except Rejected as why:
                 self.door.refuse(why)
                 continue
             outcome = await self._drawn(question, tokens)
@@ -76,7 +75,7 @@ class Talk:
             raise EnvironmentFailed("the agent has ended, and asked the model for nothing")
         return outcome
 
-    async def _next(self, agent: asyncio.Task[Result], since: float) -> Question | None:
+    async def _next(self, agent: asyncio.Task[CallResult], since: float) -> Question | None:
         """None: the agent has ended, or takes its time behind a limit. Questions that are refused buy it no
         time. `since`: when it had its last answer (own_time)."""
         limit = self.episode.limits.timeout_seconds
@@ -96,15 +95,15 @@ class Talk:
         raise EnvironmentFailed(f"the agent neither asked nor returned for {limit:g} s")
 
     async def _given(self, question: Question, since: float) -> list[int]:
-        """The tokens of its new messages. Raises Refused, and EnvironmentFailed where there is nothing to
+        """The tokens of its new messages. Raises Rejected, and EnvironmentFailed where there is nothing to
         grade without them."""
         work, chat = self.work, question.chat
         self.anew = question.anew
         names = [call.name for call in self.calls]
         if self.episode.turns and (limit := self.episode.limit(names, time.time())):
             work.finish_reason, self.limited = limit, True
-            raise Refused(f"the trajectory has met environment.{_LIMITS[limit]}", code="laminar_limit")
-        if isinstance(chat, Prompt):
+            raise Rejected(f"the trajectory has met environment.{_LIMITS[limit]}", code="laminar_limit")
+        if isinstance(chat, TokenPrompt):
             tokens = self._continued(chat)
         else:
             self._confirm(chat)
@@ -115,19 +114,19 @@ class Talk:
             if not self.episode.turns:
                 raise EnvironmentFailed(text)
             work.finish_reason, self.limited = "length", True
-            raise Refused(text, code="context_length_exceeded")
+            raise Rejected(text, code="context_length_exceeded")
         if self.episode.turns:
             results = [message["content"] for message in question.more if message["role"] == "tool"]
             self.episode.called(names, sum(map(is_error, results)), time.time() - since)
             self._waited(work, since)
         return tokens
 
-    def _continued(self, prompt: Prompt) -> list[int]:
-        """Raises Refused."""
+    def _continued(self, prompt: TokenPrompt) -> list[int]:
+        """Raises Rejected."""
         vocabulary, begun = self._dialogues.vocabulary, self.episode.turns > 0
         try:
             return continued(prompt, self.work.sequence.tolist(), begun, vocabulary)
-        except Refused:
+        except Rejected:
             if not (self._branches and begun):
                 raise
             self.anew = True
@@ -140,20 +139,20 @@ class Talk:
         return given if branch else [*self.work.group.prompt_tokens, *given]
 
     def _confirm(self, chat: Chat) -> None:
-        """Raises Refused for token ids that are not those of the answer. Of a history that was rewritten only
-        the present branch is known."""
+        """Raises Rejected for token ids that are not those of the answer. Of a history that was rewritten
+        only the present branch is known."""
         for claim in [] if self.anew else chat.claims:
             if (place := self.answers.get(claim.at)) is None:
                 if self.work.starts:
                     continue
-                raise Refused(f"messages[{claim.at}]: it has token ids, and is no answer of this session")
+                raise Rejected(f"messages[{claim.at}]: it has token ids, and is no answer of this session")
             branch, start, end = place
             drawn = tokens_of(self.work.partial)[start:end].tolist()
             logprobs = logprobs_of(self.work.partial)[start:end].tolist()
             confirm(claim, self._before(branch, start), drawn, logprobs)
 
     def _tokens(self, dialogue: Dialogue, question: Question) -> list[int]:
-        """Raises Refused."""
+        """Raises Rejected."""
         work, more, chat = self.work, question.more, question.chat
         assert isinstance(chat, Chat)
         try:
@@ -162,13 +161,13 @@ class Talk:
                     self.anew = True
                     return dialogue.conversation.first(chat.messages)
                 if dialogue.no_user and any(message["role"] == "user" for message in more):
-                    raise Refused(dialogue.no_user)
+                    raise Rejected(dialogue.no_user)
                 return dialogue.conversation.after(int(tokens_of(work.partial)[-1]), more)
             tokens, prompt = dialogue.conversation.first(more), work.group.prompt_tokens
         except LaminarError as error:
-            raise Refused(str(error)) from None
+            raise Rejected(str(error)) from None
         if tokens[: len(prompt)] != prompt:
-            raise Refused("messages: the model's chat template begins them unlike other conversations")
+            raise Rejected("messages: the model's chat template begins them unlike other conversations")
         return tokens[len(prompt) :]
 
     def _goes_on(self, dialogue: Dialogue, chat: Chat) -> bool:
@@ -207,8 +206,8 @@ class Talk:
         await self._answer(chat, start)
         return outcome
 
-    async def _answer(self, chat: Chat | Prompt, start: int) -> None:
-        if isinstance(chat, Prompt):
+    async def _answer(self, chat: Chat | TokenPrompt, start: int) -> None:
+        if isinstance(chat, TokenPrompt):
             self.calls = []
             self.door.answer(generated(self._turn(start, {})), {})
             return
@@ -229,11 +228,11 @@ class Talk:
     def _branch(self) -> int:
         return self.work.starts[-1] if self.work.starts else 0
 
-    def _turn(self, start: int, message: dict, texts: Sequence[str] = ()) -> Turn:
+    def _turn(self, start: int, message: dict, texts: Sequence[str] = ()) -> DrawnTurn:
         """The last one, which was drawn from `start` on."""
         work, finish = self.work, "tool_calls" if self.calls else "stop"
         tokens = tokens_of(work.partial)
-        return Turn(
+        return DrawnTurn(
             self.episode.turns,
             int(time.time()),
             self._before(self._branch, start),

@@ -30,7 +30,7 @@ from laminar_hpc.rollout.homes import Home, Homes
 from laminar_hpc.rollout.work import Work, tokens_of
 from laminar_hpc.turns.calls import Malformed, ToolCall
 from laminar_hpc.turns.conversation import ToolResult
-from laminar_hpc.turns.dialogue import Dialogue, with_answers
+from laminar_hpc.turns.model import Dialogue, dialogue
 from laminar_hpc.turns.pool import environment_of
 from laminar_hpc.turns.session import EnvironmentFailed, EnvironmentHangs, Session
 from laminar_hpc.turns.tools import error_text, is_error
@@ -57,7 +57,7 @@ class TurnCalls:
         used."""
         grows = self._limits.history == "refuse"
         arguments = self._context.config.data.chat_template_arguments
-        made = await asyncio.to_thread(with_answers, str(self._model), tools, grows, arguments)
+        made = await asyncio.to_thread(dialogue, str(self._model), tools, grows, arguments)
         self.dialogues[name] = made
         assert made.parser is not None
         logger.info("tool calls are read by SGLang's parser '%s'", made.parser.name)

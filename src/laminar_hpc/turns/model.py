@@ -1,7 +1,8 @@
-"""What a model's directory says of conversations: its chat template with the run's tools, as `Conversation`
-and `CallParser` want them."""
+"""What a model's directory says of conversations: how it talks with one list of tools, by its chat template,
+as `Conversation` and `CallParser` want it."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -10,9 +11,20 @@ from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.data.chat_template import Messages, load_chat_template, template_text
 from laminar_hpc.data.tokens import load_tokenizer, stop_token_ids
+from laminar_hpc.turns.calls import CallParser
 from laminar_hpc.turns.conversation import MARK, Conversation, assistant
 
 Arguments = Mapping[str, object] | None
+
+
+@dataclass(frozen=True)
+class Dialogue:
+    """`parser`: None where there are no tools. `no_user`: why a user's words cannot follow an answer; ""
+    where they can."""
+
+    conversation: Conversation
+    parser: CallParser | None
+    no_user: str = ""
 
 
 def with_tools(
@@ -51,6 +63,19 @@ def conversation(
         answered_by=answered_by,
         grows=grows,
     )
+
+
+def dialogue(
+    model_path: str,
+    tools: Sequence[dict],
+    grows: bool,
+    arguments: Arguments = None,
+    tokenizer: Tokenizer | None = None,
+) -> Dialogue:
+    """One whose turns are answered by tools, if there are any; the rest as `conversation` has it. Takes the
+    seconds that SGLang's parsers need. Raises LaminarError for a template that cannot be used with them."""
+    talk = conversation(model_path, tools, tokenizer, "tool" if tools else "", grows, arguments)
+    return Dialogue(talk, CallParser(tools, with_tools(model_path, tools, arguments)) if tools else None)
 
 
 def check_first_token(model_path: str, arguments: Arguments = None) -> None:

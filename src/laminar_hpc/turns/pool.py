@@ -19,7 +19,6 @@ counts.
 
 import asyncio
 import contextlib
-import itertools
 from collections.abc import Sequence
 
 import msgspec
@@ -27,34 +26,49 @@ import msgspec
 from laminar_hpc.cluster.own_time import own_time
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import EnvironmentConfig
-from laminar_hpc.environments import reward_crews
-from laminar_hpc.environments.fork_server import ForkServer, Worker, WorkerLost
-from laminar_hpc.environments.interpreter import OURS, Interpreter
-from laminar_hpc.environments.reward_crews import Crew, SharedCrew
-from laminar_hpc.environments.reward_protocol import Call, Result, Setup, Spec
+from laminar_hpc.environments.workers import crews
+from laminar_hpc.environments.workers.crews import WorkerPool
+from laminar_hpc.environments.workers.fork_server import ForkServer, Worker, WorkerLost
+from laminar_hpc.environments.workers.interpreter import OURS, Interpreter
+from laminar_hpc.environments.workers.protocol import Call, CallResult, Spec, WorkerSetup
 from laminar_hpc.policies.deadlines import Deadline
 from laminar_hpc.turns.ahead import Ahead
 from laminar_hpc.turns.redundant import first_of
-from laminar_hpc.turns.session import RUN, Ask, Close, EnvironmentFailed, FunctionSession, Session
+from laminar_hpc.turns.session import (
+    RUN,
+    AgentSession,
+    Ask,
+    Close,
+    EnvironmentFailed,
+    FunctionSession,
+    Session,
+    VerifiersSession,
+)
+from laminar_hpc.verifiers.process import bridge
 
 SESSIONS_MAX = 1024  # at once; others wait for one to end
 _CALLS_MAX = 256  # processes of plain functions
 _UNBOUNDED = 1e9  # seconds, for a worker
 
 
-class EnvironmentPool:
+class EnvironmentPool(WorkerPool):
     """`start`, use, `close`. Known after `start`: `tools`, by name of the environment, and `rewards`, the
     names of those that have get_reward. `quiet`: what the user's code prints is dropped."""
 
     def __init__(self, config: EnvironmentConfig, quiet: bool = False) -> None:
-        self._config, self._limit = config, config.timeout_seconds
-        self._functions = not (config.factory or config.agent)
+        self._config = config
+        self._limit = config.timeout_seconds
+        agents = VerifiersSession if config.verifiers else AgentSession
+        self._session = agents if config.by_url else Session
+        self._has_calls = not (config.factory or config.by_url)  # of functions
         bound = _UNBOUNDED if config.agent else self._limit
         python = Interpreter("environment.python", config.python) if config.python else OURS
-        self._server = ForkServer(Setup(_specs(config), bound, ""), quiet, python)
-        self._crew = Crew(self._server, 1, _CALLS_MAX, self._limit)
-        self._shared = SharedCrew(self._server, 1, self._limit)
-        self._ids = itertools.count(1)
+        server = (
+            bridge(config, quiet=quiet)
+            if config.verifiers
+            else ForkServer(WorkerSetup(_specs(config), bound), quiet, python)
+        )
+        super().__init__(server, 1, _CALLS_MAX, self._limit)
         self._free = asyncio.Semaphore(SESSIONS_MAX)
         self._ending: set[asyncio.Task[None]] = set()
         self._deadlines: dict[tuple[str, str], Deadline] = {}
@@ -64,19 +78,10 @@ class EnvironmentPool:
 
     async def start(self) -> None:
         """Raises LaminarError for what cannot be imported, or is no tool or environment."""
-        try:
-            await self._server.start()
-            ready = self._server.ready
-            self.tools, self.rewards = ready.tools, ready.rewards
-            if ready.asynchronous:
-                await self._shared.start()
-            if self._functions:
-                self.tools = {"": [tool for tools in ready.tools.values() for tool in tools]}
-                if len(ready.asynchronous) < len(ready.tools):
-                    await self._crew.start()
-        except BaseException:
-            await self.close()
-            raise
+        await super().start()
+        self.tools, self.rewards = self._server.ready.tools, self._server.ready.rewards
+        if self._has_calls:
+            self.tools = {"": [tool for tools in self.tools.values() for tool in tools]}
 
     def deadline(self, name: str, method: str) -> Deadline:
         """Of the calls of an environment's method."""
@@ -85,7 +90,7 @@ class EnvironmentPool:
     async def open(self, row: dict, patient: bool = False) -> Session:
         """A session whose reset has returned. `patient`: each call has all of timeout_seconds, however long
         others took. Raises EnvironmentFailed; LaminarError only when no worker can be started any more."""
-        if self._functions:
+        if self._has_calls:
             await self._free.acquire()
             return FunctionSession("", next(self._ids), self._ask_any, self._released)
         if not patient and (session := await self._ahead.take(row)) is not None:
@@ -108,7 +113,7 @@ class EnvironmentPool:
             alone = name not in self._server.ready.asynchronous
             worker = await (self._server.fork(False) if alone else self._shared.worker())
             close = self._closes(worker, name, number, alone)
-            session = Session(name, number, self._asks(worker, alone, patient), close)
+            session = self._session(name, number, self._asks(worker, alone, patient), close)
             await session.reset(row)
             return session
         except BaseException as error:
@@ -123,23 +128,19 @@ class EnvironmentPool:
     async def close(self) -> None:
         """Ends all workers, also those with calls in flight."""
         await self._ahead.close()
-        await asyncio.gather(self._crew.stop(), self._shared.stop())
         for task in list(self._ending):
             task.cancel()
         await asyncio.gather(*self._ending, return_exceptions=True)
-        await self._server.stop()
+        await super().close()
 
     def _released(self) -> None:
         self._free.release()
 
-    async def _ask_any(self, call: Call) -> Result:
+    async def _ask_any(self, call: Call) -> CallResult:
         """One function's call, made once, unless it says that it may be made twice."""
-        crew: Crew | SharedCrew = self._crew
-        if call.name in self._server.ready.asynchronous:
-            crew = self._shared
-        deadline = self.deadline(call.name, "")
+        crew, deadline = self._crew_of(call), self.deadline(call.name, "")
 
-        async def once() -> Result:
+        async def once() -> CallResult:
             t0 = own_time()
             result = await crew.run(msgspec.structs.replace(call, id=next(self._ids)))
             deadline.took(own_time() - t0)
@@ -156,17 +157,17 @@ class EnvironmentPool:
         """A shared worker ends its calls itself, after timeout_seconds, and can have a call twice."""
         ready = self._server.ready
 
-        async def ask(call: Call) -> Result:
-            if self._config.agent and call.method == RUN:
+        async def ask(call: Call) -> CallResult:
+            if call.method == RUN and self._config.by_url:
                 return await worker.ask(msgspec.structs.replace(call, id=next(self._ids)))
             deadline = self.deadline(call.name, call.method)
             limit = deadline.limit(patient or call.method == "get_reward")
 
-            async def once() -> Result:
+            async def once() -> CallResult:
                 t0, ours = own_time(), msgspec.structs.replace(call, id=next(self._ids))
                 try:
                     by_us = alone or limit < self._limit
-                    result = await worker.ask(ours, limit if by_us else limit + reward_crews.WORD_SECONDS)
+                    result = await worker.ask(ours, limit if by_us else limit + crews.WORD_SECONDS)
                 except TimeoutError:
                     deadline.given_up(limit)
                     raise
@@ -197,7 +198,7 @@ class EnvironmentPool:
         return close
 
 
-def _nothing(_: Result) -> None:
+def _nothing(_: CallResult) -> None:
     """Of an answer that came second nothing is to be undone."""
 
 
@@ -218,15 +219,15 @@ def environment_of(config: EnvironmentConfig, row: dict, where: str = "a row") -
 
 def _specs(config: EnvironmentConfig) -> list[Spec]:
     if config.agent:
-        return [Spec("", f"environment.agent='{config.agent}'", config.agent, "", "agent", "")]
+        return [Spec("", f"environment.agent='{config.agent}'", config.agent, style="agent")]
     if not config.factory:
         names = [path.rpartition(".")[2] for path in config.tools]
         if double := {name for name in names if names.count(name) > 1}:
             raise LaminarError(f"environment.tools: several are called {min(double)}; rename all but one")
         labels = [f"environment.tools: {path}" for path in config.tools]
-        return [Spec(*each, "", "tool", "") for each in zip(names, labels, config.tools, strict=True)]
+        return [Spec(*each, style="tool") for each in zip(names, labels, config.tools, strict=True)]
     keys = {name: f"environment.factory{name and f'.{name}'}" for name in config.factories}
     return [
-        Spec(name, f"{keys[name]}='{path}'", path, "", "environment", "")
+        Spec(name, f"{keys[name]}='{path}'", path, style="environment")
         for name, path in config.factories.items()
     ]

@@ -12,7 +12,7 @@ from laminar_hpc.data.prompts import RowRender
 from laminar_hpc.data.tokens import check_rows
 from laminar_hpc.turns.model import check_first_token, conversation
 from laminar_hpc.turns.pool import EnvironmentPool, environment_of
-from laminar_hpc.verifiers.process import check
+from laminar_hpc.verifiers.process import loaded
 
 Tools = dict[str, list[dict]]
 
@@ -41,12 +41,10 @@ def check_environment(config: RunConfig) -> Tools:
 
 async def _served(config: RunConfig) -> tuple[Tools, list[str]]:
     if config.environment.verifiers:
-        await check(config.environment)
-        return {"": []}, []
-    pool = EnvironmentPool(config.environment, quiet=True)
-    await pool.start()
-    await pool.close()
-    return pool.tools, pool.rewards
+        async with loaded(config.environment, quiet=True):
+            return {"": []}, []
+    async with EnvironmentPool(config.environment, quiet=True) as pool:
+        return pool.tools, pool.rewards
 
 
 def prompt_render(config: RunConfig) -> RowRender:

@@ -1,22 +1,25 @@
-"""What an environment worker has of the user: a function as a tool, or a class with tools (TRL's environment
-contract). Called by environments/reward_worker.py, as rewards are.
+"""What an environment worker has of the user: a function as a tool, a class with tools (TRL's environment
+contract), or an agent. Called by environments/workers/process.py, as rewards are.
 
-An environment whose methods are all coroutines shares its process and event loop with others; any other has a
-process to itself (turns/pool.py sees to it), so that it may block, and be ended.
+An environment whose methods are all coroutines, and an async agent, share their process and event loop with
+others; any other has a process to itself (turns/pool.py sees to it), so that it may block, and be ended.
 """
 
 import asyncio
 import inspect
 import json
+import os
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from typing import Any
 
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.environments.reward_protocol import MAX_ERROR, Call, Result, Spec, sendable
 from laminar_hpc.environments.reward_styles import RewardFault, accepted, checked
+from laminar_hpc.environments.workers.protocol import MAX_ERROR, Call, CallResult, Spec, sendable
 from laminar_hpc.turns.tools import PythonTool, as_text, error_text
 
 _NOT_TOOLS = ("reset", "get_reward")
+_GIVEN = ("row", "base_url", "api_key", "model")  # to an agent
 MAX_TEXT = 1 << 20  # characters of what a tool returns; more is cut in the middle
 
 
@@ -39,7 +42,7 @@ class Tool:
     def call(self, call: Call) -> object:
         return _called(self._tool, json.loads(call.arguments))
 
-    def result(self, call: Call, value: object, t0: float) -> Result:
+    def result(self, call: Call, value: object, t0: float) -> CallResult:
         return _told(call, value, t0)
 
 
@@ -86,12 +89,55 @@ class Environment:
             return method()
         return _called(PythonTool(method, call.method, self._label), json.loads(call.arguments))
 
-    def result(self, call: Call, value: object, t0: float) -> Result:
+    def result(self, call: Call, value: object, t0: float) -> CallResult:
         """Raises RewardFault for a reward that is none."""
         if call.method == "get_reward":
             number, parts = checked(value, "laminar")
-            return Result(call.id, number, parts, t0, time.time())
+            return CallResult(call.id, number, parts, t0, time.time())
         return _told(call, value, t0)
+
+
+class Agent:
+    """The function run(row, base_url, api_key, model), plain or async. Raises LaminarError for one with other
+    parameters."""
+
+    tools: tuple[dict, ...] = ()
+    rewards = True
+
+    def __init__(self, function: Callable, spec: Spec) -> None:
+        try:
+            inspect.signature(function).bind(**dict.fromkeys(_GIVEN))
+        except (TypeError, ValueError) as error:
+            raise LaminarError(f"{spec.label}: it is called as run({'=, '.join(_GIVEN)}=): {error}") from None
+        self.is_async = any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
+        self._function = function
+        self._tasks = dict[int, asyncio.Task]()
+        for name in ("no_proxy", "NO_PROXY"):  # clients would take a proxy to loopback, too
+            os.environ[name] = ",".join(filter(None, (os.environ.get(name), "127.0.0.1")))
+
+    def call(self, call: Call) -> object:
+        """run is the agent's whole life, "" ends it."""
+        if call.method == "":
+            if task := self._tasks.pop(call.session, None):
+                task.cancel()
+            return None
+        value = self._function(row=call.row, **json.loads(call.arguments))
+        return self._noted(call.session, value) if self.is_async else value
+
+    async def _noted(self, session: int, running: Coroutine[Any, Any, object]) -> object:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks[session] = task
+        try:
+            return await running
+        finally:
+            if self._tasks.get(session) is task:
+                del self._tasks[session]
+
+    def result(self, call: Call, value: object, t0: float) -> CallResult:
+        """Raises RewardFault for a reward that is none; None is left to reward.function."""
+        number, parts = (None, {}) if value is None else checked(value, "laminar")
+        return CallResult(call.id, number, parts, t0, time.time())
 
 
 def _idempotent(tools: Mapping[str, Callable]) -> list[str]:
@@ -131,11 +177,11 @@ async def _awaited(tool: PythonTool, value: Awaitable[object]) -> object:
         return error_text(tool.reason(error)[:MAX_ERROR])
 
 
-def _told(call: Call, value: object, t0: float) -> Result:
+def _told(call: Call, value: object, t0: float) -> CallResult:
     if call.method == "reset" and isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], dict):
         value = value[0]  # Gymnasium's (observation, info)
     text = None if value is None and call.method == "reset" else sendable(_cut(as_text(value)))
-    return Result(call.id, None, {}, t0, time.time(), text=text)
+    return CallResult(call.id, None, {}, t0, time.time(), text=text)
 
 
 def _cut(text: str) -> str:

@@ -4,12 +4,12 @@ import json
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from laminar_hpc.environments.fork_server import WorkerLost
-from laminar_hpc.environments.reward_protocol import Call, Result
+from laminar_hpc.environments.workers.fork_server import WorkerLost
+from laminar_hpc.environments.workers.protocol import Call, CallResult
 from laminar_hpc.turns.tools import error_text
 
 RUN = "run"  # an agent's only method
-Ask = Callable[[Call], Coroutine[Any, Any, Result]]
+Ask = Callable[[Call], Coroutine[Any, Any, CallResult]]
 Close = Callable[[], None]
 
 
@@ -24,9 +24,14 @@ class EnvironmentHangs(EnvironmentFailed):
 class Session:
     """One trajectory's, of the environment called `name`. `observation`: what reset returned."""
 
+    _died = "its process ended in {}"
+
     def __init__(self, name: str, number: int, ask: Ask, close: Close) -> None:
         self.observation: str | None = None
-        self._name, self._number, self._ask, self._close = name, number, ask, close
+        self._name = name
+        self._number = number
+        self._ask = ask
+        self._close = close
 
     async def reset(self, row: dict) -> None:
         """Raises EnvironmentFailed."""
@@ -36,13 +41,9 @@ class Session:
         """What the model reads. Raises EnvironmentFailed."""
         return (await self._sure(name, arguments=arguments)).text or ""
 
-    async def reward(self) -> Result:
+    async def reward(self) -> CallResult:
         """Raises EnvironmentFailed."""
         return await self._sure("get_reward")
-
-    async def run(self, **arguments: str) -> Result:
-        """An agent's, to its end. Raises EnvironmentFailed."""
-        return await self._sure(RUN, arguments=dict(arguments), what="the agent")
 
     def close(self) -> None:
         """For good; once."""
@@ -50,19 +51,43 @@ class Session:
 
     async def _sure(
         self, method: str, row: dict | None = None, arguments: dict | None = None, what: str = ""
-    ) -> Result:
+    ) -> CallResult:
         """`what`: errors call the method so."""
         call, what = Call(0, self._name, session=self._number, method=method), what or method
         call.row, call.arguments = row or {}, json.dumps(arguments or {})
         try:
             result = await self._ask(call)
         except WorkerLost:
-            raise EnvironmentFailed(f"its process ended in {what}") from None
+            raise EnvironmentFailed(self._died.format(what)) from None
         except TimeoutError:
             raise EnvironmentHangs(f"{what} did not return in time") from None
         if result.error:
             raise EnvironmentFailed(f"{what}: {result.error}")
         return result
+
+
+class AgentSession(Session):
+    """Of an agent: `run` is its whole life."""
+
+    _who = "the agent"
+
+    async def reset(self, row: dict) -> None:
+        """Nothing is begun yet."""
+        self._row = row
+
+    async def run(self, **arguments: str) -> CallResult:
+        """To its end: base_url, api_key, model. Raises EnvironmentFailed."""
+        return await self._sure(RUN, self._row, dict(arguments), self._who)
+
+
+class VerifiersSession(AgentSession):
+    """Of an environment of verifiers, whose rows hold its tasks."""
+
+    _died, _who = "verifiers' process ended", "verifiers"
+
+    async def reset(self, row: dict) -> None:
+        """See AgentSession."""
+        self._row = row["task"]
 
 
 class FunctionSession(Session):

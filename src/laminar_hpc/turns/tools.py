@@ -10,7 +10,7 @@ from typing import Any, cast
 import pydantic
 
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.environments.reward_protocol import error_words
+from laminar_hpc.environments.workers.protocol import error_words
 
 _SECTION = re.compile(r"^(Args|Arguments|Parameters|Returns|Raises|Yields|Examples?):\s*$", re.M)
 _ARGUMENT = re.compile(r"^(\w+)(?:\s*\([^)]*\))?:\s*(.*)$")

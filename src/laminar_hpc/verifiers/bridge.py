@@ -1,12 +1,13 @@
 """What runs under environment.python: verifiers' own environment server and its client, or an environment of
-v0. Imports the standard library and verifiers only; process.py starts it and speaks with it.
+v0. Imports the standard library and verifiers only; process.py says how it is started.
 
-Lines of JSON, there and back, on the socket that its last argument names:
+It is a worker as workers/protocol.py has them, with frames of JSON on the socket that its last argument
+names: the WorkerSetup, answered by Ready; then Calls, each answered by a CallResult.
 
-    {"environment", "max_turns"}                      first; {"error"}, "" when it is ready
-    {"id", "file"}                                    the tasks, as rows of a JSONL file; {"id", "rows"}
-    {"id", "task", "base_url", "api_key", "model"}    one episode; {"id", "reward", "parts"} or "error"
-    {"id", "cancel"}                                  the episode `cancel` is not wanted any more
+    method    row         arguments                  the CallResult has
+    run       the task    base_url, api_key, model   reward, parts: one episode of the session
+    rows                  file                       text: how many tasks are in that JSONL file now
+    ""                                               the session's episode is not wanted any more
 
 The end of the socket ends all.
 """
@@ -24,11 +25,13 @@ import shutil
 import socket
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from typing import Any
 
-LONGEST = 64 << 20  # bytes of a line
+_LENGTH = 4  # bytes in front of a frame, which say how long it is
 _MAX_ERROR = 400  # characters
+_MAX_REWARD = 1e6
 _START_SECONDS = 60.0
 _END_SECONDS = 2.0
 V1 = ("0.4.",)  # versions that these lines were written for
@@ -45,7 +48,7 @@ class Unusable(Exception):
 # ---- v1 ----------------------------------------------------------------------------------------------------
 
 
-class Served:
+class EnvironmentOfV1:
     """A taskset and its agents, behind verifiers' own server on a socket in a folder of 0700."""
 
     def __init__(self, block: dict, max_turns: int) -> None:
@@ -146,7 +149,7 @@ def _with_defaults(block: dict, max_turns: int) -> dict:
 # ---- v0 ----------------------------------------------------------------------------------------------------
 
 
-class Loaded:
+class EnvironmentOfV0:
     """An environment of v0, in this process; the fields of its taskset are load_environment's arguments."""
 
     def __init__(self, block: dict) -> None:
@@ -187,7 +190,10 @@ class Loaded:
         """It ends with the process."""
 
 
-def made(block: dict, max_turns: int) -> Served | Loaded:
+Environment = EnvironmentOfV0 | EnvironmentOfV1
+
+
+def made(block: dict, max_turns: int) -> Environment:
     """The environment that a block names. Raises Unusable."""
     try:
         version, ident = importlib.metadata.version("verifiers"), block["taskset"]["id"]
@@ -201,7 +207,7 @@ def made(block: dict, max_turns: int) -> Served | Loaded:
     known, which = (V0, "an environment of v0") if old else (V1, "a taskset of v1")
     if not version.startswith(known):
         raise Unusable(f"{ident} is {which}, for verifiers {' or '.join(known)}; here is {version}")
-    return Loaded(block) if old else Served(block, max_turns)
+    return EnvironmentOfV0(block) if old else EnvironmentOfV1(block, max_turns)
 
 
 # ---- the socket --------------------------------------------------------------------------------------------
@@ -214,73 +220,91 @@ def _line(error: Exception) -> str:
 
 class Bridge:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader, self._writer = reader, writer
-        self._tasks: dict[int, asyncio.Future[None]] = {}  # by id
+        self._reader = reader
+        self._writer = writer
+        self._episodes: dict[int, asyncio.Task[None]] = {}  # by session
 
-    def say(self, **message: object) -> None:
+    async def _heard(self) -> dict | None:
+        try:
+            length = int.from_bytes(await self._reader.readexactly(_LENGTH), "little")
+            return json.loads(await self._reader.readexactly(length))
+        except asyncio.IncompleteReadError:
+            return None
+
+    def _say(self, kind: str, **message: object) -> None:
         """JSON that any reader takes: of half a surrogate pair is left a question mark."""
-        line = json.dumps(message, ensure_ascii=False, allow_nan=False)
-        self._writer.write(line.encode(errors="replace") + b"\n")
+        text = json.dumps({"type": kind, **message}, ensure_ascii=False, allow_nan=False)
+        frame = text.encode(errors="replace")
+        self._writer.write(len(frame).to_bytes(_LENGTH, "little") + frame)
 
     async def work(self) -> None:
-        first = json.loads(await self._reader.readline() or b"null")
-        if first is None:
+        if (setup := await self._heard()) is None:
             return
+        spec = setup["specs"][0]
+        given = json.loads(spec["function"])
         try:
-            environment = made(first["environment"], first["max_turns"])  # v0 wants the main thread
-            if first["serve"]:
+            environment = made(given["environment"], given["max_turns"])  # v0 wants the main thread
+            if given["serve"]:
                 await environment.start()
         except Exception as error:
-            self.say(error=_line(error))
+            self._say("Ready", error=f"{spec['label']}: {_line(error)}")
             await self._writer.drain()
             return
-        self.say(error="")
+        self._say("Ready", error="")
         try:
-            await self._serve(environment, first["serve"])
+            await self._serve(environment, given["serve"])
         finally:
-            for task in self._tasks.values():
+            for task in self._episodes.values():
                 task.cancel()
-            await asyncio.gather(*self._tasks.values(), return_exceptions=True)
-            if first["serve"]:
+            await asyncio.gather(*self._episodes.values(), return_exceptions=True)
+            if given["serve"]:
                 await environment.close()
 
-    async def _serve(self, environment: Served | Loaded, serving: bool) -> None:
-        reading = asyncio.ensure_future(self._reader.readline())
+    async def _serve(self, environment: Environment, serving: bool) -> None:
+        hearing = asyncio.ensure_future(self._heard())
         while not serving or environment.lives():
-            await asyncio.wait([reading], timeout=1.0)
-            if not reading.done():
+            await asyncio.wait([hearing], timeout=1.0)
+            if not hearing.done():
                 continue
-            if not (line := reading.result()):
+            if (call := hearing.result()) is None:
                 return
-            self._take(environment, json.loads(line))
-            reading = asyncio.ensure_future(self._reader.readline())
+            self._take(environment, call)
+            hearing = asyncio.ensure_future(self._heard())
 
-    def _take(self, environment: Served | Loaded, message: dict) -> None:
-        ident = message["id"]
-        if "cancel" in message:
-            if task := self._tasks.get(message["cancel"]):
-                task.cancel()
+    def _take(self, environment: Environment, call: dict) -> None:
+        session = call.get("session", 0)
+        if not call.get("method"):
+            if episode := self._episodes.get(session):
+                episode.cancel()
+            self._answer(call["id"])
             return
-        self._tasks[ident] = task = asyncio.ensure_future(self._answer(environment, message))
-        task.add_done_callback(lambda _: self._tasks.pop(ident, None))
+        self._episodes[session] = task = asyncio.ensure_future(self._play(environment, call))
+        task.add_done_callback(lambda _: self._episodes.pop(session, None))
 
-    async def _answer(self, environment: Served | Loaded, message: dict) -> None:
-        ident = message.pop("id")
+    def _answer(self, ident: int, **found: object) -> None:
+        empty: dict = {"reward": None, "parts": {}, "t0": 0.0, "t1": time.time()}
+        self._say("CallResult", id=ident, **empty | found)
+
+    async def _play(self, environment: Environment, call: dict) -> None:
+        ident, arguments, t0 = call["id"], json.loads(call["arguments"]), time.time()
         try:
-            if "file" in message:
-                self.say(id=ident, rows=await asyncio.to_thread(_write, environment, message["file"]))
+            if call["method"] == "rows":
+                rows = await asyncio.to_thread(_write, environment, arguments["file"])
+                self._answer(ident, text=str(rows))
                 return
-            reward, parts = await environment.run(**message)
+            reward, parts = await environment.run(call["row"], **arguments)
             if not math.isfinite(reward := float(reward)):
                 raise Unusable(f"it returned reward={reward}")
+            if abs(reward) > _MAX_REWARD:
+                raise Unusable(f"it returned reward={reward:g}, beyond ±{_MAX_REWARD:g}; scale it down")
             kept = {name: float(value) for name, value in parts.items() if isinstance(value, int | float)}
             kept = {name: value for name, value in kept.items() if math.isfinite(value)}
-            self.say(id=ident, reward=reward, parts=kept)
+            self._answer(ident, reward=reward, parts=kept, t0=t0)
         except Exception as error:
-            self.say(id=ident, error=_line(error))
+            self._answer(ident, error=_line(error), fault="raised")
 
 
-def _write(environment: Served | Loaded, file: str) -> int:
+def _write(environment: Environment, file: str) -> int:
     """The tasks as rows; how many there are."""
     count = 0
     with open(f"{file}.new", "w", encoding="utf-8") as out:
@@ -296,7 +320,7 @@ def _write(environment: Served | Loaded, file: str) -> int:
 async def main() -> None:
     """Until the other side is gone."""
     ours = socket.socket(fileno=int(sys.argv[-1]))
-    reader, writer = await asyncio.open_connection(sock=ours, limit=LONGEST)
+    reader, writer = await asyncio.open_connection(sock=ours)
     with contextlib.suppress(ConnectionError):
         await Bridge(reader, writer).work()
 

@@ -12,7 +12,9 @@ from pathlib import Path
 
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import EnvironmentConfig
-from laminar_hpc.verifiers.process import Lost, Process, block, name
+from laminar_hpc.environments.workers.fork_server import WorkerLost
+from laminar_hpc.environments.workers.protocol import Call
+from laminar_hpc.verifiers.process import block, loaded, name
 
 
 def run_rows(config: EnvironmentConfig, run_dir: str) -> str:
@@ -27,17 +29,14 @@ def run_rows(config: EnvironmentConfig, run_dir: str) -> str:
 
 async def write(config: EnvironmentConfig, file: Path) -> int:
     """How many rows there are. Raises LaminarError."""
-    process = Process(config, serve=False)
-    await process.start()
-    try:
-        answer = await process.ask(file=str(file))
-    except Lost:
-        raise LaminarError(f"{name(config)}: its process ended while it read tasks") from None
-    finally:
-        await process.stop()
+    async with loaded(config) as worker:
+        try:
+            answer = await worker.ask(Call(1, method="rows", arguments=json.dumps({"file": str(file)})))
+        except WorkerLost:
+            raise LaminarError(f"{name(config)}: its process ended while it read tasks") from None
     if answer.error:
         raise LaminarError(f"{name(config)}: {answer.error}")
-    return answer.rows
+    return int(answer.text or 0)
 
 
 def main(words: list[str]) -> int:

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 END_SECONDS = 10.0  # what the kernel does not end within it is left to it
+_ENDED = os.WEXITED | os.WNOHANG | os.WNOWAIT  # asks and leaves it a zombie
 
 
 def children(parent: int) -> list[int]:
@@ -29,7 +30,7 @@ def children(parent: int) -> list[int]:
 def has_children() -> bool:
     """Whether this process has any, dead ones included; much cheaper than to look for them."""
     try:
-        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        os.waitid(os.P_ALL, 0, _ENDED)
     except ChildProcessError:
         return False
     return True
@@ -47,6 +48,20 @@ def end_all(spared: frozenset[int] = frozenset()) -> bool:
             if not _reaped(pid, deadline):
                 return False
     return True
+
+
+def end_session(leader: int, grace: float = 0.0) -> int:
+    """Kills a child that leads a session, after `grace` seconds in which it may end by itself, and then all
+    that has come of it (`end_all`). Returns the child's exit code."""
+    deadline = time.monotonic() + grace
+    while time.monotonic() < deadline and not os.waitid(os.P_PID, leader, _ENDED):
+        time.sleep(0.02)
+    for kill in (os.killpg, os.kill):  # it may have no group yet
+        with contextlib.suppress(ProcessLookupError):
+            kill(leader, signal.SIGKILL)
+    code = os.waitstatus_to_exitcode(os.waitpid(leader, 0)[1])
+    end_all()
+    return code
 
 
 def _reaped(pid: int, deadline: float) -> bool:

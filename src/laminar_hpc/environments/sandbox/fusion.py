@@ -8,7 +8,7 @@ import msgspec
 from laminar_hpc.cluster.own_time import within
 from laminar_hpc.config.rewards import shown_url
 from laminar_hpc.environments.sandbox.local import SandboxFailed
-from laminar_hpc.environments.sandbox.output import Output
+from laminar_hpc.environments.sandbox.output import BoundedOutput
 from laminar_hpc.environments.sandbox.protocol import Limits, Result
 
 _SLACK_SECONDS = 30.0  # beyond the code's own time: the server may have a queue
@@ -67,7 +67,7 @@ class SandboxFusion:
             raise SandboxFailed(f"{where}: its answer is no JSON object; is it a SandboxFusion server?")
         return reply
 
-    def _bounded(self, text: object) -> Output:
-        output = Output(self._limits.output_bytes)
+    def _bounded(self, text: object) -> BoundedOutput:
+        output = BoundedOutput(self._limits.output_bytes)
         output.add(str(text or "").encode())
         return output

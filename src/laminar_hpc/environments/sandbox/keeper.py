@@ -1,5 +1,6 @@
-"""A keeper, which takes one call after the other: it has a process wait for the code, hands it the call,
-bounds its time and output, ends all that has come of it, and answers.
+"""A keeper, which takes one call after the other: it has a process wait for the code, takes a call from the
+socket that all keepers share, hands it over, bounds its time and output, ends all that has come of it, and
+answers.
 
 It runs no foreign code. It ends with the preloaded process, and a call ends with its client.
 """
@@ -13,14 +14,13 @@ import socket
 import time
 
 from laminar_hpc.cluster.processes import die_with_parent
-from laminar_hpc.environments.framing import framed, receive_frame
 from laminar_hpc.environments.sandbox import program
-from laminar_hpc.environments.sandbox.output import Output
-from laminar_hpc.environments.sandbox.places import Place
+from laminar_hpc.environments.sandbox.output import BoundedOutput
+from laminar_hpc.environments.sandbox.places import SandboxTier
 from laminar_hpc.environments.sandbox.protocol import Failed, Result, decode_call
+from laminar_hpc.environments.workers.framing import framed, receive_frame
 
 _CHUNK = 1 << 16
-READY, DONE = b"r", b"d"  # what a keeper says over `orders`: it waits for a call; it has answered one
 
 
 class _Abandoned(Exception):
@@ -31,32 +31,32 @@ class _NoMore(Exception):
     """No call will come."""
 
 
-def keep(orders: socket.socket, place: Place | None, trouble: str) -> None:
-    """Answers the calls of the connections that come over `orders`; with `trouble` where there is no place.
-    Returns when there are no more."""
+def keep(control: socket.socket, place: SandboxTier | None, trouble: str, parent: int) -> None:
+    """Answers the calls of the connections that come over `control`; with `trouble` where there is no place.
+    Returns when nobody can send more, or the preloaded process, `parent`, has gone."""
+
+    def end(number: int, frame: object) -> None:
+        control.close()  # a client that sends calls there sees at once that nobody takes them
+        raise _NoMore
+
     die_with_parent(signal.SIGTERM)
     with contextlib.suppress(_NoMore):
         while True:
-            signal.signal(signal.SIGTERM, _end)
+            signal.signal(signal.SIGTERM, end)
+            if os.getppid() != parent:
+                return
             if place is None:
-                _tell(orders, READY)
-                connection, _ = _next_call(orders)
-                _say(connection, Failed(trouble))
+                _say(_next_call(control)[0], Failed(trouble))
             else:
-                _One(place).keep(orders)
-            _tell(orders, DONE)
+                _One(place).keep(control)
 
 
-def _end(number: int, frame: object) -> None:
-    raise _NoMore
-
-
-def _next_call(orders: socket.socket) -> tuple[socket.socket, bytes]:
+def _next_call(control: socket.socket) -> tuple[socket.socket, bytes]:
     """A connection whose client is still there, and what it asks. Raises _NoMore."""
     while True:
         try:
-            packet, descriptors, _, _ = socket.recv_fds(orders, 1, 1)
-        except ConnectionError:  # the preloaded process has gone without reading what it was told
+            packet, descriptors, _, _ = socket.recv_fds(control, 1, 1)
+        except OSError:  # `end` has closed it, where nothing could be raised
             raise _NoMore from None
         if not packet:
             raise _NoMore
@@ -65,15 +65,6 @@ def _next_call(orders: socket.socket) -> tuple[socket.socket, bytes]:
             if (frame := receive_frame(connection)) is not None:
                 return connection, frame
         connection.close()
-        _tell(orders, DONE + READY)
-
-
-def _tell(orders: socket.socket, words: bytes) -> None:
-    """Raises _NoMore when the preloaded process has gone."""
-    try:
-        orders.send(words)
-    except ConnectionError:
-        raise _NoMore from None
 
 
 def _say(connection: socket.socket, answer: Result | Failed) -> None:
@@ -84,39 +75,37 @@ def _say(connection: socket.socket, answer: Result | Failed) -> None:
 class _One:
     """One call."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: SandboxTier) -> None:
         self._place = place
         self._ready = mmap.mmap(-1, 1)  # shared with the process that waits: it has reached its place
-        self._outputs: dict[int, Output] = {}
+        self._outputs: dict[int, BoundedOutput] = {}
 
-    def keep(self, orders: socket.socket) -> None:
+    def keep(self, control: socket.socket) -> None:
         with contextlib.ExitStack() as stack:
             requests, given = socket.socketpair()
             pipes = os.pipe(), os.pipe()
             for reading, _ in pipes:
                 os.set_blocking(reading, False)
                 stack.callback(os.close, reading)
-                self._outputs[reading] = Output(self._place.limits.output_bytes)
+                self._outputs[reading] = BoundedOutput(self._place.limits.output_bytes)
             stack.enter_context(requests)
             try:
                 streams = (given.fileno(), pipes[0][1], pipes[1][1])
                 ended = self._place.start(self._wait_for_code, streams)
             except OSError as error:
-                _tell(orders, READY)
-                _say(_next_call(orders)[0], Failed(f"no process can be started: {error}"))
+                _say(_next_call(control)[0], Failed(f"no process can be started: {error}"))
                 return
             finally:
                 given.close()
                 for _, writing in pipes:
                     os.close(writing)
             stack.callback(os.close, ended)
-            self._run(orders, requests, ended)
+            self._run(control, requests, ended)
 
-    def _run(self, orders: socket.socket, requests: socket.socket, ended: int) -> None:
+    def _run(self, control: socket.socket, requests: socket.socket, ended: int) -> None:
         connection, timed_out, begun, code = None, False, 0.0, 0
         try:
-            _tell(orders, READY)
-            connection, frame = _next_call(orders)
+            connection, frame = _next_call(control)
             self._place.begin()
             begun = time.monotonic()
             call = decode_call(frame)
@@ -161,7 +150,7 @@ class _One:
         return False
 
 
-def _read(descriptor: int, output: Output) -> bool | None:
+def _read(descriptor: int, output: BoundedOutput) -> bool | None:
     """Whether there was something; None at the end of the stream."""
     try:
         chunk = os.read(descriptor, _CHUNK)

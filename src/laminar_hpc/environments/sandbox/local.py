@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import os
 import shutil
 import socket
@@ -11,14 +12,22 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from laminar_hpc.cluster.folders import SANDBOX_FOLDER_PREFIX, claim
 from laminar_hpc.cluster.own_time import within
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.environments.framing import encode, framed, read_frame, receive_frame
 from laminar_hpc.environments.isolation.tiers import ISOLATION
-from laminar_hpc.environments.sandbox.protocol import Call, Failed, Limits, Result, Setup, decode_answer
+from laminar_hpc.environments.sandbox.protocol import (
+    Failed,
+    Limits,
+    Result,
+    SandboxCall,
+    SandboxSetup,
+    decode_answer,
+)
+from laminar_hpc.environments.workers.framing import encode, framed, read_frame
 
 ZYGOTE = f"{__package__}.zygote"  # its module, which this one does not import
 PRELOAD = ("numpy", "sympy")
@@ -44,10 +53,13 @@ class Sandbox:
     ) -> None:
         if isolation not in ISOLATION:
             raise ValueError(f"isolation={isolation!r}: must be one of {', '.join(ISOLATION)}")
-        self._isolation, self._preload, self._limits = isolation, list(preload), limits or Limits()
+        self._isolation = isolation
+        self._preload = list(preload)
+        self._limits = limits or Limits()
         self._control: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
-        self._folder, self._owner = "", 0
+        self._folder = ""
+        self._owner = 0
         self._starting = threading.Lock()
 
     def start(self) -> None:
@@ -57,7 +69,8 @@ class Sandbox:
                 self._start()
 
     def _start(self) -> None:
-        self._folder, self._owner = tempfile.mkdtemp(prefix=SANDBOX_FOLDER_PREFIX), os.getpid()
+        self._folder = tempfile.mkdtemp(prefix=SANDBOX_FOLDER_PREFIX)
+        self._owner = os.getpid()
         claim(Path(self._folder))
         inside = os.path.join(self._folder, "inside")
         os.mkdir(inside)
@@ -72,7 +85,7 @@ class Sandbox:
                 env=environment(),
             )
         ours.setblocking(False)
-        ours.send(encode(Setup(self._isolation, self._preload, inside, self._limits)))
+        ours.send(encode(SandboxSetup(self._isolation, self._preload, inside, self._limits)))
         self._control = ours
 
     # ---- calls ---------------------------------------------------------------------------------------------
@@ -80,41 +93,34 @@ class Sandbox:
     async def run(self, code: str, stdin: str = "", timeout_seconds: float = 10.0) -> Result:
         """What comes of this program. Its time counts from its own start: calls beyond `limits.at_once` wait
         before. Raises SandboxFailed."""
-        call = _call(code, stdin, timeout_seconds)
-        for again in (True, False):
-            connection = await self._connected()
-            reader, writer = await asyncio.open_connection(sock=connection)
+        if not 0 < timeout_seconds <= MAX_TIMEOUT_SECONDS:
+            raise ValueError(
+                f"timeout_seconds={timeout_seconds}: must be above 0, at most {MAX_TIMEOUT_SECONDS:g}"
+            )
+        for _ in range(2):
+            reader, writer = await asyncio.open_connection(sock=await self._connected())
             try:
-                writer.write(framed(call))
+                writer.write(framed(SandboxCall(code, stdin, timeout_seconds)))
                 async with within(QUEUE_SECONDS + timeout_seconds):
-                    return _checked(await read_frame(reader))
+                    answer = decode_answer(await read_frame(reader))
             except TimeoutError:
-                raise self._late(timeout_seconds) from None
+                raise SandboxFailed(
+                    f"no place in the sandbox within {QUEUE_SECONDS:g} s (calls of {timeout_seconds:g} s; "
+                    f"{self._limits.at_once or 'as many as cores'} run at a time)"
+                ) from None
             except (OSError, asyncio.IncompleteReadError):
-                self._lost(again)
+                continue  # its keeper has gone without an answer: for want of memory, most likely
             finally:
                 writer.close()
-        raise AssertionError
+            if isinstance(answer, Failed):
+                raise SandboxFailed(answer.reason)
+            return answer
+        raise SandboxFailed("the process that ran the code was killed, twice; is there enough memory?")
 
     def run_sync(self, code: str, stdin: str = "", timeout_seconds: float = 10.0) -> Result:
-        """As `run`, for callers without an event loop."""
-        call = _call(code, stdin, timeout_seconds)
-        for again in (True, False):
-            connection, theirs = socket.socketpair()
-            with connection:
-                while not self._sent(theirs):
-                    time.sleep(_RETRY_SECONDS)
-                connection.settimeout(QUEUE_SECONDS + timeout_seconds)
-                try:
-                    connection.sendall(framed(call))
-                    if frame := receive_frame(connection):
-                        return _checked(frame)
-                except TimeoutError:
-                    raise self._late(timeout_seconds) from None
-                except OSError:
-                    pass
-            self._lost(again)
-        raise AssertionError
+        """As `run`, for callers that do not await."""
+        with ThreadPoolExecutor(1) as thread:  # the caller's own may have a loop that runs
+            return thread.submit(asyncio.run, self.run(code, stdin, timeout_seconds)).result()
 
     async def _connected(self) -> socket.socket:
         ours, theirs = socket.socketpair()
@@ -134,9 +140,9 @@ class Sandbox:
             assert self._control is not None
             try:
                 socket.send_fds(self._control, [b"."], [theirs.fileno()])
-            except BlockingIOError:
-                return False
-            except OSError:
+            except OSError as error:
+                if error.errno in (errno.EAGAIN, errno.ETOOMANYREFS):
+                    return False
                 if not again:
                     theirs.close()
                     raise SandboxFailed("the sandbox's process ends at its start; see the log") from None
@@ -145,18 +151,6 @@ class Sandbox:
                 theirs.close()
                 return True
         raise AssertionError
-
-    def _lost(self, again: bool) -> None:
-        """A call's keeper has gone without an answer: for want of memory, most likely. Raises SandboxFailed
-        the second time."""
-        if not again:
-            raise SandboxFailed("the process that ran the code was killed, twice; is there enough memory?")
-
-    def _late(self, timeout_seconds: float) -> SandboxFailed:
-        return SandboxFailed(
-            f"no place in the sandbox within {QUEUE_SECONDS:g} s (calls of {timeout_seconds:g} s; "
-            f"{self._limits.at_once or 'as many as cores'} run at a time)"
-        )
 
     # ---- its end -------------------------------------------------------------------------------------------
 
@@ -193,21 +187,6 @@ def environment() -> dict[str, str]:
         "PYTHONHASHSEED": "0",  # -I ignores it; for programs that the code starts
         **one_thread,
     }
-
-
-def _call(code: str, stdin: str, timeout_seconds: float) -> Call:
-    if not 0 < timeout_seconds <= MAX_TIMEOUT_SECONDS:
-        raise ValueError(
-            f"timeout_seconds={timeout_seconds}: must be above 0, at most {MAX_TIMEOUT_SECONDS:g}"
-        )
-    return Call(code, stdin, timeout_seconds)
-
-
-def _checked(frame: bytes) -> Result:
-    answer = decode_answer(frame)
-    if isinstance(answer, Failed):
-        raise SandboxFailed(answer.reason)
-    return answer
 
 
 def _remove(folder: str) -> None:

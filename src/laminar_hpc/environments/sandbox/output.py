@@ -1,7 +1,7 @@
 """One stream of a call's output, bounded: its beginning and its end are kept."""
 
 
-class Output:
+class BoundedOutput:
     """Holds at most about `limit` bytes, however many come."""
 
     def __init__(self, limit: int) -> None:

@@ -1,5 +1,5 @@
 """Where a call's code runs, by tier: `prepare` makes the preloaded process ready, once; then each call's
-keeper uses a Place.
+keeper uses a SandboxTier.
 
     namespaces   among no other processes, on a file system that holds nothing else
     others       among all processes and files; the keeper is a subreaper and ends all descendants
@@ -20,7 +20,7 @@ from pathlib import Path
 
 from laminar_hpc.cluster.processes import die_with_parent
 from laminar_hpc.environments.isolation import descendants, kernel, landlock, limits, seccomp, tiers
-from laminar_hpc.environments.sandbox.protocol import Limits, Setup
+from laminar_hpc.environments.sandbox.protocol import Limits, SandboxSetup
 
 BOX = "/box"
 _NOBODY = 65534
@@ -38,7 +38,7 @@ def readable() -> list[str]:
     return [*_SYSTEM, *sorted(os.path.realpath(path) if path == sys.base_prefix else path for path in python)]
 
 
-def prepare(setup: Setup) -> "Place":
+def prepare(setup: SandboxSetup) -> "SandboxTier":
     """Brings this process to the asked tier. Raises OSError with the reason where the machine does not have
     it."""
     tier = setup.isolation if setup.isolation != "auto" else tiers.best()
@@ -58,7 +58,7 @@ def prepare(setup: Setup) -> "Place":
     return SharedFiles(setup.limits, folder, locked=tier == "landlock")
 
 
-class Place(ABC):
+class SandboxTier(ABC):
     """Of one keeper, call after call: `start` forks ahead of the call, `begin` comes with it, `end` when it
     is over."""
 
@@ -79,7 +79,7 @@ class Place(ABC):
         """The exit code of `body`'s process; nothing that it has started is left."""
 
 
-class Namespaces(Place):
+class Namespaces(SandboxTier):
     """Each call is the first process of a PID namespace, with a box and a /proc of its own; the kernel ends
     all others of a namespace with the first. The mounts are those of the keeper, which takes them away before
     the next call: that takes the kernel longer than a call."""
@@ -127,7 +127,7 @@ class Namespaces(Place):
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
 
-class SharedFiles(Place):
+class SharedFiles(SandboxTier):
     """Each call among the machine's processes and files; `locked`: with Landlock and seccomp."""
 
     def __init__(self, given: Limits, folder: str, locked: bool) -> None:
@@ -163,12 +163,7 @@ class SharedFiles(Place):
             resource.prlimit(self.pid, resource.RLIMIT_NPROC, (most, most))
 
     def end(self) -> int:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGKILL)  # it had no group yet
-        code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-        descendants.end_all()
+        code = descendants.end_session(self.pid)
         shutil.rmtree(self._box, ignore_errors=True)
         return code
 

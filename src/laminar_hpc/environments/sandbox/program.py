@@ -10,9 +10,9 @@ import traceback
 import types
 from typing import NoReturn
 
-from laminar_hpc.environments.framing import receive_frame
 from laminar_hpc.environments.isolation.limits import set_cpu_limit
 from laminar_hpc.environments.sandbox.protocol import decode_call
+from laminar_hpc.environments.workers.framing import receive_frame
 
 NAME = "main.py"  # in tracebacks
 

@@ -16,7 +16,7 @@ class Limits(msgspec.Struct, frozen=True):
     at_once: int = 0
 
 
-class Setup(msgspec.Struct):
+class SandboxSetup(msgspec.Struct):
     """To the preloaded process, once. `isolation`: auto or a tier; `preload`: modules; `folder`: an empty one
     for it alone."""
 
@@ -26,7 +26,7 @@ class Setup(msgspec.Struct):
     limits: Limits
 
 
-class Call(msgspec.Struct):
+class SandboxCall(msgspec.Struct):
     """Python `code` with `stdin` as its input, ended after `timeout_seconds`."""
 
     code: str
@@ -52,6 +52,6 @@ class Failed(msgspec.Struct, tag=True):
     reason: str
 
 
-decode_setup = msgspec.msgpack.Decoder(Setup).decode
-decode_call = msgspec.msgpack.Decoder(Call).decode
+decode_setup = msgspec.msgpack.Decoder(SandboxSetup).decode
+decode_call = msgspec.msgpack.Decoder(SandboxCall).decode
 decode_answer = msgspec.msgpack.Decoder(Result | Failed).decode

@@ -1,5 +1,5 @@
 """What a worker calls: the user's functions, imported, and the answers that they come to. Called by
-reward_worker.py; under another interpreter too (interpreter.py).
+process.py; under another interpreter too (interpreter.py).
 """
 
 import importlib
@@ -11,37 +11,24 @@ from collections.abc import Callable
 from typing import Protocol
 
 from laminar_hpc.config.errors import LaminarError, did_you_mean
-from laminar_hpc.environments.framing import framed
-from laminar_hpc.environments.reward_protocol import (
-    MAX_ERROR,
-    Call,
-    Ready,
-    Result,
-    Setup,
-    Spec,
-    error_words,
-    sendable,
-)
 from laminar_hpc.environments.reward_styles import RewardFault, adapted, checked
+from laminar_hpc.environments.workers import protocol
+from laminar_hpc.environments.workers.framing import framed
 
-# what is no reward, by style: the module and class that serve it, imported where it is asked for
-OTHERS = {
-    "tool": ("laminar_hpc.turns.served", "Tool"),
-    "environment": ("laminar_hpc.turns.served", "Environment"),
-    "agent": ("laminar_hpc.gateway.served", "Agent"),
-}
+# What is no reward, by style: the class of turns/served.py that serves it.
+OTHERS = {"tool": "Tool", "environment": "Environment", "agent": "Agent"}
 
 
 class Reward:
     """One reward, ready to be called. Raises LaminarError when it cannot be."""
 
-    def __init__(self, spec: Spec, timeout_seconds: float, prompt_field: str) -> None:
+    def __init__(self, spec: protocol.Spec, timeout_seconds: float, prompt_field: str) -> None:
         self.style = spec.style
         if spec.url:
             from laminar_hpc.environments.http_reward import HttpReward  # aiohttp takes a third of a second
 
             self.is_async, self.style = True, "laminar"
-            self.call: Callable[[Call], object] = HttpReward(spec, timeout_seconds)
+            self.call: Callable[[protocol.Call], object] = HttpReward(spec, timeout_seconds)
             return
         function = load_function(spec.function, spec.label)
         self.is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
@@ -51,10 +38,10 @@ class Reward:
         if hasattr(function, "prepare"):  # an object that wants to do something once, before the forks
             function.prepare()
 
-    def result(self, call: Call, value: object, t0: float) -> Result:
+    def result(self, call: protocol.Call, value: object, t0: float) -> protocol.CallResult:
         """Of what the call returned. Raises RewardFault."""
         number, parts = checked(value, self.style)
-        return Result(call.id, number, parts, t0, time.time())
+        return protocol.CallResult(call.id, number, parts, t0, time.time())
 
 
 def load_function(path: str, label: str) -> Callable:
@@ -75,7 +62,7 @@ def load_function(path: str, label: str) -> Callable:
         if isinstance(error, ModuleNotFoundError) and error.name == module_name:
             cure = f"; {module_name}.py must be in the current folder or one of PYTHONPATH"
         raise LaminarError(
-            f"{label} cannot be imported: {type(error).__name__}: {str(error)[:MAX_ERROR]}{cure}"
+            f"{label} cannot be imported: {type(error).__name__}: {str(error)[: protocol.MAX_ERROR]}{cure}"
         ) from None
     if not hasattr(module, name):
         raise LaminarError(f"{label}: {module_name} has no '{name}'{did_you_mean(name, vars(module))}")
@@ -90,48 +77,45 @@ class Served(Protocol):
 
     is_async: bool
 
-    def call(self, call: Call, /) -> object:
+    def call(self, call: protocol.Call, /) -> object:
         """What the user's code returns, or an awaitable of it."""
 
-    def result(self, call: Call, value: object, t0: float) -> Result:
+    def result(self, call: protocol.Call, value: object, t0: float) -> protocol.CallResult:
         """Of what the call returned. Raises RewardFault."""
 
 
-def load_all(setup: Setup) -> dict[str, Served]:
+def load_all(setup: protocol.WorkerSetup) -> dict[str, Served]:
     """Imports the user's functions, by name of the reward or tool; what their modules raise is raised
     here."""
 
-    def load(spec: Spec) -> Served:
+    def load(spec: protocol.Spec) -> Served:
         if spec.style not in OTHERS:
             return Reward(spec, setup.timeout_seconds, setup.prompt_field)
-        module, name = OTHERS[spec.style]
-        served: Served = getattr(importlib.import_module(module), name)(
-            load_function(spec.function, spec.label), spec
-        )
+        kind = getattr(importlib.import_module("laminar_hpc.turns.served"), OTHERS[spec.style])
+        served: Served = kind(load_function(spec.function, spec.label), spec)
         return served
 
     return {spec.name: load(spec) for spec in setup.specs}
 
 
-def ready(served: dict[str, Served]) -> Ready:
+def ready(served: dict[str, Served]) -> protocol.Ready:
     """The report that all is imported, which of it is awaited, and which tools there are."""
     awaited = [name for name, each in served.items() if each.is_async]
     tools = {name: list(getattr(each, "tools", ())) for name, each in served.items()}
     rewards = [name for name, each in served.items() if getattr(each, "rewards", False)]
     idempotent = {name: list(getattr(each, "idempotent", ())) for name, each in served.items()}
-    return Ready("", awaited, tools, rewards, idempotent)
+    return protocol.Ready("", awaited, tools, rewards, idempotent)
 
 
-def result(call: Call, t0: float, error: BaseException) -> Result:
+def result(call: protocol.Call, t0: float, error: BaseException) -> protocol.CallResult:
     """Of a call that raised."""
     fault = error.fault if isinstance(error, RewardFault) else "raised"
-    text = sendable(str(error)) if isinstance(error, RewardFault) else error_words(error)
-    return Result(
-        call.id, 0.0, {}, t0, time.time(), " ".join(text[: 2 * MAX_ERROR].split())[:MAX_ERROR], fault
-    )
+    text = protocol.sendable(str(error)) if isinstance(error, RewardFault) else protocol.error_words(error)
+    text = " ".join(text[: 2 * protocol.MAX_ERROR].split())[: protocol.MAX_ERROR]
+    return protocol.CallResult(call.id, 0.0, {}, t0, time.time(), text, fault)
 
 
-def answered(call: Call, answer: Result) -> bytes:
+def answered(call: protocol.Call, answer: protocol.CallResult) -> bytes:
     """The frame that ends the call, whatever the user's code has put into the answer."""
     try:
         return framed(answer)

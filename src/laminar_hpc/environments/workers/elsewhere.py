@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def _import_us() -> None:
-    folder = Path(__file__).resolve().parents[1]
+    folder = Path(__file__).resolve().parents[2]
     spec = importlib.util.spec_from_file_location(
         folder.name, folder / "__init__.py", submodule_search_locations=[str(folder)]
     )
@@ -18,6 +18,6 @@ def _import_us() -> None:
 
 if __name__ == "__main__":
     _import_us()
-    from laminar_hpc.environments.reward_worker import main
+    from laminar_hpc.environments.workers.process import main
 
     main()

@@ -1,4 +1,5 @@
-"""Who runs a call: `Crew` gives each call its own process, `SharedCrew` lets async calls share an event loop.
+"""The workers of one setup, and who runs a call: `Crew` gives each call its own process, `SharedCrew` lets
+async calls share an event loop.
 
 A call in a crew of its own can only harm itself: at its time limit its process is killed, and nobody else was
 in it. So that neither calls that wait (on a server, on a child) nor calls that hang keep others from running,
@@ -13,15 +14,17 @@ a crew grows while calls queue:
 
 import asyncio
 import contextlib
+import itertools
 import os
 import time
 from collections import deque
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable
 from pathlib import Path
+from typing import Self
 
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.environments.fork_server import ForkServer, Worker, WorkerLost
-from laminar_hpc.environments.reward_protocol import Call, Result
+from laminar_hpc.environments.workers.fork_server import ForkServer, Worker, WorkerLost
+from laminar_hpc.environments.workers.protocol import Call, CallResult
 
 LOOK_SECONDS = 0.02  # between two looks at the queue
 GROWTH = 3
@@ -35,30 +38,50 @@ FROZEN_SECONDS, FROZEN_SHARE_OF_LIMIT = 1.0, 0.2
 WORD_SECONDS = 30.0
 
 
-class Crew:
+class _Crew:
+    """What both kinds have: a server that forks for them, and tasks that end with them."""
+
+    def __init__(self, server: ForkServer, workers: int, limit: float) -> None:
+        self._server = server
+        self._number = workers
+        self._limit = limit
+        self._tasks: set[asyncio.Task] = set()
+        self._closed = False
+
+    def _spawn(self, coroutine: Coroutine) -> asyncio.Task:
+        task = asyncio.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _end(self, workers: Iterable[Worker]) -> None:
+        """Calls in flight are lost."""
+        self._closed = True
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for worker in workers:
+            worker.kill()
+
+
+class Crew(_Crew):
     """Processes that each run one call at a time."""
 
     def __init__(self, server: ForkServer, workers: int, max_workers: int, limit: float) -> None:
-        self._server, self._workers, self._max_workers, self._limit = (
-            server,
-            workers,
-            max(workers, max_workers),
-            limit,
-        )
+        super().__init__(server, workers, limit)
+        self._max_workers = max(workers, max_workers)
         self._hog = min(MAX_HOG_SECONDS, HOG_SHARE_OF_LIMIT * limit)
         self._idle: deque[tuple[float, Worker]] = deque()  # since when; the newest at the end
         self._busy: set[Worker] = set()
         self._starting = 0
         self._wishes: deque[asyncio.Future[Worker]] = deque()
-        self._tasks: set[asyncio.Task] = set()
         self._looking: asyncio.Task | None = None
-        self._closed = False
 
     async def start(self) -> None:
-        for worker in await asyncio.gather(*(self._server.fork(False) for _ in range(self._workers))):
+        for worker in await asyncio.gather(*(self._server.fork(False) for _ in range(self._number))):
             self._put(worker)
 
-    async def run(self, call: Call) -> Result:
+    async def run(self, call: Call) -> CallResult:
         """What came of the call, which is ended at the time limit. Raises WorkerLost when its process died
         meanwhile."""
         worker = await self._take()
@@ -68,7 +91,9 @@ class Crew:
             answered = True
             return result
         except TimeoutError:
-            return Result(call.id, 0.0, {}, t0, time.time(), f"no result within {self._limit:g} s", "time")
+            return CallResult(
+                call.id, 0.0, {}, t0, time.time(), f"no result within {self._limit:g} s", "time"
+            )
         finally:
             self._busy.discard(worker)
             if answered and (not worker.slowed or _restore(worker)):
@@ -80,11 +105,7 @@ class Crew:
         """Calls that still wait are lost."""
         self._closed = True
         self._refuse(WorkerLost())
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        for worker in [*self._busy, *(worker for _, worker in self._idle)]:
-            worker.kill()
+        await self._end([*self._busy, *(worker for _, worker in self._idle)])
         self._busy.clear()
         self._idle.clear()
 
@@ -121,19 +142,13 @@ class Crew:
                 wish.set_result(worker)
                 return None
         self._idle.append((time.monotonic(), worker))
-        while len(self._idle) > self._workers and self._idle[0][0] < time.monotonic() - IDLE_SECONDS:
+        while len(self._idle) > self._number and self._idle[0][0] < time.monotonic() - IDLE_SECONDS:
             self._dismiss(self._idle.popleft()[1])
         return None
 
     def _dismiss(self, worker: Worker) -> None:
         worker.kill()
         self._spawn(self._server.reap(worker))
-
-    def _spawn(self, coroutine: Coroutine) -> asyncio.Task:
-        task = asyncio.create_task(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
 
     # ---- growing -------------------------------------------------------------------------------------------
 
@@ -149,10 +164,10 @@ class Crew:
         """Workers to be started now."""
         now = time.monotonic()
         in_the_way = sum(self._is_in_the_way(worker, now) for worker in self._busy) + self._starting
-        if in_the_way >= self._workers:
+        if in_the_way >= self._number:
             return 0
         present = len(self._busy) + len(self._idle) + self._starting
-        wanted = max(self._workers - in_the_way, GROWTH * (len(self._busy) + self._starting - in_the_way))
+        wanted = max(self._number - in_the_way, GROWTH * (len(self._busy) + self._starting - in_the_way))
         return max(
             0, min(wanted, self._max_workers - present, len(self._wishes) - len(self._idle) - self._starting)
         )
@@ -199,22 +214,20 @@ def computes(pid: int) -> bool:
         return False
 
 
-class SharedCrew:
+class SharedCrew(_Crew):
     """Processes that each run many async calls on one event loop. A loop that is stuck is given up with
     all its calls."""
 
     def __init__(self, server: ForkServer, workers: int, limit: float) -> None:
-        self._server, self._number, self._limit = server, workers, limit
+        super().__init__(server, workers, limit)
         self._patience = max(FROZEN_SECONDS, FROZEN_SHARE_OF_LIMIT * limit)
         self._workers: list[Worker] = []
-        self._tasks: set[asyncio.Task] = set()
         self._changing = asyncio.Lock()
-        self._closed = False
 
     async def start(self) -> None:
         await asyncio.gather(*(self._add() for _ in range(self._number)))
 
-    async def run(self, call: Call) -> Result:
+    async def run(self, call: Call) -> CallResult:
         """Raises WorkerLost when the process died, its loop was stuck, or nothing was said of the call: it
         may have been another call's fault."""
         try:
@@ -234,17 +247,16 @@ class SharedCrew:
     async def _add(self) -> None:
         worker = await self._server.fork(True)
         self._workers.append(worker)
-        task = asyncio.create_task(self._watch(worker))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._spawn(self._watch(worker))
 
     async def _watch(self, worker: Worker) -> None:
-        """Gives it up when it has been silent through so many looks of ours: a loop of ours that is late
-        looks less often."""
-        look, silent = self._patience / 4, 0
+        """Gives it up when it has been silent through four looks of ours: a loop of ours that is late looks
+        less often. A program is never silent for too long."""
+        look = None if self._server.setup.program else self._patience / 4
+        silent = 0
         seen = worker.frames
         while silent < 4 and not worker.retired:
-            await asyncio.sleep(look)
+            await asyncio.wait([worker.listener], timeout=look)
             silent = silent + 1 if worker.frames == seen else 0
             seen = worker.frames
         self._workers.remove(worker)
@@ -252,10 +264,45 @@ class SharedCrew:
 
     async def stop(self) -> None:
         """Calls in flight are lost."""
-        self._closed = True
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        for worker in self._workers:
-            worker.kill()
+        await self._end(self._workers)
         self._workers.clear()
+
+
+class WorkerPool:
+    """The workers of one fork server: what rewards and environments are made of. Used by `start` and `close`,
+    or as a context."""
+
+    _has_calls = True  # else plain functions have a process with each session, and none before
+
+    def __init__(self, server: ForkServer, workers: int, max_workers: int, limit: float) -> None:
+        self._server = server
+        self._crew = Crew(server, workers, max_workers, limit)
+        self._shared = SharedCrew(server, workers, limit)
+        self._ids = itertools.count(1)
+
+    async def start(self) -> None:
+        """Raises LaminarError for a function that is not there, or cannot be called."""
+        try:
+            await self._server.start()
+            shared = len(self._server.ready.asynchronous)
+            plain = len(self._server.ready.tools) - shared
+            crews = [self._shared] * bool(shared) + [self._crew] * bool(plain and self._has_calls)
+            await asyncio.gather(*(crew.start() for crew in crews))
+        except BaseException:
+            await self.close()
+            raise
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    def _crew_of(self, call: Call) -> "Crew | SharedCrew":
+        return self._shared if call.name in self._server.ready.asynchronous else self._crew
+
+    async def close(self) -> None:
+        """Ends all workers, also those with calls in flight."""
+        await asyncio.gather(self._crew.stop(), self._shared.stop())
+        await self._server.stop()

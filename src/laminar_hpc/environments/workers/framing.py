@@ -1,8 +1,9 @@
-"""Messages between a process and its children: msgpack, with its length in front; nothing pickled."""
+"""Messages between a process and its children: msgpack or JSON, with the length in front; nothing pickled."""
 
 import asyncio
 import socket
 import struct
+from collections.abc import Callable
 
 import msgspec
 
@@ -17,12 +18,7 @@ async def read_frame(reader: asyncio.StreamReader) -> bytes:
     return await reader.readexactly(length)
 
 
-def write_frame(writer: asyncio.StreamWriter, message: msgspec.Struct) -> None:
-    """Queues one frame; does not wait for it to be sent."""
-    writer.write(framed(message))
-
-
-def framed(message: msgspec.Struct) -> bytes:
+def framed(message: msgspec.Struct, encode: Callable[[msgspec.Struct], bytes] = encode) -> bytes:
     """A message with its length in front, as it crosses the socket."""
     frame = encode(message)
     return LENGTH.pack(len(frame)) + frame

@@ -1,8 +1,5 @@
-"""The rollout's side of a fork server (reward_worker.py): it starts the server, has workers forked, ends
-them, and bounds what they print.
-
-Used by reward_crews.py on one event loop. Everything that a worker has started dies with it, see
-reward_keeper.py.
+"""The rollout's side of a fork server (process.py): it starts the server, has workers forked, ends them, and
+bounds what they print. Used by crews.py on one event loop.
 """
 
 import asyncio
@@ -21,23 +18,15 @@ import msgspec
 
 from laminar_hpc.cluster.own_time import within
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.environments.framing import encode, read_frame, write_frame
-from laminar_hpc.environments.interpreter import OURS, Interpreter
-from laminar_hpc.environments.reward_protocol import (
-    Call,
-    Fork,
-    Forked,
-    Ready,
-    Reap,
-    Result,
-    Setup,
-    decode_from_server,
-    decode_from_worker,
-)
+from laminar_hpc.environments.workers import protocol
+from laminar_hpc.environments.workers.framing import encode, framed, read_frame
+from laminar_hpc.environments.workers.interpreter import OURS, Interpreter
 
 IMPORT_SECONDS = 60.0  # longest import of the user's modules
-# bytes of what reward functions print that go into the rollout's log; the rest is dropped
+START_SECONDS = 120.0  # longest start of a program
+# bytes of what workers print that go into the rollout's log; the rest is dropped
 MAX_OUTPUT = 4 << 20
+_SHOWN = 200  # characters of what a program has printed last
 _MAX_PACKET = 1 << 17
 
 
@@ -48,7 +37,7 @@ _NOT_FOR_FUNCTIONS = re.compile(
 
 
 def environment(kept: Collection[str] = ()) -> dict[str, str]:
-    """Of the processes that run reward functions. `kept`: names that a reward behind a URL needs."""
+    """Of the processes that run users' code. `kept`: names that a reward behind a URL needs."""
     inherited = {n: v for n, v in os.environ.items() if n in kept or not _NOT_FOR_FUNCTIONS.match(n)}
     return inherited | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
@@ -61,27 +50,32 @@ class Worker:
     """One process and the calls that it has."""
 
     def __init__(
-        self, pid: int, server: subprocess.Popen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        self, pid: int, server: "ForkServer", reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        self.pid, self.began, self.slowed, self._lost = pid, 0.0, False, False
-        self._server = server  # while it lives, the pid is this worker's, also when it is dead
+        self.pid = pid
+        self.began = 0.0
+        self.slowed = False
         self.frames = 0  # that it has sent
-        self.calls: dict[int, asyncio.Future[Result]] = {}
+        self.calls: dict[int, asyncio.Future[protocol.CallResult]] = {}
+        self._lost = False
+        self._server = server
+        assert server.process is not None
+        self._process = server.process  # while it lives, the pid is this worker's, also when it is dead
         self._writer = writer
-        self._listener = asyncio.create_task(self._listen(reader))
+        self.listener = asyncio.create_task(self._listen(reader))
 
     @property
     def retired(self) -> bool:
         """It gets no more calls: it is lost, or dies with its server."""
-        return self._lost or self._server.poll() is not None
+        return self._lost or self._process.poll() is not None
 
-    async def ask(self, call: Call, limit: float | None = None) -> Result:
+    async def ask(self, call: protocol.Call, limit: float | None = None) -> protocol.CallResult:
         """Raises WorkerLost, and TimeoutError after `limit` seconds."""
         self.calls[call.id] = waiter = asyncio.get_running_loop().create_future()
         try:
             if self.retired:
                 raise WorkerLost
-            write_frame(self._writer, call)
+            self._writer.write(framed(call, self._server.encode))
             async with within(limit):
                 return await waiter
         finally:
@@ -90,17 +84,13 @@ class Worker:
     async def _listen(self, reader: asyncio.StreamReader) -> None:
         try:
             while True:
-                message = decode_from_worker(await read_frame(reader))
+                message = self._server.decode(await read_frame(reader))
                 self.frames += 1
-                waiter = self.calls.get(message.id) if isinstance(message, Result) else None
+                waiter = self.calls.get(message.id) if isinstance(message, protocol.CallResult) else None
                 if waiter is not None and not waiter.done():
                     waiter.set_result(message)
-        except (
-            asyncio.IncompleteReadError,
-            ConnectionError,
-            msgspec.DecodeError,
-        ):  # the last: a function wrote into our socket
-            self.lose()
+        except (asyncio.IncompleteReadError, ConnectionError, msgspec.DecodeError):
+            self.lose()  # the last of these: a function wrote into our socket
 
     def lose(self) -> None:
         """Everything in flight is lost with it."""
@@ -110,62 +100,73 @@ class Worker:
                 waiter.set_exception(WorkerLost())
 
     def kill(self) -> None:
-        """With all that it has started."""
+        """With all that it has started; a program is left to its keeper."""
         self.lose()
-        self._listener.cancel()
+        self.listener.cancel()
         self._writer.close()
-        if self._server.poll() is not None:
-            return  # it has died with its server, and its pid may be another's by now
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGKILL)  # it had no group yet
+        if self._server.setup.program or self._process.poll() is not None:
+            return  # the latter: it has died with its server, and its pid may be another's by now
+        for kill in (os.killpg, os.kill):  # it may have no group yet
+            with contextlib.suppress(ProcessLookupError):
+                kill(self.pid, signal.SIGKILL)
 
 
 class ForkServer:
     """`ready`: what `start` has learned of the functions."""
 
-    def __init__(self, setup: Setup, quiet: bool = False, interpreter: Interpreter = OURS) -> None:
-        self._setup, self._label, self._quiet = setup, ", ".join(spec.label for spec in setup.specs), quiet
-        self.ready, self._interpreter = Ready(""), interpreter
-        self._process: subprocess.Popen | None = None
+    def __init__(
+        self, setup: protocol.WorkerSetup, quiet: bool = False, interpreter: Interpreter = OURS
+    ) -> None:
+        self.setup = setup
+        self.ready = protocol.Ready("")
+        self.process: subprocess.Popen | None = None
+        format_ = msgspec.json if setup.program else msgspec.msgpack
+        self.encode = format_.encode
+        self.decode = format_.Decoder(protocol.FromWorker).decode
+        self._label = ", ".join(spec.label for spec in setup.specs)
+        self._quiet = quiet
+        self._interpreter = interpreter
         self._control: socket.socket | None = None
         self._speaking = threading.Lock()  # one request at a time
         self._starting = asyncio.Lock()
-        self.left_to_print = MAX_OUTPUT
+        self._printer = threading.Thread()
+        self._left_to_print = MAX_OUTPUT
+        self._printed_last = ""
 
     async def start(self) -> None:
         """Raises LaminarError when the process does not come up, or a function is not there or has the
         wrong parameters."""
         await asyncio.to_thread(self._interpreter.check)
+        if self.setup.program:
+            self.setup.program[0] = self._interpreter.program
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.settimeout(IMPORT_SECONDS)
         with theirs:
+            kept = {spec.api_key_env for spec in self.setup.specs}
             words = ["server", str(theirs.fileno()), str(os.getpid())]
-            self._process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 [*self._interpreter.command(), *words],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
-                env=self._interpreter.environment(
-                    environment({spec.api_key_env for spec in self._setup.specs})
-                ),
+                env=self._interpreter.environment(environment(kept)),
             )
         self._control = ours
-        assert self._process.stdout is not None
-        threading.Thread(target=self._print, args=(self._process.stdout,), daemon=True).start()
+        assert self.process.stdout is not None
+        self._printer = threading.Thread(target=self._print, args=(self.process.stdout,), daemon=True)
+        self._printer.start()
         try:
-            ready = await asyncio.to_thread(self._request, self._setup)
+            ready = await asyncio.to_thread(self._request, self.setup)
         except TimeoutError:
             raise LaminarError(f"{self._label}: the import took longer than {IMPORT_SECONDS:g} s") from None
         except (OSError, EOFError):
-            code = self._process.wait()
+            code = self.process.wait()
             raise LaminarError(
                 f"{self._label}: the process ended with {code} during the import; see what it printed"
             ) from None
-        assert isinstance(ready, Ready)
+        assert isinstance(ready, protocol.Ready)
         if ready.error:
             raise LaminarError(ready.error)
         self.ready = ready
@@ -178,7 +179,7 @@ class ForkServer:
             socket.send_fds(control, [encode(message)], fds)
             if not (packet := control.recv(_MAX_PACKET)):
                 raise EOFError
-        return decode_from_server(packet)
+        return protocol.decode_from_server(packet)
 
     async def fork(self, together: bool) -> Worker:
         """A worker that is ready. Raises LaminarError when none can be started any more."""
@@ -198,38 +199,54 @@ class ForkServer:
 
         def forks() -> msgspec.Struct:
             with theirs:  # closed here only: a caller that gives up must not free a number that is being sent
-                return self._request(Fork(together), (theirs.fileno(),))
+                return self._request(protocol.Fork(together), (theirs.fileno(),))
 
         forking = asyncio.create_task(asyncio.to_thread(forks))
         writer: asyncio.StreamWriter | None = None
         try:
             forked = await asyncio.shield(forking)
-            assert isinstance(forked, Forked)
+            assert isinstance(forked, protocol.Forked)
             reader, writer = await asyncio.open_connection(sock=ours)
-            write_frame(writer, self._setup)
-            async with within(IMPORT_SECONDS):
-                ready = decode_from_worker(await read_frame(reader))
-            if isinstance(ready, Ready) and ready.error:
-                raise LaminarError(ready.error)
+            await self._await_ready(reader, writer)
         except BaseException:
             (writer or ours).close()
             forking.add_done_callback(self._unwanted)
             raise
-        assert self._process is not None
-        return Worker(forked.pid, self._process, reader, writer)
+        return Worker(forked.pid, self, reader, writer)
+
+    async def _await_ready(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """What a new worker says first. Raises LaminarError where it is an error, or a program does not
+        start."""
+        program = self.setup.program
+        limit = START_SECONDS if program else IMPORT_SECONDS
+        try:
+            writer.write(framed(self.setup, self.encode))
+            async with within(limit):
+                ready = self.decode(await read_frame(reader))
+        except (OSError, asyncio.IncompleteReadError) as error:
+            if not program:
+                raise
+            reason = f"not ready after {limit:g} s"
+            if not isinstance(error, TimeoutError):
+                await self.stop()  # so that all that it has printed is here
+                await asyncio.to_thread(self._printer.join, protocol.END_SECONDS)
+                reason = f"{program[0]} ended: {self._printed_last or 'it said nothing'}"
+            raise LaminarError(f"{self._label}: {reason}") from None
+        if isinstance(ready, protocol.Ready) and ready.error:
+            raise LaminarError(ready.error)
 
     def _unwanted(self, forking: asyncio.Task[msgspec.Struct]) -> None:
         """Nobody waits for this worker any more; its keeper would stay until the server ends."""
         if not forking.cancelled() and forking.exception() is None:
             forked = forking.result()
-            assert isinstance(forked, Forked)
+            assert isinstance(forked, protocol.Forked)
             forking.get_loop().run_in_executor(None, self._reap, forked.pid)
 
     async def _restart(self) -> None:
         """After the server itself has died, for want of memory for instance. Its workers have died with
         it."""
         async with self._starting:
-            if self._process is None or self._process.poll() is not None:
+            if self.process is None or self.process.poll() is not None:
                 self._end()
                 await self.start()
 
@@ -241,16 +258,16 @@ class ForkServer:
     def _reap(self, pid: int) -> None:
         with contextlib.suppress(OSError), self._speaking:
             if self._control is not None:
-                self._control.send(encode(Reap(pid)))
+                self._control.send(encode(protocol.Reap(pid)))
 
     def _print(self, pipe: BinaryIO) -> None:
-        """What reward functions print goes into our log, up to a bound. Ends when nobody can print any
-        more."""
+        """What users' code prints goes into our log, up to a bound. Ends when nobody can print any more."""
         with pipe:
             while chunk := os.read(pipe.fileno(), 1 << 16):
-                kept = b"" if self._quiet else chunk[: self.left_to_print]
-                self.left_to_print -= len(kept)
-                if kept and self.left_to_print == 0:
+                self._printed_last = " ".join(chunk.decode(errors="replace").split())[-_SHOWN:]
+                kept = b"" if self._quiet else chunk[: self._left_to_print]
+                self._left_to_print -= len(kept)
+                if kept and self._left_to_print == 0:
                     bound = f"{MAX_OUTPUT >> 20} MiB"
                     kept += f"\n[reward functions have printed {bound}; the rest is dropped]\n".encode()
                 print(kept.decode(errors="backslashreplace"), end="", file=sys.stderr, flush=True)
@@ -258,14 +275,14 @@ class ForkServer:
     def _end(self) -> None:
         if self._control is not None:
             with contextlib.suppress(OSError):
-                self._control.shutdown(
-                    socket.SHUT_RDWR
-                )  # whoever waits for an answer is told, and waits no more
+                self._control.shutdown(socket.SHUT_RDWR)  # whoever waits for an answer is told
             self._control.close()
-        if self._process is not None:
+        if self.process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):  # it ends programs gently
+                self.process.wait(2 * protocol.END_SECONDS if self.setup.program else 0.0)
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
 
     async def stop(self) -> None:
         """Its workers end with it."""

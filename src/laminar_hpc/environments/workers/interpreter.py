@@ -1,6 +1,6 @@
 """Which Python runs the user's functions: ours, or another with packages that cannot live beside ours.
 
-The other one runs our worker's code too (reward_worker.py and what it imports), which it is given by its path
+The other one runs our worker's code too (process.py and what it imports), which it is given by its path
 (elsewhere.py). So it needs what that code needs, and none of our other packages.
 """
 
@@ -79,7 +79,7 @@ class Interpreter:
     def command(self) -> list[str]:
         """What starts our worker; its words follow."""
         if not self.path:
-            return [self.program, "-m", "laminar_hpc.environments.reward_worker"]
+            return [self.program, "-m", "laminar_hpc.environments.workers.process"]
         return [self.program, "-P", str(Path(__file__).with_name("elsewhere.py"))]
 
     def environment(self, ours: dict[str, str]) -> dict[str, str]:

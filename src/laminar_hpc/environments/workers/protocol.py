@@ -1,14 +1,15 @@
-"""What passes between a rollout (reward_pool.py), its fork server and its reward workers: frames of msgpack,
-nothing pickled.
+"""What passes between a rollout, its fork server and the workers: msgpack, nothing pickled. With a worker
+that is a program of its own it is the same in JSON.
 
-    rollout <->     framing                     there                               back
-    fork server     one message per packet      Setup | Fork with a socket | Reap   Ready | Forked
-    reward worker   as in framing.py            Setup, then Calls                   Ready, Results, Ticks
+    rollout <->   framing                  there                                    back
+    fork server   one message per packet   WorkerSetup | Fork with a socket | Reap  Ready | Forked
+    worker        as in framing.py         WorkerSetup, then Calls                  Ready, CallResults, Ticks
 """
 
 import msgspec
 
 MAX_ERROR = 300  # characters of an error that are kept
+END_SECONDS = 3.0  # in which a program ends by itself, once nobody asks it any more
 
 
 def sendable(text: str) -> str:
@@ -34,18 +35,20 @@ class Spec(msgspec.Struct):
     name: str
     label: str
     function: str
-    url: str
-    style: str
-    api_key_env: str
+    url: str = ""
+    style: str = ""
+    api_key_env: str = ""
 
 
-class Setup(msgspec.Struct, tag=True):
+class WorkerSetup(msgspec.Struct, tag=True):
     """First message to a fork server and to a worker. `prompt_field`: where a row has its prompt, as in
-    data.prompt_field."""
+    data.prompt_field. `program`: the command that each worker becomes, in place of functions; its socket's
+    descriptor is added."""
 
     specs: list[Spec]
     timeout_seconds: float
-    prompt_field: str
+    prompt_field: str = ""
+    program: list[str] = []
 
 
 class Fork(msgspec.Struct, tag=True):
@@ -67,7 +70,7 @@ class Call(msgspec.Struct, tag=True, omit_defaults=True):
     `method`, one of its tools, reset, get_reward, or "" to forget it."""
 
     id: int
-    name: str
+    name: str = ""
     prompt: str = ""
     response: str = ""
     row: dict = {}
@@ -101,7 +104,7 @@ class Tick(msgspec.Struct, tag=True):
     """The event loop of a worker turns."""
 
 
-class Result(msgspec.Struct, tag=True):
+class CallResult(msgspec.Struct, tag=True):
     """What became of a call. Times are seconds since the epoch.
 
     `reward`: None = the function says that it does not apply to this row. `error`: "" or what went wrong;
@@ -119,7 +122,8 @@ class Result(msgspec.Struct, tag=True):
     text: str | None = None  # of a tool or a reset, for the model
 
 
-decode_to_server = msgspec.msgpack.Decoder(Setup | Fork | Reap).decode
+OF_A_PROGRAM = Ready("", [""], {"": []}, [""], {"": []})  # it is called as an agent is
+FromWorker = Ready | CallResult | Tick
+decode_to_server = msgspec.msgpack.Decoder(WorkerSetup | Fork | Reap).decode
 decode_from_server = msgspec.msgpack.Decoder(Ready | Forked).decode
-decode_to_worker = msgspec.msgpack.Decoder(Setup | Call).decode
-decode_from_worker = msgspec.msgpack.Decoder(Ready | Result | Tick).decode
+decode_to_worker = msgspec.msgpack.Decoder(WorkerSetup | Call).decode
