@@ -1,5 +1,5 @@
-"""`laminar`: the command line. COMMANDS is the table of what there is; each entry checks its words and calls
-the part that does the work.
+"""`laminar`: the command line. COMMANDS is the table of what there is; argparse takes an entry's options from
+the words, and the part that the entry names does the work.
 
 Parts are imported when they are called: a refusal, or `--help`, need not wait for the others.
 """
@@ -7,31 +7,34 @@ Parts are imported when they are called: a refusal, or `--help`, need not wait f
 import importlib
 import os
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from laminar_hpc import __version__
 from laminar_hpc.config.errors import LaminarError, Refused, did_you_mean, of_the_system, print_lines
+from laminar_hpc.config.options import CFG, INFO
 from laminar_hpc.observability.output import guard
 
+if TYPE_CHECKING:
+    from argparse import ArgumentParser, Namespace
+
 WIDE = 60  # columns of an example; what a longer one does follows right behind it
-_RUN = "RUN_DIR is a finished run, which takes no keys."
+KEYS = "[key=value ...]"
 
 
-def train_help() -> str:
-    """What `laminar train --help` adds to its usage."""
-    from laminar_hpc.train_command import more_help
-
-    return more_help()
+def elsewhere(module: str, function: str = "main") -> Callable[..., Any]:
+    """The function of a module that is imported only when the function is called."""
+    return lambda *given: getattr(importlib.import_module(f"laminar_hpc.{module}"), function)(*given)
 
 
-def stop(arguments: list[str]) -> int:
+def stop(options: "Namespace") -> int:
     """`laminar stop RUN_DIR`; returns the exit code. Raises LaminarError where no job runs."""
     from laminar_hpc.cluster.stop import request_stop
 
     guard()  # a terminal that is gone does not fail it
-    run_dir, wish = arguments[0], "to finish its step, checkpoint and leave"
+    run_dir, wish = options.words[0], "to finish its step, checkpoint and leave"
     if request_stop(Path(run_dir), "laminar stop"):  # jobs/ending.py knows it by this reason
         print(f"asked the job in {run_dir} {wish}")
     else:
@@ -40,74 +43,113 @@ def stop(arguments: list[str]) -> int:
     return 0
 
 
-def sim_help() -> str:
-    """What `laminar sim --help` adds to its usage."""
-    from laminar_hpc.simulator.schema import SimulationConfig
-    from laminar_hpc.simulator.settings import experiments, key_names
-
-    names = f"EXPERIMENT is one of {', '.join(experiments())}. {_RUN}"
-    return f"\n{names}\nkeys: {key_names(SimulationConfig)}"
+def flag(about: str) -> dict[str, Any]:
+    """An option without a value."""
+    return {"action": "store_true", "help": about}
 
 
-def plan_help() -> str:
-    """What `laminar plan --help` adds to its usage."""
-    from laminar_hpc.simulator.schema import PlanConfig
-    from laminar_hpc.simulator.settings import key_names, questions
-
-    names = f"QUESTION is one of {', '.join(questions())}. {_RUN}"
-    return f"\n{names}\nkeys: {key_names(PlanConfig)}"
+def value(metavar: str, about: str, **more: Any) -> dict[str, Any]:
+    """An option with a value."""
+    return {"metavar": metavar, "help": about, **more}
 
 
-# those of jobs/submit.py, which is imported only when it is called
-submit_options = (
-    "--dry-run",
-    "--apart",
-    "--hetjob",
-    "--plan FILE",
-    "--gpus-per-node N",
-    "--slurm OPTIONS",
-    "--controller OPTIONS",
-    "--trainer OPTIONS",
-    "--rollouts OPTIONS",
-    "--config-dir DIR",
-)
-
-
-def elsewhere(module: str) -> Callable[[list[str]], int]:
-    """The command whose `main` is in `module`, which is imported only when the command is called."""
-    return lambda arguments: importlib.import_module(module).main(arguments)
+CONFIG_DIR = value("DIR", "a folder of your own beside conf/, with experiment/NAME.yaml", action="append")
 
 
 @dataclass(frozen=True)
 class Command:
     """A row of COMMANDS."""
 
-    run: Callable[[list[str]], int]  # takes the words behind the command, returns the exit code
+    run: Callable[["Namespace"], int]  # takes options, `words` (the rest) and `given` (all); the exit code
     about: str
     examples: dict[str, str]  # a command line -> what it does
     places: tuple[str, ...] = ()  # the words that it needs
-    options: tuple[str, ...] = ()  # "--once", or with a value "--config-dir DIR"
-    keys: bool = False  # words may follow; whoever reads them refuses what is not one
-    words: str = "[key=value ...]"  # what these are
+    options: dict[str, dict[str, Any]] = field(default_factory=dict)  # their flags -> what argparse is told
+    more: str = ""  # words that may follow; whoever reads them refuses what is not one
+    names: Callable[[], list[str]] = list  # what the first word may be
     help: Callable[[], str] = str
+
+    def usage(self, name: str, options_max: int = 9) -> str:
+        more = [self.more] if self.more else []
+        options = [
+            f"[{flags.split()[0]} {told.get('metavar', '')}".rstrip() + "]"
+            for flags, told in self.options.items()
+        ]
+        options = options if len(options) <= options_max else ["[OPTION ...]"]
+        return " ".join(["laminar", name, *self.places, *more, *options])
+
+    def parser(self, name: str) -> "ArgumentParser":
+        from argparse import ArgumentParser, RawDescriptionHelpFormatter
+
+        width = min(WIDE, max(map(len, self.examples)))
+        examples = [f"  {words:<{width}}  {text}".rstrip() for words, text in self.examples.items()]
+        made = ArgumentParser(
+            usage=self.usage(name),
+            description="\n".join([self.about, "", "examples", *examples]),
+            formatter_class=RawDescriptionHelpFormatter,
+            add_help=False,
+            allow_abbrev=False,
+            exit_on_error=False,
+        )
+        for flags, told in self.options.items():
+            made.add_argument(*flags.split(), **told)
+        return made
 
     def page(self, name: str) -> str:
         """What `--help` prints."""
-        width = min(WIDE, max(map(len, self.examples)))
-        lines = [f"  {words:<{width}}  {text}".rstrip() for words, text in self.examples.items()]
-        parts = [f"usage: {self.usage(name)}", "", self.about, "", "examples", *lines, self.help()]
-        return "\n".join(parts).rstrip()
+        parser = self.parser(name)
+        parser.epilog = self.help()
+        return parser.format_help().rstrip()
 
-    def usage(self, name: str, options_max: int = 9) -> str:
-        keys = [self.words] if self.keys else []
-        options = [f"[{option}]" for option in self.options]
-        options = options if len(options) <= options_max else ["[OPTION ...]"]
-        return " ".join(["laminar", name, *self.places, *keys, *options])
+    def parse(self, name: str, given: Sequence[str]) -> "Namespace":
+        """Raises Refused for options that the command does not have or that lack a value, and for too few or
+        too many words."""
+        from argparse import ArgumentError
+
+        try:
+            options, words = self.parser(name).parse_known_args(self._joined(given))
+        except ArgumentError as error:
+            raise Refused([f"{error.argument_name}: {error.message}; usage: {self.usage(name)}"]) from None
+        options.given = given
+        options.words = [*words, *(f"--config-dir={d}" for d in vars(options).get("config_dir") or ())]
+        if wrong := self._wrong_words(name, words):
+            raise Refused(f"{line}; usage: {self.usage(name)}" for line in wrong)
+        return options
+
+    def _joined(self, given: Sequence[str]) -> list[str]:
+        """With `--option VALUE` as `--option=VALUE`: a value may begin with a dash, or be left out."""
+        by_flag = {flag: told for flags, told in self.options.items() for flag in flags.split()}
+        left, words = list(given), list[str]()
+        while left:
+            word = left.pop(0)
+            told = by_flag.get(word, {})
+            if told.get("nargs") == "?":
+                named = left and left[0] in told.get("choices", ())
+                word = f"{word}={left.pop(0) if named else told['const']}"
+            elif "metavar" in told and left:
+                word = f"{word}={left.pop(0)}"
+            words.append(word)
+        return words
+
+    def _wrong_words(self, name: str, words: Sequence[str]) -> list[str]:
+        strange = [word for word in words if word.startswith("-")]
+        given = [word for word in words if word not in strange]
+        if self.more and (not self.places or (words and words[0] in given and "=" not in words[0])):
+            return []
+        flags, count = " ".join(self.options).split(), 0 if self.more else len(given)
+        lines = [f"{word}: no such option{did_you_mean(word.partition('=')[0], flags)}" for word in strange]
+        if names := self.names():
+            lines = [f"{self.places[0]} is missing: name one of {', '.join(names)}, or a run"]
+        elif lacking := self.places[count:]:
+            lines.append(f"laminar {name} needs {' '.join(lacking)}")
+        if more := " ".join(given[len(self.places) :]):
+            lines.append(f"{more}: one word too many; quote a name that has spaces")
+        return lines
 
 
 COMMANDS: dict[str, Command] = {
     "train": Command(
-        elsewhere("laminar_hpc.train_command"),
+        elsewhere("train_command"),
         "check, then run the job on this machine and watch over it (a torchrun of all roles)",
         {
             "laminar train experiment=demo": "a small model learns sums on two CPU cores",
@@ -118,12 +160,25 @@ COMMANDS: dict[str, Command] = {
             "laminar train --config-dir conf experiment=mine": "a file of your own folder",
             "laminar train experiment=one_gpu data.train=prompts.jsonl reward.function=my_rewards.score": "",
         },
-        options=("--config-dir DIR", "--cfg job|hydra|all", "--info", "--multirun", "--slurm"),
-        keys=True,
-        help=train_help,
+        (),
+        {
+            "--config-dir -cd": CONFIG_DIR,
+            "--cfg -c": value("job|hydra|all", "print the composed configuration and stop", choices=CFG),
+            "--info -i": value(
+                "WHAT", f"where it comes from: {', '.join(INFO)}", choices=INFO, nargs="?", const="all"
+            ),
+            "--multirun -m": flag(
+                "one run for each combination of seed=1,2 'steps=range(1,4)' 'pipeline=glob(*)'"
+            ),
+            "--slurm": value(
+                "OPTIONS", "with --multirun: a Slurm job for each; OPTIONS are sbatch's", nargs="?", const=""
+            ),
+        },
+        KEYS,
+        help=elsewhere("train_command", "more_help"),
     ),
     "init": Command(
-        elsewhere("laminar_hpc.project"),
+        elsewhere("project"),
         "a small project of your own: data, reward, experiment, a Slurm script",
         {"laminar init mine": "the folder mine/, with a README.md that goes on from there"},
         ("DIR",),
@@ -135,7 +190,7 @@ COMMANDS: dict[str, Command] = {
         ("RUN_DIR",),
     ),
     "submit": Command(
-        elsewhere("laminar_hpc.jobs.submit"),
+        lambda options: elsewhere("jobs.submit")(options.given),
         "check, then submit the run's Slurm jobs: trainers, controller, an array of rollouts",
         {
             "laminar submit experiment=cluster_64gpu_32b data.train=FILE reward.function=NAME": "",
@@ -144,77 +199,93 @@ COMMANDS: dict[str, Command] = {
             "laminar submit experiment=mine --rollouts='--partition=preempt'": "for one of them",
             "laminar submit --plan DIR/experiment/NAME.yaml data.train=FILE": "what laminar plan has written",
         },
-        options=submit_options,
-        keys=True,
+        (),
+        {
+            "--dry-run": flag("print the sbatch lines, submit nothing"),
+            "--apart": flag("a job for each role, although one node would do"),
+            "--hetjob": flag("one heterogeneous job of all roles"),
+            "--plan": value("FILE", "the experiment that laminar plan has written"),
+            "--gpus-per-node": value("N", "GPUs of each node; 0 = run on the CPU"),
+            "--slurm": value("OPTIONS", "of sbatch, for all jobs"),
+            "--controller": value("OPTIONS", "of sbatch, for the controller's job"),
+            "--trainer": value("OPTIONS", "of sbatch, for the trainers' job"),
+            "--rollouts": value("OPTIONS", "of sbatch, for the rollouts' jobs"),
+            "--config-dir -cd": CONFIG_DIR,
+        },
+        KEYS,
     ),
     "launch": Command(
-        elsewhere("laminar_hpc.jobs.launch"),
+        lambda options: elsewhere("jobs.launch")(options.given),
         "check, then run the job on several machines over ssh, without Slurm, and show its progress here",
         {
             "laminar launch --hosts hosts.txt experiment=mine": "hosts.txt: a line for each, NAME [gpus=N]",
             "laminar launch --hosts hosts.txt experiment=mine --dry-run": "print the ssh lines",
             "laminar launch --hosts hosts.txt experiment=mine --only node3": "start one that was lost again",
         },
-        options=(
-            "--hosts FILE",
-            "--dry-run",
-            "--tied",
-            "--only NAMES",
-            "--ssh OPTIONS",
-            "--plan FILE",
-            "--config-dir DIR",
-        ),
-        keys=True,
+        (),
+        {
+            "--hosts": value("FILE", "a line for each machine: NAME [gpus=N]"),
+            "--dry-run": flag("print the ssh lines, start nothing"),
+            "--tied": flag("the machines stop the run when this command, or its connection, has ended"),
+            "--only": value("NAMES", "start only these machines, as n1,n2"),
+            "--ssh": value("OPTIONS", "of ssh"),
+            "--plan": value("FILE", "the experiment that laminar plan has written"),
+            "--config-dir -cd": CONFIG_DIR,
+        },
+        KEYS,
     ),
     "slurm": Command(
-        elsewhere("laminar_hpc.jobs.check"),
+        elsewhere("jobs.check"),
         "look at all nodes of a Slurm allocation: network, clocks, limits, versions, GPUs, shared storage",
         {
             "laminar slurm check": "inside salloc or sbatch; exit code 1 if a row says FAIL",
             "laminar slurm check /shared/runs": "with this folder as the one that all nodes share",
         },
         ("check",),
-        keys=True,
-        words="[FOLDER]",
+        more="[FOLDER]",
     ),
     "top": Command(
-        elsewhere("laminar_hpc.report.top"),
+        elsewhere("report.top"),
         "a run as it goes: ranks, weights, KV cache, queues, staleness, tokens per second",
         {
             "laminar top runs/demo": "once a second, until Ctrl-C; the run goes on",
             "laminar top runs/demo --once": "one frame; exit code 1 if the run died",
         },
         ("RUN_DIR",),
-        ("--once",),
+        {"--once": flag("one frame; exit code 1 if the run died")},
     ),
     "report": Command(
-        elsewhere("laminar_hpc.report.document"),
+        elsewhere("report.document"),
         "write summary.json and report.html again",
         {"laminar report runs/demo": "of a run that goes on, has ended or died"},
         ("RUN_DIR",),
     ),
     "audit": Command(
-        elsewhere("laminar_hpc.audit.command"),
+        elsewhere("audit.command"),
         "prove from a run's records that nothing was lost or trained twice",
         {
             "laminar audit runs/demo": "exit code 0 = clean, 1 = culprits, which are named, 2 = no run",
             "laminar audit runs/demo --json audit.json": "the same as a file",
         },
         ("RUN_DIR",),
-        ("--json PATH",),
+        {"--json": value("PATH", "write the same as a file")},
     ),
     "export": Command(
-        elsewhere("laminar_hpc.export.command"),
+        elsewhere("export.command"),
         "write a run's scored trajectories into one file, for pandas, datasets or other tools",
         {
             "laminar export runs/demo --out demo.jsonl": "a line each: prompt, response, reward, step, ...",
             "laminar export runs/demo --steps 1:20 --out demo.parquet --format parquet": "of steps 1 to 20",
         },
         ("RUN_DIR",),
-        ("--format jsonl|parquet", "--steps A:B", "--out PATH"),
+        {
+            "--format": value("jsonl|parquet", "by default as the file is called"),
+            "--steps": value("A:B", "the first step and the last", default=":"),
+            "--out": value("PATH", "the file to write"),
+        },
     ),
     "sim": Command(
-        elsewhere("laminar_hpc.simulator.command"),
+        elsewhere("simulator.command"),
         "simulate pipelines and scales; needs no GPU",
         {
             "laminar sim small": "five pipelines on 16 and 32 GPUs, in half a minute",
@@ -224,12 +295,13 @@ COMMANDS: dict[str, Command] = {
             "laminar sim runs/demo": "that run predicted from its own measurements, and what would help most",
         },
         ("EXPERIMENT|RUN_DIR",),
-        ("--json", "--config-dir DIR"),
-        keys=True,
-        help=sim_help,
+        {"--json": flag("print the result as JSON"), "--config-dir -cd": CONFIG_DIR},
+        KEYS,
+        elsewhere("simulator.settings", "experiments"),
+        lambda: elsewhere("simulator.settings", "help_of")("sim"),
     ),
     "plan": Command(
-        elsewhere("laminar_hpc.simulator.plan_command"),
+        elsewhere("simulator.plan_command"),
         "divide a cluster between trainer, relays and rollouts",
         {
             "laminar plan node": "one machine of 8 GPUs: how many train, how many generate?",
@@ -237,18 +309,19 @@ COMMANDS: dict[str, Command] = {
             "laminar plan runs/demo": "settings with which that run would have been faster on the same GPUs",
         },
         ("QUESTION|RUN_DIR",),
-        ("--json", "--config-dir DIR"),
-        keys=True,
-        help=plan_help,
+        {"--json": flag("print the plan as JSON"), "--config-dir -cd": CONFIG_DIR},
+        KEYS,
+        elsewhere("simulator.settings", "questions"),
+        lambda: elsewhere("simulator.settings", "help_of")("plan"),
     ),
     "doctor": Command(
-        elsewhere("laminar_hpc.doctor.command"),
+        elsewhere("doctor.command"),
         "what this machine can run, and what killed runs have left on it, which --clean removes",
         {
             "laminar doctor": "one line for each thing that a run needs; exit code 1 if one fails",
             "laminar doctor --clean": "remove what killed runs have left in shared memory",
         },
-        options=("--clean",),
+        options={"--clean": flag("remove what killed runs have left here")},
     ),
 }
 
@@ -261,30 +334,6 @@ def overview() -> str:
         'Completion in bash: eval "$(laminar --completion bash)"',
     )
     return "\n".join(["usage: laminar COMMAND ...", "", *lines, "", *more])
-
-
-def check_words(name: str, words: list[str]) -> None:
-    """Raises Refused for options that a command does not have, and for too few or too many words."""
-    command, lines, given = COMMANDS[name], [], []
-    options = {option.partition(" ")[0]: " " in option for option in command.options}
-    rest = iter(words)
-    for word in rest:
-        flag, equals, _ = word.partition("=")
-        if flag in options:
-            if options[flag] and not equals and next(rest, None) is None:
-                lines.append(f"{word} needs a value")
-        elif word.startswith("-") and not command.keys:
-            lines.append(f"{word}: no such option{did_you_mean(flag, options)}")
-        else:
-            given.append(word)
-    if not command.keys and len(given) < len(command.places):
-        lines.append(f"laminar {name} needs {' '.join(command.places[len(given) :])}")
-    if not command.keys and len(given) > len(command.places):
-        lines.append(
-            f"{' '.join(given[len(command.places) :])}: one word too many; quote a name that has spaces"
-        )
-    if lines:
-        raise Refused(f"{line}; usage: {command.usage(name)}" for line in lines)
 
 
 def main() -> None:
@@ -311,8 +360,7 @@ def complete(name: str, arguments: list[str]) -> int:
     from laminar_hpc import completion
 
     if name == "--complete" and arguments:
-        options = {name: [option.partition(" ")[0] for option in COMMANDS[name].options] for name in COMMANDS}
-        print("\n".join(completion.candidates(arguments[0], options)))
+        print("\n".join(completion.candidates(arguments[0], COMMANDS)))
     else:
         flag, _, shell = name.partition("=")
         if flag != "--completion":
@@ -347,8 +395,7 @@ def run(words: list[str]) -> int:
     if asks:
         print(command.page(name))
         return 0
-    check_words(name, arguments)
-    return command.run(arguments)
+    return command.run(command.parse(name, arguments))
 
 
 if __name__ == "__main__":

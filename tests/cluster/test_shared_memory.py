@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from laminar_hpc import cli
 from laminar_hpc.cluster import folders, leftovers
 from laminar_hpc.cluster.shared_memory import SHM, Note, noted, present
 from laminar_hpc.doctor import command, machine
@@ -108,8 +109,7 @@ def test_nothing_is_noted_of_a_session_that_makes_nothing(prefix: str, tmp_path:
 def test_doctor_lists_and_frees_what_is_left(
     prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
-    """One warn line with sizes and the cure; --clean removes it, names each thing, and is the only
-    argument."""
+    """One warn line with sizes and the cure; --clean removes it and names each thing."""
     monkeypatch.setattr(leftovers.tempfile, "gettempdir", lambda: str(tmp_path))
     folder = tmp_path / f"{folders.ENGINE_FOLDER_PREFIX}y"
     folder.mkdir()
@@ -118,7 +118,7 @@ def test_doctor_lists_and_frees_what_is_left(
     abandon(folder)
     holder.kill()
     monkeypatch.setattr(command, "CHECKS", (machine.left_behind,))
-    assert command.main([]) == 0
+    assert cli.run(["doctor"]) == 0
     said = capsys.readouterr().out
     assert (
         said.startswith("warn  left behind: ")
@@ -126,8 +126,7 @@ def test_doctor_lists_and_frees_what_is_left(
         and "laminar doctor --clean" in said
     )
     assert holder.path.exists()
-    assert command.main(["--clean"]) == 0
+    assert cli.run(["doctor", "--clean"]) == 0
     said = capsys.readouterr().out
     assert f"removed: engine files {folder}, 1 MiB" in said and "ok    left behind: nothing" in said
     assert not holder.path.exists() and not folder.exists()
-    assert command.main(["--all"]) == 2

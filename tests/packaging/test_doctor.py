@@ -20,7 +20,7 @@ def test_every_line_says_how_it_stands_and_it_is_quick() -> None:
     """One line per topic, `ok|warn|FAIL  what: value  (cure)`, within 3 s: it reads metadata and imports
     nothing heavy."""
     start = time.monotonic()
-    program = "import sys; from laminar_hpc.doctor.command import main; sys.exit(main([]))"
+    program = "import sys; from laminar_hpc import cli; sys.exit(cli.run(['doctor']))"
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=False
     )

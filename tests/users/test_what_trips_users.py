@@ -20,7 +20,7 @@ from types import SimpleNamespace
 import pytest
 
 from laminar_hpc import __main__ as rank_main
-from laminar_hpc import train_command
+from laminar_hpc import cli
 from laminar_hpc.cluster.processes import oom_kills
 from laminar_hpc.config.check import check, pipeline_text
 from laminar_hpc.config.errors import LaminarError
@@ -35,7 +35,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 def dry_run(capsys, *words: str) -> str:
-    assert train_command.main(["experiment=demo", "dry_run=true", *words]) == 0
+    assert cli.run(["train", "experiment=demo", "dry_run=true", *words]) == 0
     return capsys.readouterr().out
 
 

@@ -7,7 +7,7 @@ says FAIL. With --clean it removes what killed runs have left in shared memory a
 files.
 """
 
-import sys
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 
 from laminar_hpc.doctor.findings import Finding
@@ -28,14 +28,11 @@ CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
 )
 
 
-def main(argv: list[str]) -> int:
-    """Prints the findings; returns 1 if one of them is a FAIL, 2 for other arguments than --clean."""
-    if argv not in ([], ["--clean"]):
-        print("usage: laminar doctor [--clean]", file=sys.stderr)
-        return 2
+def main(options: Namespace) -> int:
+    """Prints the findings; returns 1 if one of them is a FAIL."""
     failed = False
     for check in CHECKS:
-        for finding in check(True) if argv and check is left_behind else check():
+        for finding in check(True) if options.clean and check is left_behind else check():
             print(finding, flush=True)
             failed |= finding.level == "FAIL"
     return int(failed)

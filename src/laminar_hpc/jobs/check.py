@@ -6,6 +6,7 @@ import secrets
 import shutil
 import subprocess
 import sys
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -25,12 +26,13 @@ _NETWORK_SLOW = 100e6  # bytes/s: less than 1 Gbit Ethernet
 Rows = Iterator[Finding]
 
 
-def main(arguments: list[str]) -> int:
+def main(options: Namespace) -> int:
     """Prints the table. Exit code 1 if a row says FAIL. Raises LaminarError outside an allocation, or where
     no node answers."""
-    if arguments[:1] != ["check"] or len(arguments) > 2:
+    check, *folders = options.words
+    if check != "check" or len(folders) > 1:
         raise LaminarError("usage: laminar slurm check [FOLDER], where FOLDER is one that all nodes share")
-    folder = Path(arguments[1] if len(arguments) > 1 else ".").absolute()
+    folder = Path(*folders).absolute()
     failed = False
     for finding in rows(*look(folder)):
         print(finding, flush=True)

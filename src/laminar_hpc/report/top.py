@@ -6,6 +6,7 @@ What the run's files hold is shown with escapes in place of control characters.
 
 import sys
 import time
+from argparse import Namespace
 from pathlib import Path
 
 from rich.console import Console, Group
@@ -38,16 +39,11 @@ _DROPPED = (
 _GAP = 2  # between two columns
 
 
-def main(argv: list[str]) -> int:
-    """The exit code: 0, or 1 for `--once` on a run that died, 2 for wrong arguments. Raises LaminarError for
-    what is no run."""
-    words = [word for word in argv if word != "--once"]
-    if len(words) != 1 or words[0].startswith("-"):
-        print("usage: laminar top RUN_DIR [--once]", file=sys.stderr)
-        return 2
-    follower = Follower(Path(words[0]))
+def main(options: Namespace) -> int:
+    """The exit code: 0, or 1 for `--once` on a run that died. Raises LaminarError for what is no run."""
+    follower = Follower(Path(options.words[0]))
     console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, highlight=False)
-    if "--once" in argv:
+    if options.once:
         view = follower.look()
         console.print(frame(view, console.width))
         return int(view.state == "died")
