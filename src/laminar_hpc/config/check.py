@@ -12,7 +12,6 @@ import math
 import os
 import shutil
 import socket
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,6 +36,7 @@ from laminar_hpc.config.models import (
     missing_files,
     model_config,
     rollout_bytes,
+    serving_bytes,
     trainer_bytes,
 )
 from laminar_hpc.config.rewards import check_reward
@@ -44,8 +44,6 @@ from laminar_hpc.config.rules import broken_rules
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.config.source import labels, parse_source
 
-_SERVING_BYTES = {"float32": 4, "bfloat16": 2}
-_MIN_LANE = 64 << 10  # bytes: a smaller one would cost more than it saves
 _NEEDED = [key for key in SHAPE if key not in ("model_type", "num_key_value_heads")]
 _MAY_BE_NULL = ("num_key_value_heads", "head_dim", "max_position_embeddings")
 _LONGEST_PER_MEAN = 8  # a response's greatest length is rarely less than so many times the mean
@@ -78,7 +76,7 @@ class Derived:
 def derive(config: RunConfig) -> Derived:
     """What follows from a configuration: world size, batch sizes, bytes published. Sizes are in bytes."""
     model = model_config(config.model.path, config.dry_run)
-    width = _SERVING_BYTES.get(config.model.dtype, 4)
+    width = serving_bytes(config.model.dtype)
     t, r = config.trainer, config.rollout
     replay = config.source.startswith("replay:")
     trainers = t.tensor_parallel * t.pipeline_parallel * t.data_parallel
@@ -188,10 +186,7 @@ def problems(config: RunConfig, may_download: bool = False) -> list[str]:
     inputs = [] if config.source.startswith("replay:") or config.dry_run else _input_problems(config)
     if wrong:
         return [*wrong, *of_model, *inputs]
-    broken = broken_rules(config, model)
-    if model is not None and not broken:
-        broken = [text for bad, text in _derived_rules(config, derive(known)) if bad]
-    return [*of_model, *inputs, *broken]
+    return [*of_model, *inputs, *broken_rules(config, model)]
 
 
 def check(config: RunConfig) -> Derived:
@@ -249,14 +244,6 @@ def supported_model(config: RunConfig) -> dict:
 
 def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
-def _derived_rules(config: RunConfig, derived: Derived) -> Iterator[tuple[bool, str]]:
-    yield (
-        config.relay.lanes > 1 and derived.publish_bytes < config.relay.lanes * _MIN_LANE,
-        f"relay.lanes={config.relay.lanes}: a publication of {derived.publish_bytes} "
-        f"bytes is too small for lanes of at least {_MIN_LANE} bytes each; lower it",
-    )
 
 
 def _input_problems(config: RunConfig) -> list[str]:
