@@ -2,37 +2,21 @@
 something is wrong.
 
 It reads package metadata and /proc instead of importing torch or SGLang, so it answers in a second and also
-where an import would crash. Each line is `ok|warn|FAIL  what: value  (cure)`; the exit code is 1 when a line
-says FAIL. With --clean it removes what killed runs have left in shared memory and in the folder for temporary
-files.
+where an import would crash. The exit code is 1 when a line says FAIL. With --clean it removes what killed
+runs have left in shared memory and in the folder for temporary files.
 """
 
 from argparse import Namespace
-from collections.abc import Callable, Iterator
 
-from laminar_hpc.doctor.findings import Finding
-from laminar_hpc.doctor.machine import demo, left_behind, machine, network, sandbox, slurm, trust
-from laminar_hpc.doctor.packages import engines, python_and_compiler, torch_and_gpus
+from laminar_hpc.cluster import leftovers
+from laminar_hpc.doctor import machine, packages
+from laminar_hpc.doctor.findings import Finding, Table, ok, report, size_text
 
-CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
-    python_and_compiler,
-    torch_and_gpus,
-    engines,
-    left_behind,
-    machine,
-    sandbox,
-    network,
-    trust,
-    slurm,
-    demo,
-)
+CHECKS = Table([*packages.CHECKS, *machine.CHECKS])
 
 
 def main(options: Namespace) -> int:
     """Prints the findings; returns 1 if one of them is a FAIL."""
-    failed = False
-    for check in CHECKS:
-        for finding in check(True) if options.clean and check is left_behind else check():
-            print(finding, flush=True)
-            failed |= finding.level == "FAIL"
-    return int(failed)
+    for each in leftovers.clean() if options.clean else ():
+        print(Finding("removed", ok(f"{each.what} {each.path}, {size_text(each.size)}")), flush=True)
+    return report(CHECKS.findings())
