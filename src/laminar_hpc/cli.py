@@ -1,32 +1,24 @@
-"""`laminar`: the command line. COMMANDS is the table of what there is; argparse takes an entry's options from
-the words, and the part that the entry names does the work.
+"""`laminar`: the command line. COMMANDS is the table of what there is; the part that an entry names does the
+work.
 
 Parts are imported when they are called: a refusal, or `--help`, need not wait for the others.
 """
 
-import importlib
 import os
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from laminar_hpc import __version__
-from laminar_hpc.config.errors import LaminarError, Refused, did_you_mean, of_the_system, print_lines
-from laminar_hpc.config.options import CFG, INFO
+from laminar_hpc.command import CONFIG_DIR, KEYS, PLAN, Subcommand, elsewhere, flag, value
+from laminar_hpc.config.errors import LaminarError, did_you_mean, of_the_system, print_lines
 from laminar_hpc.observability.output import guard
 
 if TYPE_CHECKING:
-    from argparse import ArgumentParser, Namespace
+    from argparse import Namespace
 
-WIDE = 60  # columns of an example; what a longer one does follows right behind it
-KEYS = "[key=value ...]"
-
-
-def elsewhere(module: str, function: str = "main") -> Callable[..., Any]:
-    """The function of a module that is imported only when the function is called."""
-    return lambda *given: getattr(importlib.import_module(f"laminar_hpc.{module}"), function)(*given)
+CFG = ("job", "hydra", "all")
+INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 
 
 def stop(options: "Namespace") -> int:
@@ -43,158 +35,47 @@ def stop(options: "Namespace") -> int:
     return 0
 
 
-def flag(about: str) -> dict[str, Any]:
-    """An option without a value."""
-    return {"action": "store_true", "help": about}
-
-
-def value(metavar: str, about: str, **more: Any) -> dict[str, Any]:
-    """An option with a value."""
-    return {"metavar": metavar, "help": about, **more}
-
-
-CONFIG_DIR = value("DIR", "a folder of your own beside conf/, with experiment/NAME.yaml", action="append")
-
-
-@dataclass(frozen=True)
-class Command:
-    """A row of COMMANDS."""
-
-    run: Callable[["Namespace"], int]  # takes options, `words` (the rest) and `given` (all); the exit code
-    about: str
-    examples: dict[str, str]  # a command line -> what it does
-    places: tuple[str, ...] = ()  # the words that it needs
-    options: dict[str, dict[str, Any]] = field(default_factory=dict)  # their flags -> what argparse is told
-    more: str = ""  # words that may follow; whoever reads them refuses what is not one
-    names: Callable[[], list[str]] = list  # what the first word may be
-    help: Callable[[], str] = str
-
-    def usage(self, name: str, options_max: int = 9) -> str:
-        more = [self.more] if self.more else []
-        options = [
-            f"[{flags.split()[0]} {told.get('metavar', '')}".rstrip() + "]"
-            for flags, told in self.options.items()
-        ]
-        options = options if len(options) <= options_max else ["[OPTION ...]"]
-        return " ".join(["laminar", name, *self.places, *more, *options])
-
-    def parser(self, name: str) -> "ArgumentParser":
-        from argparse import ArgumentParser, RawDescriptionHelpFormatter
-
-        width = min(WIDE, max(map(len, self.examples)))
-        examples = [f"  {words:<{width}}  {text}".rstrip() for words, text in self.examples.items()]
-        made = ArgumentParser(
-            usage=self.usage(name),
-            description="\n".join([self.about, "", "examples", *examples]),
-            formatter_class=RawDescriptionHelpFormatter,
-            add_help=False,
-            allow_abbrev=False,
-            exit_on_error=False,
-        )
-        for flags, told in self.options.items():
-            made.add_argument(*flags.split(), **told)
-        return made
-
-    def page(self, name: str) -> str:
-        """What `--help` prints."""
-        parser = self.parser(name)
-        parser.epilog = self.help()
-        return parser.format_help().rstrip()
-
-    def parse(self, name: str, given: Sequence[str]) -> "Namespace":
-        """Raises Refused for options that the command does not have or that lack a value, and for too few or
-        too many words."""
-        from argparse import ArgumentError
-
-        try:
-            options, words = self.parser(name).parse_known_args(self._joined(given))
-        except ArgumentError as error:
-            raise Refused([f"{error.argument_name}: {error.message}; usage: {self.usage(name)}"]) from None
-        options.given = given
-        options.words = [*words, *(f"--config-dir={d}" for d in vars(options).get("config_dir") or ())]
-        if wrong := self._wrong_words(name, words):
-            raise Refused(f"{line}; usage: {self.usage(name)}" for line in wrong)
-        return options
-
-    def _joined(self, given: Sequence[str]) -> list[str]:
-        """With `--option VALUE` as `--option=VALUE`: a value may begin with a dash, or be left out."""
-        by_flag = {flag: told for flags, told in self.options.items() for flag in flags.split()}
-        left, words = list(given), list[str]()
-        while left:
-            word = left.pop(0)
-            told = by_flag.get(word, {})
-            if told.get("nargs") == "?":
-                named = left and left[0] in told.get("choices", ())
-                word = f"{word}={left.pop(0) if named else told['const']}"
-            elif "metavar" in told and left:
-                word = f"{word}={left.pop(0)}"
-            words.append(word)
-        return words
-
-    def _wrong_words(self, name: str, words: Sequence[str]) -> list[str]:
-        strange = [word for word in words if word.startswith("-")]
-        given = [word for word in words if word not in strange]
-        if self.more and (not self.places or (words and words[0] in given and "=" not in words[0])):
-            return []
-        flags, count = " ".join(self.options).split(), 0 if self.more else len(given)
-        lines = [f"{word}: no such option{did_you_mean(word.partition('=')[0], flags)}" for word in strange]
-        if names := self.names():
-            lines = [f"{self.places[0]} is missing: name one of {', '.join(names)}, or a run"]
-        elif lacking := self.places[count:]:
-            lines.append(f"laminar {name} needs {' '.join(lacking)}")
-        if more := " ".join(given[len(self.places) :]):
-            lines.append(f"{more}: one word too many; quote a name that has spaces")
-        return lines
-
-
-COMMANDS: dict[str, Command] = {
-    "train": Command(
+COMMANDS: dict[str, Subcommand] = {
+    "train": Subcommand(
         elsewhere("train_command"),
         "check, then run the job on this machine and watch over it (a torchrun of all roles)",
         {
             "laminar train experiment=demo": "a small model learns sums on two CPU cores",
             "laminar train experiment=demo steps=20 dry_run=true": "what would start, and whether it fits",
             "laminar train experiment=demo resume=auto": "go on from the newest checkpoint",
-            "laminar train experiment=demo --cfg job": "print the configuration and stop",
             "laminar train --multirun experiment=demo seed=1,2": "two runs, and a table of both",
-            "laminar train --config-dir conf experiment=mine": "a file of your own folder",
             "laminar train experiment=one_gpu data.train=prompts.jsonl reward.function=my_rewards.score": "",
         },
         (),
         {
             "--config-dir -cd": CONFIG_DIR,
             "--cfg -c": value("job|hydra|all", "print the composed configuration and stop", choices=CFG),
-            "--info -i": value(
-                "WHAT", f"where it comes from: {', '.join(INFO)}", choices=INFO, nargs="?", const="all"
-            ),
+            "--info -i": value("WHAT", f"where it comes from: {', '.join(INFO)}", "all", choices=INFO),
             "--multirun -m": flag(
-                "one run for each combination of seed=1,2 'steps=range(1,4)' 'pipeline=glob(*)'"
+                "a run for each combination of seed=1,2 'steps=range(1,4)' pipeline=glob(*)"
             ),
-            "--slurm": value(
-                "OPTIONS", "with --multirun: a Slurm job for each; OPTIONS are sbatch's", nargs="?", const=""
-            ),
+            "--slurm": value("OPTIONS", "with --multirun: a Slurm job for each; OPTIONS are sbatch's", ""),
         },
         KEYS,
         help=elsewhere("train_command", "more_help"),
     ),
-    "init": Command(
+    "init": Subcommand(
         elsewhere("project"),
         "a small project of your own: data, reward, experiment, a Slurm script",
         {"laminar init mine": "the folder mine/, with a README.md that goes on from there"},
         ("DIR",),
     ),
-    "stop": Command(
+    "stop": Subcommand(
         stop,
         "let a running job finish its step, write a checkpoint and exit 0",
         {"laminar stop runs/demo": "as Ctrl-C in its terminal, from any machine that sees the folder"},
         ("RUN_DIR",),
     ),
-    "submit": Command(
+    "submit": Subcommand(
         lambda options: elsewhere("jobs.submit")(options.given),
         "check, then submit the run's Slurm jobs: trainers, controller, an array of rollouts",
         {
             "laminar submit experiment=cluster_64gpu_32b data.train=FILE reward.function=NAME": "",
-            "laminar submit experiment=demo --apart --dry-run": "print the sbatch lines, submit nothing",
             "laminar submit experiment=mine --slurm='--account=me --time=12:00:00'": "options for all jobs",
             "laminar submit experiment=mine --rollouts='--partition=preempt'": "for one of them",
             "laminar submit --plan DIR/experiment/NAME.yaml data.train=FILE": "what laminar plan has written",
@@ -204,7 +85,7 @@ COMMANDS: dict[str, Command] = {
             "--dry-run": flag("print the sbatch lines, submit nothing"),
             "--apart": flag("a job for each role, although one node would do"),
             "--hetjob": flag("one heterogeneous job of all roles"),
-            "--plan": value("FILE", "the experiment that laminar plan has written"),
+            "--plan": PLAN,
             "--gpus-per-node": value("N", "GPUs of each node; 0 = run on the CPU"),
             "--slurm": value("OPTIONS", "of sbatch, for all jobs"),
             "--controller": value("OPTIONS", "of sbatch, for the controller's job"),
@@ -214,12 +95,11 @@ COMMANDS: dict[str, Command] = {
         },
         KEYS,
     ),
-    "launch": Command(
+    "launch": Subcommand(
         lambda options: elsewhere("jobs.launch")(options.given),
         "check, then run the job on several machines over ssh, without Slurm, and show its progress here",
         {
             "laminar launch --hosts hosts.txt experiment=mine": "hosts.txt: a line for each, NAME [gpus=N]",
-            "laminar launch --hosts hosts.txt experiment=mine --dry-run": "print the ssh lines",
             "laminar launch --hosts hosts.txt experiment=mine --only node3": "start one that was lost again",
         },
         (),
@@ -229,12 +109,12 @@ COMMANDS: dict[str, Command] = {
             "--tied": flag("the machines stop the run when this command, or its connection, has ended"),
             "--only": value("NAMES", "start only these machines, as n1,n2"),
             "--ssh": value("OPTIONS", "of ssh"),
-            "--plan": value("FILE", "the experiment that laminar plan has written"),
+            "--plan": PLAN,
             "--config-dir -cd": CONFIG_DIR,
         },
         KEYS,
     ),
-    "slurm": Command(
+    "slurm": Subcommand(
         elsewhere("jobs.check"),
         "look at all nodes of a Slurm allocation: network, clocks, limits, versions, GPUs, shared storage",
         {
@@ -244,33 +124,27 @@ COMMANDS: dict[str, Command] = {
         ("check",),
         more="[FOLDER]",
     ),
-    "top": Command(
+    "top": Subcommand(
         elsewhere("report.top"),
         "a run as it goes: ranks, weights, KV cache, queues, staleness, tokens per second",
-        {
-            "laminar top runs/demo": "once a second, until Ctrl-C; the run goes on",
-            "laminar top runs/demo --once": "one frame; exit code 1 if the run died",
-        },
+        {"laminar top runs/demo": "once a second, until Ctrl-C; the run goes on"},
         ("RUN_DIR",),
         {"--once": flag("one frame; exit code 1 if the run died")},
     ),
-    "report": Command(
+    "report": Subcommand(
         elsewhere("report.document"),
         "write summary.json and report.html again",
         {"laminar report runs/demo": "of a run that goes on, has ended or died"},
         ("RUN_DIR",),
     ),
-    "audit": Command(
+    "audit": Subcommand(
         elsewhere("audit.command"),
         "prove from a run's records that nothing was lost or trained twice",
-        {
-            "laminar audit runs/demo": "exit code 0 = clean, 1 = culprits, which are named, 2 = no run",
-            "laminar audit runs/demo --json audit.json": "the same as a file",
-        },
+        {"laminar audit runs/demo": "exit code 0 = clean, 1 = culprits, which are named, 2 = no run"},
         ("RUN_DIR",),
         {"--json": value("PATH", "write the same as a file")},
     ),
-    "export": Command(
+    "export": Subcommand(
         elsewhere("export.command"),
         "write a run's scored trajectories into one file, for pandas, datasets or other tools",
         {
@@ -284,7 +158,7 @@ COMMANDS: dict[str, Command] = {
             "--out": value("PATH", "the file to write"),
         },
     ),
-    "sim": Command(
+    "sim": Subcommand(
         elsewhere("simulator.command"),
         "simulate pipelines and scales; needs no GPU",
         {
@@ -300,7 +174,7 @@ COMMANDS: dict[str, Command] = {
         elsewhere("simulator.settings", "experiments"),
         lambda: elsewhere("simulator.settings", "help_of")("sim"),
     ),
-    "plan": Command(
+    "plan": Subcommand(
         elsewhere("simulator.plan_command"),
         "divide a cluster between trainer, relays and rollouts",
         {
@@ -314,12 +188,11 @@ COMMANDS: dict[str, Command] = {
         elsewhere("simulator.settings", "questions"),
         lambda: elsewhere("simulator.settings", "help_of")("plan"),
     ),
-    "doctor": Command(
+    "doctor": Subcommand(
         elsewhere("doctor.command"),
         "what this machine can run, and what killed runs have left on it, which --clean removes",
         {
             "laminar doctor": "one line for each thing that a run needs; exit code 1 if one fails",
-            "laminar doctor --clean": "remove what killed runs have left in shared memory",
         },
         options={"--clean": flag("remove what killed runs have left here")},
     ),

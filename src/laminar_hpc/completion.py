@@ -15,7 +15,7 @@ from laminar_hpc.config.options import take_config_dir
 from laminar_hpc.config.words import Keys
 
 if TYPE_CHECKING:
-    from laminar_hpc.cli import Command
+    from laminar_hpc.command import Subcommand
 
 # readline replaces only what stands behind the last = or : of the word
 SCRIPT = r"""_laminar() {
@@ -34,7 +34,7 @@ def script(shell: str) -> str:
     return SCRIPT
 
 
-def candidates(line: str, commands: "Mapping[str, Command]") -> list[str]:
+def candidates(line: str, commands: "Mapping[str, Subcommand]") -> list[str]:
     """The words that the last word of a line may become; a complete one ends with a space."""
     words = line.split()
     current = "" if line[-1:].isspace() else words.pop()

@@ -14,7 +14,7 @@ from laminar_hpc import cli
 from laminar_hpc.cluster import folders, leftovers
 from laminar_hpc.cluster.shared_memory import SHM, Note, noted, present
 from laminar_hpc.doctor import command, machine
-from laminar_hpc.doctor.findings import Table
+from laminar_hpc.doctor.findings import CheckTable
 
 # Makes a segment and waits, as one of SGLang's processes does; no resource tracker survives a session that is
 # killed.
@@ -118,7 +118,7 @@ def test_doctor_lists_and_frees_what_is_left(
     note.update(holder.process.pid)
     abandon(folder)
     holder.kill()
-    monkeypatch.setattr(command, "CHECKS", Table(machine.CHECKS[:1]))
+    monkeypatch.setattr(command, "CHECKS", CheckTable(machine.CHECKS[:1]))
     assert cli.run(["doctor"]) == 0
     said = capsys.readouterr().out
     assert (

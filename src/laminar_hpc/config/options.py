@@ -1,13 +1,10 @@
-"""What a command line has besides settings: the values of Hydra's options, and `--config-dir` anywhere among
-the words. Imports no torch."""
+"""`--config-dir DIR` anywhere among the words of a command line. Imports no torch."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
 from laminar_hpc.config.errors import LaminarError
 
-CFG = ("job", "hydra", "all")
-INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 _CONFIG_DIR = "write --config-dir DIR, where DIR holds experiment/NAME.yaml"
 
 

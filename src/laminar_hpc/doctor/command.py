@@ -10,13 +10,13 @@ from argparse import Namespace
 
 from laminar_hpc.cluster import leftovers
 from laminar_hpc.doctor import machine, packages
-from laminar_hpc.doctor.findings import Finding, Table, ok, report, size_text
+from laminar_hpc.doctor.findings import CheckResult, CheckTable, ok, report, size_text
 
-CHECKS = Table([*packages.CHECKS, *machine.CHECKS])
+CHECKS = CheckTable([*packages.CHECKS, *machine.CHECKS])
 
 
 def main(options: Namespace) -> int:
     """Prints the findings; returns 1 if one of them is a FAIL."""
     for each in leftovers.clean() if options.clean else ():
-        print(Finding("removed", ok(f"{each.what} {each.path}, {size_text(each.size)}")), flush=True)
+        print(CheckResult("removed", ok(f"{each.what} {each.path}, {size_text(each.size)}")), flush=True)
     return report(CHECKS.findings())

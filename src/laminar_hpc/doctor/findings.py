@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 GIB = 2**30
 
 
-class Answer(NamedTuple):
+class Verdict(NamedTuple):
     """What a check has found. `level` is ok, warn or FAIL; `cure` stands in for the row's own."""
 
     level: str
@@ -15,55 +15,55 @@ class Answer(NamedTuple):
     cure: str = ""
 
 
-def ok(value: str, cure: str = "") -> Answer:
-    return Answer("ok", value, cure)
+def ok(value: str, cure: str = "") -> Verdict:
+    return Verdict("ok", value, cure)
 
 
-def warn(value: str, cure: str = "") -> Answer:
-    return Answer("warn", value, cure)
+def warn(value: str, cure: str = "") -> Verdict:
+    return Verdict("warn", value, cure)
 
 
-def fail(value: str, cure: str = "") -> Answer:
-    return Answer("FAIL", value, cure)
+def fail(value: str, cure: str = "") -> Verdict:
+    return Verdict("FAIL", value, cure)
 
 
-class Finding(NamedTuple):
+class CheckResult(NamedTuple):
     """A line of a report."""
 
     what: str
-    answer: Answer
+    verdict: Verdict
 
     def __str__(self) -> str:
-        level, value, cure = self.answer
+        level, value, cure = self.verdict
         return f"{level:<5} {self.what}: {value}" + (f"  ({cure})" if cure else "")
 
 
-class Table(list[tuple[str, str, Callable[..., Answer | None]]]):
+class CheckTable(list[tuple[str, str, Callable[..., Verdict | None]]]):
     """Rows: the name, the cure of whatever is not ok, and what gives the answer; None: nothing to say."""
 
     def row(self, name: str, cure: str = "") -> Callable[[Any], Any]:
         """Makes a function the next row."""
 
-        def add(run: Callable[..., Answer | None]) -> Callable[..., Answer | None]:
+        def add(run: Callable[..., Verdict | None]) -> Callable[..., Verdict | None]:
             self.append((name, cure, run))
             return run
 
         return add
 
-    def findings(self, *given: Any) -> Iterator[Finding]:
+    def findings(self, *given: Any) -> Iterator[CheckResult]:
         """Of each row, whose function takes what is given."""
         for name, cure, run in self:
             if (answer := run(*given)) is not None:
                 own = answer.cure or answer.level == "ok"
-                yield Finding(name, answer if own else answer._replace(cure=cure))
+                yield CheckResult(name, answer if own else answer._replace(cure=cure))
 
 
-def report(findings: Iterable[Finding]) -> int:
+def report(findings: Iterable[CheckResult]) -> int:
     """Prints them; 1 if one says FAIL, else 0."""
     failed = False
     for finding in findings:
         print(finding, flush=True)
-        failed |= finding.answer.level == "FAIL"
+        failed |= finding.verdict.level == "FAIL"
     return int(failed)
 
 

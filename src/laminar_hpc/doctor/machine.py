@@ -11,7 +11,7 @@ from pathlib import Path
 from laminar_hpc.cluster import leftovers
 from laminar_hpc.cluster.host_memory import usable_memory
 from laminar_hpc.config.file_systems import NETWORK_FILE_SYSTEMS, file_system
-from laminar_hpc.doctor.findings import GIB, Answer, Table, fail, ok, size_text, warn
+from laminar_hpc.doctor.findings import GIB, CheckTable, Verdict, fail, ok, size_text, warn
 from laminar_hpc.environments.isolation import landlock, tiers
 
 # controller, relay, trainer, an SGLang server of three processes, and the page cache of their libraries
@@ -21,11 +21,11 @@ DEMO_DISK = GIB
 SMALL_SHM = 64 * 2**20  # a container's default
 _BIND = "name its interface in GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME; docs/security.md"
 
-CHECKS = Table()
+CHECKS = CheckTable()
 
 
 @CHECKS.row("left behind", "laminar doctor --clean, or the next start; what stays then, a process still has")
-def left_behind() -> Answer:
+def left_behind() -> Verdict:
     """What killed runs have left here, by kind."""
     kinds: dict[str, list[int]] = {}
     for each in leftovers.find():
@@ -37,7 +37,7 @@ def left_behind() -> Answer:
 
 
 @CHECKS.row("cores", "the demo wants 2; it will be slow")
-def cores() -> Answer:
+def cores() -> Verdict:
     """What this process may use: its affinity, cut by the container's quota."""
     count, path = float(len(os.sched_getaffinity(0))), Path("/sys/fs/cgroup/cpu.max")
     quota = path.read_text().split() if path.exists() else []
@@ -47,7 +47,7 @@ def cores() -> Answer:
 
 
 @CHECKS.row("memory")
-def memory() -> Answer:
+def memory() -> Verdict:
     free = usable_memory()
     return (ok if free >= DEMO_MEMORY else warn)(f"{free / GIB:.1f} GiB free")
 
@@ -59,20 +59,20 @@ def shared_memory() -> tuple[int, int]:
 
 
 @CHECKS.row("/dev/shm", "a container's default; start it with --shm-size=8g")
-def shm() -> Answer:
+def shm() -> Verdict:
     size, free = shared_memory()
     return (warn if size <= SMALL_SHM else ok)(f"{size_text(size)}, {size_text(free)} free")
 
 
 @CHECKS.row("disk", "SQLite needs a local disk: set store_dir to one")
-def disk() -> Answer:
+def disk() -> Verdict:
     kind = file_system(Path.cwd())
     text = f"{size_text(shutil.disk_usage('.').free)} free here, on {kind}"
     return (warn if kind in NETWORK_FILE_SYSTEMS else ok)(text)
 
 
 @CHECKS.row("sandbox", "allow user namespaces (Linux 5.12) or Landlock (Linux 5.13) on this machine")
-def sandbox() -> Answer:
+def sandbox() -> Verdict:
     """How far code that a model has written can be kept apart here; see docs/security.md."""
     known = landlock.version()
     match tiers.best():
@@ -84,7 +84,7 @@ def sandbox() -> Answer:
 
 
 @CHECKS.row("loopback", "ip link set lo up")
-def loopback() -> Answer:
+def loopback() -> Verdict:
     """A free port of the loopback interface that accepts a connection."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as probe:
@@ -95,7 +95,7 @@ def loopback() -> Answer:
 
 
 @CHECKS.row("trust")
-def trust() -> Answer:
+def trust() -> Verdict:
     """What the machine cannot be asked: who else is on its network."""
     plain = "beyond one machine, torchrun, gloo and NCCL need a private network: no keys, no encryption"
     names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -104,7 +104,7 @@ def trust() -> Answer:
 
 
 @CHECKS.row("Slurm")
-def slurm() -> Answer:
+def slurm() -> Verdict:
     """Slurm's version where its commands are installed."""
     program, starts = shutil.which("sbatch"), "runs start with laminar train or launch/"
     if program is None:
@@ -121,7 +121,7 @@ def slurm() -> Answer:
 
 
 @CHECKS.row("demo", "free them, or start the container with more")
-def demo() -> Answer:
+def demo() -> Verdict:
     """Whether the arithmetic demo fits this machine."""
     needs = (
         ("memory", DEMO_MEMORY, usable_memory()),

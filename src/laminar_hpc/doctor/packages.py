@@ -12,9 +12,9 @@ from functools import cache, partial
 from pathlib import Path
 
 from laminar_hpc.compat import cuda_toolkit
-from laminar_hpc.doctor.findings import Answer, Table, fail, ok, warn
+from laminar_hpc.doctor.findings import CheckTable, Verdict, fail, ok, warn
 
-CHECKS = Table()
+CHECKS = CheckTable()
 
 
 def installed(package: str) -> str | None:
@@ -47,20 +47,20 @@ def gpus() -> list[str]:
 
 
 @CHECKS.row("python", "use 3.11 or 3.12")
-def python() -> Answer:
+def python() -> Verdict:
     text = f"{sys.version.split()[0]} at {sys.executable}"
     return ok(text) if sys.version_info[:2] in ((3, 11), (3, 12)) else fail(text)
 
 
 @CHECKS.row("compiler", "apt-get install g++")
-def compiler() -> Answer:
+def compiler() -> Verdict:
     """Triton builds its launchers with one."""
     found = shutil.which("c++") or shutil.which("g++")
     return ok(found) if found else warn("none found")
 
 
 @CHECKS.row("torch", "make setup")
-def torch() -> Answer:
+def torch() -> Verdict:
     """Which build of torch is installed, and whether it fits the GPUs that the driver shows."""
     version = installed("torch")
     if version is None:
@@ -77,12 +77,12 @@ def torch() -> Answer:
 
 
 @CHECKS.row("GPUs")
-def graphics() -> Answer:
+def graphics() -> Verdict:
     names = gpus()
     return ok(f"{len(names)} x {names[0]}" if names else "none; everything runs on the CPU, with gloo")
 
 
-def package(name: str) -> Answer:
+def package(name: str) -> Verdict:
     """A package against the version that was tested."""
     version, wanted = installed(name), pinned(name)
     if version is None:
@@ -95,7 +95,7 @@ for each in ("megatron-core", "triton", "transformers"):
 
 
 @CHECKS.row("sglang", "make setup")
-def sglang(has_gpu: bool | None = None) -> Answer:
+def sglang(has_gpu: bool | None = None) -> Verdict:
     """SGLang's version and what it will run on: its CUDA backend, or our CPU platform through its entry
     point."""
     version, kernels = installed("sglang"), installed("sglang-kernel")
@@ -117,7 +117,7 @@ def sglang(has_gpu: bool | None = None) -> Answer:
 
 
 @CHECKS.row("CUDA compiler", "make setup CUDA=13")
-def cuda_compiler(has_gpu: bool | None = None) -> Answer:
+def cuda_compiler(has_gpu: bool | None = None) -> Verdict:
     """What SGLang compiles its kernels with at an engine's first start on a GPU, against torch's CUDA."""
     if not (bool(gpus()) if has_gpu is None else has_gpu):
         return ok("not needed without a GPU")
@@ -136,7 +136,7 @@ def cuda_compiler(has_gpu: bool | None = None) -> Answer:
 
 
 @CHECKS.row("KV migration", "apt-get install g++, then make setup")
-def migration() -> Answer:
+def migration() -> Verdict:
     """Whether the C++ extension for KV-cache migration was built."""
     spec = importlib.util.find_spec("laminar_hpc._kv")
     if spec is None or spec.origin is None:
@@ -145,7 +145,7 @@ def migration() -> Answer:
 
 
 @CHECKS.row("apex", "pip uninstall apex")
-def apex() -> Answer:
+def apex() -> Verdict:
     """NVIDIA's apex, told from the unrelated PyPI package by its optimizers."""
     spec = importlib.util.find_spec("apex")
     if spec is None:
@@ -157,5 +157,5 @@ def apex() -> Answer:
 
 
 @CHECKS.row("transformer-engine")
-def transformer_engine() -> Answer:
+def transformer_engine() -> Verdict:
     return ok(installed("transformer-engine") or "absent; Megatron's own layers are used")

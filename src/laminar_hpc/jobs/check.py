@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.doctor.findings import Answer, Finding, Table, fail, ok, report, size_text, warn
+from laminar_hpc.doctor.findings import CheckResult, CheckTable, Verdict, fail, ok, report, size_text, warn
 from laminar_hpc.jobs.probe import Seen, read_seen
 
 _SECONDS = 55.0  # for all nodes
@@ -24,7 +24,7 @@ _SYNC_SLOW = 0.1  # seconds; each turn of the controller waits for one
 _NETWORK_SLOW = 100e6  # bytes/s: less than 1 Gbit Ethernet
 
 Nodes = Sequence[Seen]
-CHECKS = Table()
+CHECKS = CheckTable()
 
 
 def main(options: Namespace) -> int:
@@ -73,14 +73,14 @@ def probe_all(nodes: int, folder: Path, name: str) -> str:
     return " ".join(error.split())
 
 
-def rows(nodes: int, seen: Sequence[Seen], said: str) -> Iterator[Finding]:
+def rows(nodes: int, seen: Sequence[Seen], said: str) -> Iterator[CheckResult]:
     """One finding for each thing."""
     if missing := sorted(set(range(nodes)) - {each.node for each in seen}):
         text = f"{len(missing)} of {nodes} did not answer: {missing[:8]}"
-        yield Finding("nodes", fail(text, f"look at these nodes: {said[:200]}"))
+        yield CheckResult("nodes", fail(text, f"look at these nodes: {said[:200]}"))
     else:
         names = ", ".join(each.host for each in seen[:4]) + (" ..." if len(seen) > 4 else "")
-        yield Finding("nodes", ok(f"{nodes}: {names}"))
+        yield CheckResult("nodes", ok(f"{nodes}: {names}"))
     yield from CHECKS.findings(seen)
 
 
@@ -101,7 +101,7 @@ def _kinds(values: Iterable[str]) -> str:
     "rendezvous",
     "name the interface that the nodes share (LAMINAR_INTERFACE in slurm/site.sh); open its ports",
 )
-def rendezvous(seen: Nodes) -> Answer:
+def rendezvous(seen: Nodes) -> Verdict:
     if bad := _without(seen, "network"):
         return fail(bad[0].wrong["network"] + _on(bad))
     trip = max(each.round_trip_seconds for each in seen)
@@ -109,7 +109,7 @@ def rendezvous(seen: Nodes) -> Answer:
 
 
 @CHECKS.row("interface", "set LAMINAR_INTERFACE in slurm/site.sh to one that all nodes have")
-def interface(seen: Nodes) -> Answer | None:
+def interface(seen: Nodes) -> Verdict | None:
     if _without(seen, "network"):
         return None
     names = [each.interface for each in seen]
@@ -118,7 +118,7 @@ def interface(seen: Nodes) -> Answer | None:
 
 
 @CHECKS.row("clocks", "let NTP or chrony run there")
-def clocks(seen: Nodes) -> Answer | None:
+def clocks(seen: Nodes) -> Verdict | None:
     timed = [each for each in seen if each.round_trip_seconds >= 0]
     if not timed:
         return None
@@ -128,7 +128,7 @@ def clocks(seen: Nodes) -> Answer | None:
 
 
 @CHECKS.row("open files", "raise nofile (limits.conf, or LimitNOFILE of slurmd)")
-def open_files(seen: Nodes) -> Answer:
+def open_files(seen: Nodes) -> Verdict:
     small = [each for each in seen if 0 <= each.nofile < _NOFILE]
     return warn(f"{small[0].nofile:,}{_on(small)}") if small else ok("enough on all nodes")
 
@@ -138,7 +138,7 @@ def open_files(seen: Nodes) -> Answer:
     "raise memlock (LimitMEMLOCK=infinity of slurmd, PropagateResourceLimitsExcept=MEMLOCK): pinned memory "
     "and InfiniBand need it",
 )
-def locked_memory(seen: Nodes) -> Answer:
+def locked_memory(seen: Nodes) -> Verdict:
     small = [each for each in seen if 0 <= each.memlock < _MEMLOCK]
     return warn(f"{size_text(small[0].memlock)}{_on(small)}") if small else ok("enough on all nodes")
 
@@ -147,14 +147,14 @@ def locked_memory(seen: Nodes) -> Answer:
     "/dev/shm",
     "a container's default: more with --shm-size; rollouts need relay.slots times the model's bytes",
 )
-def shm(seen: Nodes) -> Answer:
+def shm(seen: Nodes) -> Verdict:
     small = [each for each in seen if each.shm_bytes <= _SHM_SMALL]
     text = f"{size_text(min(each.shm_bytes for each in seen))} free at least"
     return warn(text + _on(small)) if small else ok(text)
 
 
 @CHECKS.row("versions", "use one environment or image on all nodes")
-def versions(seen: Nodes) -> Answer:
+def versions(seen: Nodes) -> Verdict:
     kinds = Counter(tuple(sorted(each.versions.items())) for each in seen)
     common = dict(kinds.most_common(1)[0][0])
     odd = [each for each in seen if each.versions != common]
@@ -168,13 +168,13 @@ def versions(seen: Nodes) -> Answer:
 @CHECKS.row(
     "GPUs", "ask for the same on each node (--gpus-per-node, --constraint), or look at nvidia-smi there"
 )
-def gpus(seen: Nodes) -> Answer:
+def gpus(seen: Nodes) -> Verdict:
     found = [f"{len(each.gpus)} x {each.gpus[0]}" if each.gpus else "none" for each in seen]
     return ok(_kinds(found)) if len(set(found)) == 1 else warn(_kinds(found))
 
 
 @CHECKS.row("shared storage", "put run_dir on a file system that has these (NFS, Lustre, GPFS)")
-def storage(seen: Nodes) -> Answer:
+def storage(seen: Nodes) -> Verdict:
     if bad := [each for each in seen if "storage" in each.wrong or each.storage]:
         broken = bad[0].wrong.get("storage") or ", ".join(f"{k}: {v}" for k, v in bad[0].storage.items())
         return fail(broken + _on(bad))
@@ -187,7 +187,7 @@ def storage(seen: Nodes) -> Answer:
 
 
 @CHECKS.row("gloo broadcast", "see rendezvous; gloo takes the interface of GLOO_SOCKET_IFNAME")
-def broadcast(seen: Nodes) -> Answer | None:
+def broadcast(seen: Nodes) -> Verdict | None:
     if bad := _without(seen, "broadcast"):
         return fail(bad[0].wrong["broadcast"][:200] + _on(bad))
     rates = [each.broadcast_bytes_per_second for each in seen if each.broadcast_bytes_per_second > 0]
