@@ -11,7 +11,6 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from laminar_hpc.config.check import (
     Derived,
@@ -23,7 +22,7 @@ from laminar_hpc.config.check import (
     supported_model,
     warnings,
 )
-from laminar_hpc.config.errors import LaminarError, Refused
+from laminar_hpc.config.errors import LaminarError, Refused, said
 from laminar_hpc.config.load import conf_directory, group_names, load_config
 from laminar_hpc.config.options import with_absolute_config_dir
 from laminar_hpc.config.schema import RunConfig
@@ -92,15 +91,6 @@ def prepare(words: Sequence[str], say: Callable[[str], None]) -> tuple[RunConfig
     if lines:
         raise Refused(dict.fromkeys([*lines, *of_inputs(config, lines)]))
     return loaded, config, check(config)
-
-
-def said(look: Callable[..., object], *given: Any) -> list[str]:
-    """What a look at something refuses, one line each."""
-    try:
-        look(*given)
-    except LaminarError as error:
-        return str(error).splitlines()
-    return []
 
 
 def of_inputs(config: RunConfig, lines: Sequence[str]) -> list[str]:
