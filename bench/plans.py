@@ -28,7 +28,7 @@ from pathlib import Path
 
 import common
 
-from laminar_hpc import train_command
+from laminar_hpc import cli
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.load import load_config
 from laminar_hpc.config.schema import RunConfig
@@ -150,7 +150,7 @@ def ask(name: str, folder: Path) -> Asked:
 def starts(name: str, folder: Path) -> bool:
     """Whether `laminar train ... dry_run=true` takes the file."""
     with contextlib.redirect_stdout(io.StringIO()):
-        return train_command.main(["--config-dir", str(folder), f"experiment={name}", "dry_run=true"]) == 0
+        return cli.run(["train", "--config-dir", str(folder), f"experiment={name}", "dry_run=true"]) == 0
 
 
 def scale_of(asked: Asked) -> int:

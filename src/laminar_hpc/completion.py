@@ -6,12 +6,16 @@ and of the folder that `--config-dir` names on the line. Where there are none, b
 
 import contextlib
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from laminar_hpc.config.bounds import Choices, allowed, plain_type
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.load import keys_of
-from laminar_hpc.config.options import CFG, INFO, take_config_dir
+from laminar_hpc.config.options import take_config_dir
 from laminar_hpc.config.words import Keys
+
+if TYPE_CHECKING:
+    from laminar_hpc.command import Subcommand
 
 # readline replaces only what stands behind the last = or : of the word
 SCRIPT = r"""_laminar() {
@@ -30,30 +34,27 @@ def script(shell: str) -> str:
     return SCRIPT
 
 
-def candidates(line: str, commands: Mapping[str, Sequence[str]]) -> list[str]:
-    """The words that the last word of a line may become; a complete one ends with a space. `commands`: the
-    options of each."""
+def candidates(line: str, commands: "Mapping[str, Subcommand]") -> list[str]:
+    """The words that the last word of a line may become; a complete one ends with a space."""
     words = line.split()
     current = "" if line[-1:].isspace() else words.pop()
     if len(words) < 2:
-        return [f"{name} " for name in [*commands, "help", "--version"] if name.startswith(current)]
-    command, before = words[1], words[2:]
-    if before and before[-1] in ("--cfg", "-c"):
-        return [f"{name} " for name in CFG if name.startswith(current)]
+        return _whole([*commands, "help", "--version"], current)
+    name, before = words[1], words[2:]
+    options = commands[name].options if name in commands else {}
     if current.startswith("-"):
-        return [f"{name} " for name in [*commands.get(command, ()), "--help"] if name.startswith(current)]
-    information = before and before[-1] in ("--info", "-i")
-    names = [name for name in (INFO if information else _places(command, before)) if name.startswith(current)]
-    return [*(f"{name} " for name in names), *_of_keys(_keys(command, before), current)]
+        return _whole([*(flags.split()[0] for flags in options), "--help"], current)
+    last = before[-1] if before else ""
+    told = next((told for flags, told in options.items() if last in flags.split()), {})
+    choices = told.get("choices", ())
+    if choices and "nargs" not in told:
+        return _whole(choices, current)
+    names = commands[name].names() if options and not before else choices
+    return [*_whole(names, current), *_of_keys(_keys(name, before), current)]
 
 
-def _places(command: str, before: Sequence[str]) -> list[str]:
-    """The experiments or questions that a command of the simulator begins with."""
-    if command not in ("sim", "plan") or before:
-        return []
-    from laminar_hpc.simulator.settings import experiments, questions
-
-    return experiments() if command == "sim" else questions()
+def _whole(names: Sequence[str], current: str) -> list[str]:
+    return [f"{name} " for name in names if name.startswith(current)]
 
 
 def _keys(command: str, before: Sequence[str]) -> Keys | None:

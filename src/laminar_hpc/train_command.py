@@ -8,9 +8,9 @@ refusal need not wait for them.
 
 import dataclasses
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from laminar_hpc.config.check import (
     Derived,
@@ -22,16 +22,21 @@ from laminar_hpc.config.check import (
     supported_model,
     warnings,
 )
-from laminar_hpc.config.errors import LaminarError, Refused
+from laminar_hpc.config.errors import LaminarError, Refused, said
 from laminar_hpc.config.load import conf_directory, group_names, load_config
-from laminar_hpc.config.options import INFO, take_options, with_absolute_config_dir
+from laminar_hpc.config.options import with_absolute_config_dir
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.observability import output
 
 
-def main(arguments: list[str]) -> int:
+def main(options: Namespace) -> int:
     """Refuses, or shows, or starts what the words ask for."""
-    options, words = take_options(arguments)
+    words = options.words
+    if options.slurm is not None and not options.multirun:
+        raise LaminarError(
+            "--slurm submits the jobs of --multirun: add it; or submit one run with "
+            "`sbatch slurm/laminar_single.sbatch key=value ...`"
+        )
     if options.cfg:
         from laminar_hpc.config.show import composed
 
@@ -86,15 +91,6 @@ def prepare(words: Sequence[str], say: Callable[[str], None]) -> tuple[RunConfig
     if lines:
         raise Refused(dict.fromkeys([*lines, *of_inputs(config, lines)]))
     return loaded, config, check(config)
-
-
-def said(look: Callable[..., object], *given: Any) -> list[str]:
-    """What a look at something refuses, one line each."""
-    try:
-        look(*given)
-    except LaminarError as error:
-        return str(error).splitlines()
-    return []
 
 
 def of_inputs(config: RunConfig, lines: Sequence[str]) -> list[str]:
@@ -185,19 +181,12 @@ def check_devices(config: RunConfig, derived: Derived) -> None:
 def more_help() -> str:
     """Behind the examples of `laminar train --help`."""
     folder = conf_directory()
-    return f"""
+    return f"""\
 settings: key=value, without dashes. Every key, its bounds and its default are in docs/configuration.md.
   text    stands as it is: data.train=/data/lr=1,b.jsonl; for a space quote the word: \
 'data.train=my file.jsonl'
   list    'evaluation.files=[a.jsonl,b.jsonl]'
   table   rollout.engine_arguments.mem-fraction-static=0.3; ~rollout.engine_arguments.NAME takes one out
-
-options, as Hydra has them
-  --cfg job|hydra|all   print the composed configuration and stop
-  --info [WHAT]         where it comes from: {", ".join(INFO)}
-  --config-dir DIR      a folder of your own beside conf/, with experiment/NAME.yaml and pipeline/NAME.yaml
-  --multirun, -m        one run for each combination of seed=1,2  'steps=range(1,4)'  'pipeline=glob(*)'
-  --slurm[=OPTIONS]     with --multirun: one Slurm job each; OPTIONS are sbatch's
 
 experiment={"|".join(group_names(folder / "experiment"))}   ({folder}/experiment)
 pipeline={"|".join(group_names(folder / "pipeline"))}"""

@@ -13,7 +13,6 @@ from short_run import record
 
 from laminar_hpc import cli
 from laminar_hpc.archive import files
-from laminar_hpc.audit.command import main as audit_main
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.controller import old_steps
 from laminar_hpc.controller.store import Store
@@ -102,7 +101,7 @@ def test_a_configuration_that_cannot_be_read_is_one_line(run_dir, tmp_path):
 def audited(run_dir: Path) -> dict:
     """What `laminar audit --json` writes, its checks by name."""
     target = run_dir.parent / "audit.json"
-    code = audit_main([str(run_dir), "--json", str(target)])
+    code = cli.run(["audit", str(run_dir), "--json", str(target)])
     found = json.loads(target.read_text())
     assert found["clean"] == (code == 0)
     return found | {"checks": {check["name"]: check for check in found["checks"]}}

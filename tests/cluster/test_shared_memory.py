@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from laminar_hpc import cli
 from laminar_hpc.cluster import folders, leftovers
 from laminar_hpc.cluster.shared_memory import SHM, Note, noted, present
 from laminar_hpc.doctor import command, machine
+from laminar_hpc.doctor.findings import CheckTable
 
 # Makes a segment and waits, as one of SGLang's processes does; no resource tracker survives a session that is
 # killed.
@@ -108,8 +110,7 @@ def test_nothing_is_noted_of_a_session_that_makes_nothing(prefix: str, tmp_path:
 def test_doctor_lists_and_frees_what_is_left(
     prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
-    """One warn line with sizes and the cure; --clean removes it, names each thing, and is the only
-    argument."""
+    """One warn line with sizes and the cure; --clean removes it and names each thing."""
     monkeypatch.setattr(leftovers.tempfile, "gettempdir", lambda: str(tmp_path))
     folder = tmp_path / f"{folders.ENGINE_FOLDER_PREFIX}y"
     folder.mkdir()
@@ -117,8 +118,8 @@ def test_doctor_lists_and_frees_what_is_left(
     note.update(holder.process.pid)
     abandon(folder)
     holder.kill()
-    monkeypatch.setattr(command, "CHECKS", (machine.left_behind,))
-    assert command.main([]) == 0
+    monkeypatch.setattr(command, "CHECKS", CheckTable(machine.CHECKS[:1]))
+    assert cli.run(["doctor"]) == 0
     said = capsys.readouterr().out
     assert (
         said.startswith("warn  left behind: ")
@@ -126,8 +127,7 @@ def test_doctor_lists_and_frees_what_is_left(
         and "laminar doctor --clean" in said
     )
     assert holder.path.exists()
-    assert command.main(["--clean"]) == 0
+    assert cli.run(["doctor", "--clean"]) == 0
     said = capsys.readouterr().out
     assert f"removed: engine files {folder}, 1 MiB" in said and "ok    left behind: nothing" in said
     assert not holder.path.exists() and not folder.exists()
-    assert command.main(["--all"]) == 2

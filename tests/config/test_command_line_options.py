@@ -14,11 +14,6 @@ from laminar_hpc import cli
 from laminar_hpc.completion import candidates
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.load import load_config
-from laminar_hpc.config.options import Options, take_options
-
-COMMANDS = {
-    name: [option.partition(" ")[0] for option in cli.COMMANDS[name].options] for name in cli.COMMANDS
-}
 
 
 def printed(capsys, *words: str) -> str:
@@ -26,25 +21,28 @@ def printed(capsys, *words: str) -> str:
     return capsys.readouterr().out
 
 
+def taken(*words: str) -> tuple:
+    options = cli.COMMANDS["train"].parse("train", words)
+    return options.cfg, options.info, options.multirun, options.slurm, options.words
+
+
 def test_options_in_either_spelling_anywhere():
     """An option stands before, between or behind the words; all else is left as it is."""
     for words in (["--cfg", "job", "a=1", "b"], ["a=1", "--cfg=job", "b"], ["a=1", "b", "-c", "job"]):
-        assert take_options(words) == (Options(cfg="job"), ["a=1", "b"])
-    assert take_options(["--info", "a=1"]) == (Options(info="all"), ["a=1"])
-    assert take_options(["a=1", "--info", "defaults"]) == (Options(info="defaults"), ["a=1"])
-    assert take_options(["-m", "--slurm=--nodes=2 -p gpu"]) == (
-        Options(None, None, True, "--nodes=2 -p gpu"),
-        [],
-    )
-    assert take_options(["--steps=3", "-x"]) == (Options(), ["--steps=3", "-x"])
+        assert taken(*words) == ("job", None, False, None, ["a=1", "b"])
+    assert taken("--info", "a=1") == (None, "all", False, None, ["a=1"])
+    assert taken("a=1", "--info", "defaults") == (None, "defaults", False, None, ["a=1"])
+    assert taken("-m", "--slurm=--nodes=2 -p gpu") == (None, None, True, "--nodes=2 -p gpu", [])
+    assert taken("--slurm", "a=1", "--config-dir", "x")[3:] == ("", ["a=1", "--config-dir=x"])
+    assert taken("--steps=3", "-x", "8") == (None, None, False, None, ["--steps=3", "-x", "8"])
 
 
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["--cfg"], "--cfg needs a value; usage: .*--cfg job.hydra.all"),
-        (["--cfg=jobs"], r"--cfg=jobs: use one of job, hydra, all \(did you mean job\?\)"),
-        (["--info=default"], r"--info=default: use one of .*\(did you mean defaults\?\)"),
+        (["--cfg"], "--cfg/-c: expected one argument; usage: .*--cfg job.hydra.all"),
+        (["--cfg=jobs"], "--cfg/-c: invalid choice: 'jobs' .*'job', 'hydra', 'all'"),
+        (["--info=default"], "--info/-i: invalid choice: 'default' .*'defaults'"),
         (["--slurm", "experiment=demo"], "--slurm submits the jobs of --multirun: add it"),
     ],
 )
@@ -135,7 +133,7 @@ def test_every_command_helps_with_examples_that_are_taken(name, capsys):
     assert len(examples) == len(cli.COMMANDS[name].examples) >= 1
     for words in cli.COMMANDS[name].examples:
         assert words in page
-        cli.check_words(name, shlex.split(words)[2:])
+        cli.COMMANDS[name].parse(name, shlex.split(words)[2:])
 
 
 @pytest.mark.parametrize(
@@ -159,7 +157,7 @@ def test_every_command_helps_with_examples_that_are_taken(name, capsys):
 )
 def test_candidates_for_completion(line, expected):
     """Commands, options, keys level by level, and the values of a choice; files where there are none."""
-    assert candidates(line, COMMANDS) == expected
+    assert candidates(line, cli.COMMANDS) == expected
 
 
 def test_bash_completes(tmp_path):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from laminar_hpc import train_command
+from laminar_hpc import cli
 from laminar_hpc.compat.torchvision import declare_schemas
 from laminar_hpc.config.check import check, check_machine, derive
 from laminar_hpc.config.errors import LaminarError
@@ -102,7 +102,7 @@ SMALL = {"demo", "tools"}  # run as they are, on two cores
 def test_ready_experiments_pass_a_dry_run_without_gpu_and_model(name, capsys):
     """Promise: the shipped layouts fit, say so before anything is downloaded, and name what a run still
     needs."""
-    assert train_command.main([f"experiment={name}", "dry_run=true"]) == 0
+    assert cli.run(["train", f"experiment={name}", "dry_run=true"]) == 0
     printed = capsys.readouterr().out
     assert "\nwarning" not in printed
     derived = derive(load_config([f"experiment={name}", "dry_run=true"]))

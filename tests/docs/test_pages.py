@@ -65,7 +65,7 @@ def test_commands_are_taken():
         for _, name, *rest in (words for words in commands(path.read_text()) if len(words) > 1):
             seen += 1
             try:
-                cli.check_words(name, rest)
+                cli.COMMANDS[name].parse(name, rest)
             except (LaminarError, KeyError) as error:
                 wrong.append(f"{path.name}: laminar {name} {' '.join(rest)}: {error}")
             for word in rest if name in WITH_KEYS else ():

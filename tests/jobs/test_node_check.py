@@ -39,7 +39,7 @@ def node(number: int, **changes: object) -> Seen:
 
 def verdicts(nodes: int, *seen: Seen) -> dict[str, tuple[str, str]]:
     """By row, its level and the whole line."""
-    return {each.what: (each.level, str(each)) for each in rows(nodes, seen, "srun: n2 is down")}
+    return {each.what: (each.verdict.level, str(each)) for each in rows(nodes, seen, "srun: n2 is down")}
 
 
 def test_equal_healthy_nodes_are_ok_in_every_row() -> None:

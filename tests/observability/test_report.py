@@ -7,6 +7,7 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 import synthetic
 
+from laminar_hpc import cli
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.observability import jsonl
 from laminar_hpc.observability.trace import Trace
@@ -225,18 +226,17 @@ def test_the_command(finished, tmp_path, capsys):
     run_dir = finished[0]
     for name in ("summary.json", "report.html"):
         (run_dir / name).unlink(missing_ok=True)
-    assert document.main([str(run_dir)]) == 0
+    assert cli.run(["report", str(run_dir)]) == 0
     assert (
         capsys.readouterr().out.strip() == str(run_dir / "report.html")
         and (run_dir / "summary.json").is_file()
     )
     with pytest.raises(LaminarError, match="is no run"):
-        document.main([str(tmp_path)])
-    assert document.main([]) == 2
+        cli.run(["report", str(tmp_path)])
 
 
 @pytest.mark.parametrize("pattern", ["*.html", "*.json"])
 def test_files_come_in_one_piece(finished, pattern):
     """Promise: a reader never sees half a file, and nothing temporary stays behind."""
-    document.main([str(finished[0])])
+    cli.run(["report", str(finished[0])])
     assert not [path for path in finished[0].glob("." + pattern)]

@@ -6,6 +6,7 @@ import pytest
 import synthetic
 from synthetic import EPOCH
 
+from laminar_hpc import cli
 from laminar_hpc.audit.checks import audit
 from laminar_hpc.audit.records import read
 from laminar_hpc.config.errors import LaminarError
@@ -179,7 +180,7 @@ def test_a_store_of_another_machine_is_read_from_the_journal(tmp_path, monkeypat
     store.rows.note_mismatches({0: (0.25, 1)})
     store.close()
     monkeypatch.setattr("tempfile.tempdir", str(scratch))
-    document.main([str(run_dir)])
+    cli.run(["report", str(run_dir)])
     expected = (run_dir / "summary.json").read_text(), (run_dir / "report.html").read_text()
     with read(run_dir) as records:
         audited = [str(finding) for finding in audit(records)]
@@ -187,7 +188,7 @@ def test_a_store_of_another_machine_is_read_from_the_journal(tmp_path, monkeypat
         (local / "store.sqlite").unlink()
         if elsewhere is not None:
             (local / "store.sqlite").write_bytes(elsewhere)
-        document.main([str(run_dir)])
+        cli.run(["report", str(run_dir)])
         assert expected == ((run_dir / "summary.json").read_text(), (run_dir / "report.html").read_text())
         assert rundata.load(run_dir).mismatches([0]) == {0: (0.25, 1)}
         with read(run_dir) as records:

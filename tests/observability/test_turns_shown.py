@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import synthetic
 
+from laminar_hpc import cli
 from laminar_hpc.messages.data import VersionSpan
 from laminar_hpc.observability.trace import Span
-from laminar_hpc.report import document, rundata, summary, top, turn_table
+from laminar_hpc.report import document, rundata, summary, turn_table
 from laminar_hpc.report.rundata import Consumed
 from made import Made
 
@@ -60,7 +61,7 @@ def test_turns_in_summary_report_and_top(run_dir: Path, capsys: pytest.CaptureFi
     rows.append("refused, the first: n: one answer</td><td>told to the agent</td><td>0.500 per trajectory<")
     for words in (*rows, "not trained</td><td>1<"):
         assert words in section, section
-    assert top.main([str(run_dir), "--once"]) == 0
+    assert cli.run(["top", str(run_dir), "--once"]) == 0
     text = capsys.readouterr().out
     (line,) = (line for line in text.splitlines() if line.startswith("turns"))
     expected = "2.5 per trajectory  1.5 tool calls, 0.25 failed  generate 0.75 s  tool 0.12 s  wait 0.00 s"

@@ -20,7 +20,7 @@ def test_every_line_says_how_it_stands_and_it_is_quick() -> None:
     """One line per topic, `ok|warn|FAIL  what: value  (cure)`, within 3 s: it reads metadata and imports
     nothing heavy."""
     start = time.monotonic()
-    program = "import sys; from laminar_hpc.doctor.command import main; sys.exit(main([]))"
+    program = "import sys; from laminar_hpc import cli; sys.exit(cli.run(['doctor']))"
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=False
     )
@@ -38,8 +38,7 @@ def test_a_slurm_that_does_not_answer_is_a_line(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(machine.shutil, "which", lambda name: name)
     monkeypatch.setattr(machine.subprocess, "run", silent)
-    (finding,) = machine.slurm()
-    assert "it names no cluster" in str(finding)
+    assert "it names no cluster" in machine.slurm().value
 
 
 def test_a_missing_sglang_platform_is_a_failure_with_its_cure(monkeypatch: pytest.MonkeyPatch) -> None:

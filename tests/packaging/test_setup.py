@@ -157,12 +157,12 @@ def test_the_wheel_holds_the_configuration_and_the_entry_points(tree: Path, tmp_
     assert len(files) >= 7 and files <= names
     program = f"""
 import os, laminar_hpc
-from laminar_hpc import cli, train_command
+from laminar_hpc import cli
 assert laminar_hpc.__file__.startswith({str(tmp_path / "installed")!r})
 assert cli.run(["init", "mine"]) == 0
 os.chdir("mine")
 for words in (["experiment=demo"], ["experiment=tools"], ["--config-dir", "conf", "experiment=mine"]):
-    assert train_command.main([*words, "dry_run=true"]) == 0
+    assert cli.run(["train", *words, "dry_run=true"]) == 0
 """
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "installed")}
     command = [sys.executable, "-c", program]

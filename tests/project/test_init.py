@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from laminar_hpc import cli, project, train_command
+from laminar_hpc import cli, project
 from laminar_hpc.config.errors import LaminarError
 
 COMMAND = [sys.executable, "-m", "laminar_hpc.cli"]
@@ -57,7 +57,7 @@ def test_a_dry_run_passes_as_it_is(
     monkeypatch.chdir(made)
     first = re.search(r"^laminar train (.*?) *#", (made / "README.md").read_text(), re.M)[1].split()
     assert first[-1] == "dry_run=true"
-    assert train_command.main(first) == 0
+    assert cli.run(["train", *first]) == 0
     printed = capsys.readouterr().out
     assert "448,128" in printed and "before a run" not in printed
 

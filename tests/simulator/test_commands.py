@@ -14,11 +14,12 @@ from pathlib import Path
 import psutil
 import pytest
 
+from laminar_hpc import cli
 from laminar_hpc.cli import COMMANDS
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.load import conf_directory, load_config
 from laminar_hpc.config.system_schema import PipelineConfig
-from laminar_hpc.simulator import command, plan_command
+from laminar_hpc.simulator import command
 from laminar_hpc.simulator.rules import PIPELINES, Rules
 from laminar_hpc.simulator.schema import WorkloadConfig
 from laminar_hpc.simulator.settings import experiments, load_plan, load_simulation, questions
@@ -69,7 +70,7 @@ def test_sim_writes_a_table_a_result_and_a_page(tmp_path, capsys):
         "trainer_share=0.5",
         "draws=2",
     ]
-    assert command.main(words) == 0
+    assert cli.run(["sim", *words]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert (
         len(lines) == 1 + 8 + 2
@@ -85,7 +86,7 @@ def test_sim_writes_a_table_a_result_and_a_page(tmp_path, capsys):
     page = (tmp_path / "report.html").read_text()
     for part in ("Where each GPU-second went", "Time line", "KV use", "staleness at training", "lengths"):
         assert part in page
-    assert command.main([*words, "--json"]) == 0
+    assert cli.run(["sim", *words, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["rows"] == rows, "the same seed gives the same result"
 
 
@@ -113,7 +114,7 @@ def test_what_takes_long_says_what_it_is_trying(capsys, monkeypatch, tmp_path):
     """While a split is searched and while constants are drawn, though not every short run is told of."""
     monkeypatch.setattr(command, "_PROGRESS_SECONDS", 0.0)
     words = ["small", *SMALL, f"out_dir={tmp_path}", "gpus=[32]", "pipelines=[one_step]", "draws=2"]
-    assert command.main(words) == 0
+    assert cli.run(["sim", *words]) == 0
     first, *lines, last = capsys.readouterr().err.splitlines()
     assert first == "one_step on 32 GPUs, each with draws=2 short runs for its range"
     assert sum(" of 32 GPUs train: " in line for line in lines) >= 3
@@ -143,16 +144,16 @@ def test_what_takes_long_says_what_it_is_trying(capsys, monkeypatch, tmp_path):
 def test_sim_refuses_in_one_line(words, text):
     """A wrong simulation is refused with its reason."""
     with pytest.raises(LaminarError, match=text):
-        command.main(words)
+        cli.run(["sim", *words])
 
 
-@pytest.mark.parametrize("main", [command.main, plan_command.main])
-def test_a_folder_that_cannot_be_written_is_refused_before_the_work(main, tmp_path):
+@pytest.mark.parametrize("command", ["sim", "plan"])
+def test_a_folder_that_cannot_be_written_is_refused_before_the_work(command, tmp_path):
     """Promise: one line, and nothing is simulated first."""
     (tmp_path / "file").touch()
-    name = "dora" if main is command.main else "node"
+    name = "dora" if command == "sim" else "node"
     with pytest.raises(LaminarError, match=r"out_dir=.*/file/x: cannot be written \(Not a directory\)"):
-        main([name, f"out_dir={tmp_path}/file/x"])
+        cli.run([command, name, f"out_dir={tmp_path}/file/x"])
 
 
 def test_lengths_of_a_run_are_replayed(tmp_path):

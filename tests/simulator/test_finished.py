@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from laminar_hpc import cli
 from laminar_hpc.config.check import check
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.load import load_config
@@ -17,7 +18,6 @@ from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.emulation.launch import Emulation, prepare
 from laminar_hpc.observability.trace import Span
 from laminar_hpc.report.rundata import Consumed, Launch, Run
-from laminar_hpc.simulator import command, plan_command
 from laminar_hpc.simulator.constants import DEFAULT
 from laminar_hpc.simulator.finished import command as finished
 from laminar_hpc.simulator.finished.changes import GAIN_MIN, best_of_each, best_together, changed
@@ -220,13 +220,13 @@ def test_nothing_is_said_where_nothing_helps(tmp_path):
     assert finished._change_lines([], now) == ["best change  none of those tried gains 3% or more"]
 
 
-@pytest.mark.parametrize("main", [command.main, plan_command.main])
-def test_what_is_no_run_or_too_short_is_refused(main, tmp_path, monkeypatch):
+@pytest.mark.parametrize("command", ["sim", "plan"])
+def test_what_is_no_run_or_too_short_is_refused(command, tmp_path, monkeypatch):
     """A folder that is no run is refused, as are settings behind a run, each in one line."""
     with pytest.raises(LaminarError, match="is no run: no metrics"):
-        main([str(tmp_path)])
+        cli.run([command, str(tmp_path)])
     with pytest.raises(LaminarError, match=r"takes no settings, and got steps=3: the run has its own"):
-        main([str(tmp_path), "steps=3"])
+        cli.run([command, str(tmp_path), "steps=3"])
     run, config = made_up_run(tmp_path, steps=4)
     with pytest.raises(LaminarError, match="4 steps are too few to learn from"):
         measure_run(run, config)
@@ -249,7 +249,7 @@ def test_an_emulated_run_is_predicted(pipeline, bound, tmp_path, capsys):
         assert emulation.wait(300) == 0
     finally:
         emulation.stop()
-    assert command.main([config.run_dir, "--json"]) == 0
+    assert cli.run(["sim", config.run_dir, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     a, b = found["happened"], found["simulated"]
     assert b["tokens_per_second"] == pytest.approx(a["tokens_per_second"], rel=0.1), found

@@ -8,7 +8,7 @@ import subprocess
 import pytest
 import yaml
 
-from laminar_hpc import train_command
+from laminar_hpc import cli
 from laminar_hpc.config.check import check
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.load import load_config
@@ -68,7 +68,7 @@ def test_the_written_experiment_passes_a_dry_run_on_its_own_gpus(words, tmp_path
     printed, best = "\n".join(plan_command.write(config, found, tmp_path)), found.best.candidate
     train = ["--config-dir", str(tmp_path), f"experiment={config.name}", "dry_run=true"]
     assert f"laminar train --config-dir {tmp_path} experiment={config.name}" in printed
-    assert train_command.main(train) == 0
+    assert cli.run(["train", *train]) == 0
     run = load_config(train)
     derived = check(run)
     assert derived.trainer_ranks == best.trainer_gpus and derived.rollout_ranks == best.replicas
@@ -246,7 +246,7 @@ def test_an_answer_in_json_is_json(tmp_path, capsys):
     words = ["cheapest", *SMALL, "model=7B", "trainer_busy=0", f"out_dir={tmp_path}"]
     words.append("pools=[{gpu: H800, count: 16}]")
     rate = search(load_plan(words[0], words[1:])).best.figures["tokens_per_second"]
-    assert plan_command.main([*words, f"least_throughput={rate}", "--json"]) == 0
+    assert cli.run(["plan", *words, f"least_throughput={rate}", "--json"]) == 0
 
     def refuse(constant: str) -> None:
         pytest.fail(f"{constant} is no JSON")
@@ -323,7 +323,7 @@ def test_a_model_that_fits_nowhere_is_refused():
 def test_a_bad_question_is_refused_in_one_line(words, text, tmp_path):
     """Promise: nothing is simulated, the line names the key and what it may be."""
     with pytest.raises(LaminarError, match=text) as refused:
-        plan_command.main(["node", f"out_dir={tmp_path}", *words])
+        cli.run(["plan", "node", f"out_dir={tmp_path}", *words])
     assert len(str(refused.value).splitlines()) == 1 and not list(tmp_path.iterdir())
 
 
@@ -331,5 +331,5 @@ def test_an_experiment_that_would_be_refused_is_not_left_behind(tmp_path, monkey
     """Promise: no file stays that a run would refuse; the planner says why."""
     monkeypatch.setattr(plan_command, "experiment", lambda *_: "# @package _global_\nsteps: -1\n")
     with pytest.raises(LaminarError, match="its experiment is refused"):
-        plan_command.main(["node", *SMALL, f"out_dir={tmp_path}"])
+        cli.run(["plan", "node", *SMALL, f"out_dir={tmp_path}"])
     assert not list(tmp_path.rglob("*.yaml"))

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from laminar_hpc import cli
 from laminar_hpc.config.schema import EnvironmentConfig
 from laminar_hpc.observability.trace import Span
 from laminar_hpc.policies.deadlines import FACTOR, FEWEST, HUNG_SECONDS
-from laminar_hpc.simulator import command
 from laminar_hpc.simulator.constants import DEFAULT
 from laminar_hpc.simulator.finished.courses import Played, taken
 from laminar_hpc.simulator.finished.decode import DecodeCurve, Queue
@@ -183,7 +183,7 @@ def test_a_recorded_run_with_tools_is_predicted(tmp_path: Path, capsys: pytest.C
     the time of a trajectory are predicted within 10%, and where its time goes within two points."""
     with tarfile.open(RECORDED) as archive:
         archive.extractall(tmp_path, filter="data")
-    assert command.main([str(tmp_path / "recorded_tools"), "--json"]) == 0
+    assert cli.run(["sim", str(tmp_path / "recorded_tools"), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     a, b = found["happened"], found["simulated"]
     assert b["tokens_per_second"] == pytest.approx(a["tokens_per_second"], rel=0.1)

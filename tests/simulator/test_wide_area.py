@@ -7,7 +7,7 @@ import math
 import pytest
 import yaml
 
-from laminar_hpc.simulator import plan_command
+from laminar_hpc import cli
 from laminar_hpc.simulator.clock import Clock
 from laminar_hpc.simulator.constants import DEFAULT
 from laminar_hpc.simulator.plan import search
@@ -127,7 +127,7 @@ def test_the_cheapest_far_rollouts_that_keep_the_trainer_busy(tmp_path, capsys):
     assert best.candidate.trainer_pool == 0 and [pool for pool, *_ in best.candidate.rollouts] == [1]
     slow = search(load_plan("wide_area", [*words, pools.format(0.02)])).best
     assert [pool for pool, *_ in slow.candidate.rollouts] == [0] and slow.price > best.price
-    plan_command.main(["wide_area", *words, pools.format(100), f"out_dir={tmp_path}"])
+    cli.run(["plan", "wide_area", *words, pools.format(100), f"out_dir={tmp_path}"])
     written = yaml.safe_load((tmp_path / "experiment" / "wide_area.yaml").read_text())
     assert written["relay"]["delta"] == "auto" and written["relay"]["publish_timeout_seconds"] >= 60
     assert written["pipeline"]["repack"] == "kv"  # all replicas are in one place

@@ -20,7 +20,7 @@ from types import SimpleNamespace
 import pytest
 
 from laminar_hpc import __main__ as rank_main
-from laminar_hpc import train_command
+from laminar_hpc import cli
 from laminar_hpc.cluster.processes import oom_kills
 from laminar_hpc.config.check import check, pipeline_text
 from laminar_hpc.config.errors import LaminarError
@@ -35,7 +35,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 def dry_run(capsys, *words: str) -> str:
-    assert train_command.main(["experiment=demo", "dry_run=true", *words]) == 0
+    assert cli.run(["train", "experiment=demo", "dry_run=true", *words]) == 0
     return capsys.readouterr().out
 
 
@@ -117,7 +117,7 @@ def test_versions_that_do_not_fit_are_named_with_the_cure(monkeypatch):
     """Every package has one exact pin, and `laminar doctor` names what is installed instead of it."""
     real = packages.installed
     monkeypatch.setattr(packages, "installed", lambda name: "0.1.0" if name == "transformers" else real(name))
-    line = next(str(finding) for finding in packages.engines() if finding.what == "transformers")
+    line = next(str(finding) for finding in packages.CHECKS.findings() if finding.what == "transformers")
     assert line.startswith("warn") and "0.1.0" in line and "tested with" in line and "make setup" in line
 
 

@@ -3,6 +3,7 @@
 
 import json
 import os
+from argparse import Namespace
 from collections import Counter
 from pathlib import Path
 
@@ -22,24 +23,15 @@ _MEANINGS = {
 }
 
 
-def main(argv: list[str]) -> int:
+def main(options: Namespace) -> int:
     """The exit code, 0 or 1. Raises LaminarError for what is no run."""
-    words, target = [], None
-    rest = iter(argv)
-    for word in rest:
-        if word == "--json":
-            target = next(rest, None)
-        elif word.startswith("--json="):
-            target = word.removeprefix("--json=")
-        else:
-            words.append(word)
-    with read(Path(words[0])) as records:
+    with read(Path(options.words[0])) as records:
         findings = audit(records)
         summary = _summary(records, findings)
     for line in _lines(summary, findings):
         print(line)
-    if target:
-        _write(Path(target), summary)
+    if options.json:
+        _write(Path(options.json), summary)
     return int(not summary["clean"])
 
 

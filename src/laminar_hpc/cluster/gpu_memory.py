@@ -26,12 +26,10 @@ def gigabytes_of_gpus() -> list[float]:
         return []
     command = ["nvidia-smi", "--query-gpu=index,uuid,memory.total", "--format=csv,noheader,nounits"]
     try:
-        printed = subprocess.run(
-            command, capture_output=True, text=True, timeout=_SMI_SECONDS, check=True
-        ).stdout
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_SMI_SECONDS, check=True)
     except (OSError, subprocess.SubprocessError):
         return []  # a container may hide the tool; nothing is refused then
-    return parse_smi(printed, names)
+    return parse_smi(done.stdout, names)
 
 
 def parse_smi(printed: str, names: Sequence[str]) -> list[float]:
@@ -40,20 +38,13 @@ def parse_smi(printed: str, names: Sequence[str]) -> list[float]:
     rows = [
         [word.strip() for word in line.split(",")] for line in printed.splitlines() if line.count(",") == 2
     ]
-    gigabytes = []
-    for name in names:
-        size = next(
-            (
-                mib
-                for index, uuid, mib in rows
-                if name == index or (name.startswith("GPU-") and uuid.startswith(name))
-            ),
-            "",
-        )
-        if not size.isdigit():
-            return []
-        gigabytes.append(int(size) * _MIB / 1e9)
-    return gigabytes
+
+    def size(name: str) -> str:
+        begins = name if name.startswith("GPU-") else "?"
+        return next((mib for index, uuid, mib in rows if name == index or uuid.startswith(begins)), "")
+
+    sizes = [size(name) for name in names]
+    return [int(mib) * _MIB / 1e9 for mib in sizes] if all(map(str.isdigit, sizes)) else []
 
 
 def check_dry_run(config: RunConfig, derived: Derived) -> None:
@@ -74,9 +65,8 @@ def check_gpus(
     engines: Counter[int] = Counter()
     for mine in here:
         if mine.role in ("trainer", "rollout"):
-            (trainers if mine.role == "trainer" else engines).update(
-                devices_of(config, here, mine, len(sizes))
-            )
+            on = trainers if mine.role == "trainer" else engines
+            on.update(devices_of(config, here, mine, len(sizes)))
     for device, size in enumerate(sizes):
         on_it = Need(need.trainer * trainers[device], need.rollout)
         if (trainers[device] and engines[device]) or engines[device] > 1:
@@ -95,8 +85,6 @@ def host_memory_warning(config: RunConfig, derived: Derived) -> str:
     free = psutil.virtual_memory().available
     if total <= free:
         return ""
-    return (
-        f"this machine has no GPU and {free / 1e9:.1f} GB of memory left, the run needs about "
-        f"{total / 1e9:.1f} GB: lower "
-        "rollout.kv_cache_tokens or trainer.tokens_per_microbatch, or take a smaller model"
-    )
+    cure = "lower rollout.kv_cache_tokens or trainer.tokens_per_microbatch, or take a smaller model"
+    has = f"this machine has no GPU and {free / 1e9:.1f} GB of memory left"
+    return f"{has}, the run needs about {total / 1e9:.1f} GB: {cure}"

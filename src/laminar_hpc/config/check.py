@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from laminar_hpc.config.bounds import wrong_values
-from laminar_hpc.config.errors import LaminarError, Refused
+from laminar_hpc.config.errors import LaminarError, Refused, said
 from laminar_hpc.config.file_systems import NETWORK_FILE_SYSTEMS, file_system
 from laminar_hpc.config.memory import (
     Need,
@@ -37,6 +37,7 @@ from laminar_hpc.config.models import (
     missing_files,
     model_config,
     rollout_bytes,
+    serving_bytes,
     trainer_bytes,
 )
 from laminar_hpc.config.rewards import check_reward
@@ -44,8 +45,6 @@ from laminar_hpc.config.rules import broken_rules
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.config.source import labels, parse_source
 
-_SERVING_BYTES = {"float32": 4, "bfloat16": 2}
-_MIN_LANE = 64 << 10  # bytes: a smaller one would cost more than it saves
 _NEEDED = [key for key in SHAPE if key not in ("model_type", "num_key_value_heads")]
 _MAY_BE_NULL = ("num_key_value_heads", "head_dim", "max_position_embeddings")
 _LONGEST_PER_MEAN = 8  # a response's greatest length is rarely less than so many times the mean
@@ -78,7 +77,7 @@ class Derived:
 def derive(config: RunConfig) -> Derived:
     """What follows from a configuration: world size, batch sizes, bytes published. Sizes are in bytes."""
     model = model_config(config.model.path, config.dry_run)
-    width = _SERVING_BYTES.get(config.model.dtype, 4)
+    width = serving_bytes(config.model.dtype)
     t, r = config.trainer, config.rollout
     replay = config.source.startswith("replay:")
     trainers = t.tensor_parallel * t.pipeline_parallel * t.data_parallel
@@ -188,10 +187,7 @@ def problems(config: RunConfig, may_download: bool = False) -> list[str]:
     inputs = [] if config.source.startswith("replay:") or config.dry_run else _input_problems(config)
     if wrong:
         return [*wrong, *of_model, *inputs]
-    broken = broken_rules(config, model)
-    if model is not None and not broken:
-        broken = [text for bad, text in _derived_rules(config, derive(known)) if bad]
-    return [*of_model, *inputs, *broken]
+    return [*of_model, *inputs, *broken_rules(config, model)]
 
 
 def check(config: RunConfig) -> Derived:
@@ -229,21 +225,19 @@ def supported_model(config: RunConfig) -> dict:
             f"{file}: architecture {architecture} is not supported; supported: "
             f"{', '.join(sorted(TRAINED.values()))}, none with experts"
         )
+    again = "download the model again"
     if lacking := [key for key in _NEEDED if not _is_count(model.get(key))]:
-        raise LaminarError(f"{file} does not say {', '.join(lacking)}; download the model again")
+        raise LaminarError(f"{file} does not say {', '.join(lacking)}; {again}")
     if odd := [key for key in _MAY_BE_NULL if model.get(key) is not None and not _is_count(model[key])]:
-        raise LaminarError(
-            f"{file}: {odd[0]}={model[odd[0]]!r} is no number of 1 or more; download the model again"
-        )
+        raise LaminarError(f"{file}: {odd[0]}={model[odd[0]]!r} is no number of 1 or more; {again}")
     heads, width = model["num_attention_heads"], model["hidden_size"]
     undivided = [f"num_key_value_heads={kv_heads(model)}"] if heads % kv_heads(model) else []
     if not model.get("head_dim") and model.get("model_type") != "qwen3" and width % heads:
         undivided.append(f"hidden_size={width}")
     if undivided:
-        raise LaminarError(
-            f"{file}: num_attention_heads={heads} does not go with {' and '.join(undivided)}: KV heads "
-            "divide heads, and heads the hidden size unless there is a head_dim; download the model again"
-        )
+        rule = "KV heads divide heads, and heads the hidden size unless there is a head_dim"
+        what = f"num_attention_heads={heads} does not go with {' and '.join(undivided)}"
+        raise LaminarError(f"{file}: {what}: {rule}; {again}")
     return model
 
 
@@ -251,29 +245,15 @@ def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
-def _derived_rules(config: RunConfig, derived: Derived) -> Iterator[tuple[bool, str]]:
-    yield (
-        config.relay.lanes > 1 and derived.publish_bytes < config.relay.lanes * _MIN_LANE,
-        f"relay.lanes={config.relay.lanes}: a publication of {derived.publish_bytes} "
-        f"bytes is too small for lanes of at least {_MIN_LANE} bytes each; lower it",
-    )
-
-
 def _input_problems(config: RunConfig) -> list[str]:
     """What is missing of data and reward."""
-    lines = []
-    for look in (
-        lambda: config.brings_rows or parse_source("data.train", config.data.train),
-        lambda: labels(
-            "evaluation.files", [parse_source("evaluation.files", file) for file in config.evaluation.files]
-        ),
-        lambda: check_reward(config.reward, config.environment.factory or config.environment.by_url),
-    ):
-        try:
-            look()
-        except LaminarError as error:
-            lines.append(str(error))
-    return lines
+    key, files = "evaluation.files", config.evaluation.files
+    own = config.environment.factory or config.environment.by_url
+    return [
+        *([] if config.brings_rows else said(parse_source, "data.train", config.data.train)),
+        *said(lambda: labels(key, [parse_source(key, file) for file in files])),
+        *said(check_reward, config.reward, own),
+    ]
 
 
 def warnings(config: RunConfig, derived: Derived) -> list[str]:
@@ -293,59 +273,59 @@ def warnings(config: RunConfig, derived: Derived) -> list[str]:
     ]
 
 
-def _refuse(condition: bool, text: str) -> None:
-    if condition:
-        raise LaminarError(text)
-
-
-def _check_folder(key: str, folder: str) -> None:
-    """That a folder is there or can be made, without making it."""
-    path = Path(folder).absolute()
-    while not path.exists() and path != path.parent:
-        path = path.parent
-    _refuse(not path.is_dir(), f"{key}={folder}: {path} is not a folder; choose another")
-    writable = os.access(path, os.W_OK | os.X_OK)
-    _refuse(not writable, f"{key}={folder}: {path} cannot be written; choose another")
-
-
 def check_machine(config: RunConfig, derived: Derived) -> None:
     """What only the machine of the relay or controller can tell: room in shared memory, a free port, folders
-    that can be made."""
-    _check_folder("run_dir", config.run_dir)
-    if config.store_dir:
-        _check_folder("store_dir", config.store_dir)
-    shm = Path(config.relay.shm_dir)
-    if derived.slot_bytes:
-        _refuse(not shm.is_dir(), f"relay.shm_dir={shm}: no such folder; name one in memory (tmpfs)")
-        free = shutil.disk_usage(shm).free
-        _refuse(
-            free < derived.slot_bytes * 1.05,
-            f"{shm} has {free / 1e6:.0f} MB free, {config.relay.slots} weight slots need "
-            f"{derived.slot_bytes / 1e6:.0f} MB: give "
-            "it more (containers: --shm-size) or set relay.shm_dir or relay.slots",
-        )
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((config.cluster.host, config.cluster.port))
-        except (OSError, UnicodeError) as error:
-            if isinstance(error, socket.gaierror | UnicodeError) or error.errno == errno.EADDRNOTAVAIL:
-                raise LaminarError(
-                    f"cluster.host={config.cluster.host}: not an address of this machine; "
-                    "use 127.0.0.1 for one machine, or the address at which the others reach this one"
-                ) from None
-            raise LaminarError(
-                f"cluster.port={config.cluster.port} at {config.cluster.host} cannot be used "
-                f"({os.strerror(error.errno or 0)}): choose another, or 0 for any free one"
-            ) from None
+    that can be made. Raises Refused with a line for each that is wrong."""
+    if lines := [*_wrong_folders(config), *_wrong_memory(config, derived), *_wrong_port(config)]:
+        raise Refused(lines)
+
+
+def _wrong_folders(config: RunConfig) -> Iterator[str]:
+    """Those that are neither there nor can be made; none is made for it."""
+    for key, folder in (("run_dir", config.run_dir), ("store_dir", config.store_dir or config.run_dir)):
+        path = Path(folder).absolute()
+        while not path.exists() and path != path.parent:
+            path = path.parent
+        if not (path.is_dir() and os.access(path, os.W_OK | os.X_OK)):
+            what = "cannot be written" if path.is_dir() else "is not a folder"
+            yield f"{key}={folder}: {path} {what}; choose another"
+        if not config.store_dir:
+            return
+
+
+def _wrong_memory(config: RunConfig, derived: Derived) -> Iterator[str]:
+    shm, slots = Path(config.relay.shm_dir), derived.slot_bytes
+    if slots and not shm.is_dir():
+        yield f"relay.shm_dir={shm}: no such folder; name one in memory (tmpfs)"
+    elif slots and (free := shutil.disk_usage(shm).free) < slots * 1.05:
+        have, need = f"{free / 1e6:.0f} MB", f"{slots / 1e6:.0f} MB"
+        cure = "give it more (containers: --shm-size) or set relay.shm_dir or relay.slots"
+        yield f"{shm} has {have} free, {config.relay.slots} weight slots need {need}: {cure}"
+
+
+def _wrong_port(config: RunConfig) -> Iterator[str]:
+    host, port = config.cluster.host, config.cluster.port
+    try:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, port))
+    except (OSError, UnicodeError) as error:
+        if isinstance(error, socket.gaierror | UnicodeError) or error.errno == errno.EADDRNOTAVAIL:
+            yield (
+                f"cluster.host={host}: not an address of this machine; use 127.0.0.1 for one machine, or the "
+                "address at which the others reach this one"
+            )
+        else:
+            why, cure = os.strerror(error.errno or 0), "choose another, or 0 for any free one"
+            yield f"cluster.port={port} at {host} cannot be used ({why}): {cure}"
 
 
 def check_store_directory(directory: Path) -> None:
     """SQLite's write-ahead log needs shared memory between processes, which network file systems do not
     give."""
     kind = file_system(directory)
-    _refuse(
-        kind in NETWORK_FILE_SYSTEMS,
-        f"{directory} is on {kind}: the store must not be on a network file system; "
-        "set store_dir to a local folder of the controller's machine",
-    )
+    if kind in NETWORK_FILE_SYSTEMS:
+        raise LaminarError(
+            f"{directory} is on {kind}: the store must not be on a network file system; set store_dir to a "
+            "local folder of the controller's machine"
+        )

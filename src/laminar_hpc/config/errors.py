@@ -2,8 +2,9 @@
 
 import difflib
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 
 class LaminarError(Exception):
@@ -34,6 +35,15 @@ def print_lines(error: LaminarError) -> None:
     """For whoever has started this process."""
     for line in str(error).splitlines():
         print(f"laminar: error: {line}", file=sys.stderr, flush=True)
+
+
+def said(look: Callable[..., object], *given: Any) -> list[str]:
+    """What a look at something refuses, one line each."""
+    try:
+        look(*given)
+    except LaminarError as error:
+        return str(error).splitlines()
+    return []
 
 
 class PermanentFailure(LaminarError):

@@ -15,6 +15,7 @@ from laminar_hpc.config.models import (
     kv_heads,
     kv_tokens_that_fit,
     model_config,
+    serving_bytes,
     trainer_bytes,
 )
 from laminar_hpc.config.schema import RunConfig
@@ -26,7 +27,6 @@ _GRAPH_BYTES = (
 )
 _NCCL_BYTES = 250_000_000  # buffers of a relay's link to another machine
 _CHOSEN = 0.85  # the share that a choice of ours fills: one that is wrong ends the run out of memory
-_WIDTH = {"float32": 4, "bfloat16": 2}
 
 
 @dataclass(frozen=True)
@@ -68,16 +68,7 @@ def check_memory(
 
     Raises LaminarError with every role that doesn't fit, and how to mend it.
     """
-    wrong = [
-        f"{role}.gpu_memory_gigabytes={value:g}: must be above 0, or null"
-        for role, value in (
-            ("trainer", config.trainer.gpu_memory_gigabytes),
-            ("rollout", config.rollout.gpu_memory_gigabytes),
-        )
-        if value is not None and not 0 < value < math.inf
-    ]
-    if wrong:
-        raise LaminarError("; ".join(wrong))
+    wrong: list[str] = []
     sizes = [config.trainer.gpu_memory_gigabytes, config.rollout.gpu_memory_gigabytes]
     trainer, rollout = (found_gigabytes if found_counts else size or found_gigabytes for size in sizes)
     if trainer and need.trainer > USABLE * trainer * 1e9:
@@ -130,7 +121,7 @@ def _misfit(role: str, need: int, gigabytes: float) -> str:
 
 def _trainer_cure(config: RunConfig, budget: float) -> str:
     """Settings that bring a trainer rank nearer to `budget` bytes; one that alone is enough stands alone."""
-    t, width = config.trainer, _WIDTH.get(config.model.dtype, 4)
+    t, width = config.trainer, serving_bytes(config.model.dtype)
     model = model_config(config.model.path, config.dry_run)
     changes: list[tuple[str, dict]] = []
     if t.data_parallel > 1 and not t.distributed_optimizer:
@@ -159,7 +150,7 @@ def _trainer_cure(config: RunConfig, budget: float) -> str:
 
 def _rollout_cure(config: RunConfig, gpu: float) -> str:
     """The KV cache that fits into `gpu` bytes beside the relays, if any."""
-    width, tensor = _WIDTH.get(config.model.dtype, 4), config.rollout.tensor_parallel
+    width, tensor = serving_bytes(config.model.dtype), config.rollout.tensor_parallel
     model = model_config(config.model.path, config.dry_run)
     tokens = kv_tokens_that_fit(
         count_parameters(model) * width,

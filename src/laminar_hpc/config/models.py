@@ -137,6 +137,11 @@ def head_size(model: dict) -> int:
     )
 
 
+def serving_bytes(dtype: str) -> int:
+    """Bytes of each weight that is served."""
+    return 2 if dtype == "bfloat16" else 4
+
+
 def kv_heads(model: dict) -> int:
     """Key-value heads of a layer."""
     return model.get("num_key_value_heads") or model["num_attention_heads"]

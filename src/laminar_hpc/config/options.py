@@ -1,62 +1,11 @@
-"""The options of `laminar train`, in either spelling and anywhere among the words: Hydra's own flags, and
---slurm. Whatever is no option here stays a word for config/words.py. Imports no torch."""
+"""`--config-dir DIR` anywhere among the words of a command line. Imports no torch."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-from laminar_hpc.config.errors import LaminarError, did_you_mean
+from laminar_hpc.config.errors import LaminarError
 
-CFG = ("job", "hydra", "all")
-INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
-_MULTIRUN = ("--multirun", "-m")
 _CONFIG_DIR = "write --config-dir DIR, where DIR holds experiment/NAME.yaml"
-
-
-@dataclass(frozen=True)
-class Options:
-    """What is asked for besides a plain start. `slurm` holds options of sbatch."""
-
-    cfg: str | None = None
-    info: str | None = None
-    multirun: bool = False
-    slurm: str | None = None
-
-
-def take_options(words: Sequence[str]) -> tuple[Options, list[str]]:
-    """Splits the options but --config-dir from the words. Raises LaminarError for values they do not have."""
-    cfg, rest = _take_choice(words, ("--cfg", "-c"), CFG, None)
-    info, rest = _take_choice(rest, ("--info", "-i"), INFO, "all")
-    slurm = next((word.partition("=")[2] for word in rest if word.partition("=")[0] == "--slurm"), None)
-    multirun = any(word in _MULTIRUN for word in rest)
-    rest = [word for word in rest if word not in _MULTIRUN and word.partition("=")[0] != "--slurm"]
-    if slurm is not None and not multirun:
-        raise LaminarError(
-            "--slurm submits the jobs of --multirun: add it; or submit one run with "
-            "`sbatch slurm/laminar_single.sbatch key=value ...`"
-        )
-    return Options(cfg, info, multirun, slurm), rest
-
-
-def _take_choice(
-    words: Sequence[str], flags: tuple[str, str], choices: tuple[str, ...], default: str | None
-) -> tuple[str | None, list[str]]:
-    """The value of an option, None where it is not given. Its value may be left out where it has a
-    default."""
-    value, rest, left = None, list[str](), list(words)
-    while left:
-        word = left.pop(0)
-        flag, equals, value_here = word.partition("=")
-        if flag not in flags:
-            rest.append(word)
-            continue
-        if not equals and left and (left[0] in choices or default is None):
-            value_here = left.pop(0)
-        value = value_here or default or ""
-        if value not in choices:
-            wrong = f"{flags[0]}={value}" if value else flags[0]
-            raise LaminarError(f"{wrong}: use one of {', '.join(choices)}{did_you_mean(value, choices)}")
-    return value, rest
 
 
 def take_config_dir(words: Sequence[str]) -> tuple[Path | None, list[str]]:

@@ -2,40 +2,21 @@
 something is wrong.
 
 It reads package metadata and /proc instead of importing torch or SGLang, so it answers in a second and also
-where an import would crash. Each line is `ok|warn|FAIL  what: value  (cure)`; the exit code is 1 when a line
-says FAIL. With --clean it removes what killed runs have left in shared memory and in the folder for temporary
-files.
+where an import would crash. The exit code is 1 when a line says FAIL. With --clean it removes what killed
+runs have left in shared memory and in the folder for temporary files.
 """
 
-import sys
-from collections.abc import Callable, Iterator
+from argparse import Namespace
 
-from laminar_hpc.doctor.findings import Finding
-from laminar_hpc.doctor.machine import demo, left_behind, machine, network, sandbox, slurm, trust
-from laminar_hpc.doctor.packages import engines, python_and_compiler, torch_and_gpus
+from laminar_hpc.cluster import leftovers
+from laminar_hpc.doctor import machine, packages
+from laminar_hpc.doctor.findings import CheckResult, CheckTable, ok, report, size_text
 
-CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
-    python_and_compiler,
-    torch_and_gpus,
-    engines,
-    left_behind,
-    machine,
-    sandbox,
-    network,
-    trust,
-    slurm,
-    demo,
-)
+CHECKS = CheckTable([*packages.CHECKS, *machine.CHECKS])
 
 
-def main(argv: list[str]) -> int:
-    """Prints the findings; returns 1 if one of them is a FAIL, 2 for other arguments than --clean."""
-    if argv not in ([], ["--clean"]):
-        print("usage: laminar doctor [--clean]", file=sys.stderr)
-        return 2
-    failed = False
-    for check in CHECKS:
-        for finding in check(True) if argv and check is left_behind else check():
-            print(finding, flush=True)
-            failed |= finding.level == "FAIL"
-    return int(failed)
+def main(options: Namespace) -> int:
+    """Prints the findings; returns 1 if one of them is a FAIL."""
+    for each in leftovers.clean() if options.clean else ():
+        print(CheckResult("removed", ok(f"{each.what} {each.path}, {size_text(each.size)}")), flush=True)
+    return report(CHECKS.findings())

@@ -6,133 +6,128 @@ import re
 import shutil
 import socket
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 from laminar_hpc.cluster import leftovers
 from laminar_hpc.cluster.host_memory import usable_memory
 from laminar_hpc.config.file_systems import NETWORK_FILE_SYSTEMS, file_system
-from laminar_hpc.doctor.findings import GIB, Finding, size_text, warned
+from laminar_hpc.doctor.findings import GIB, CheckTable, Verdict, fail, ok, size_text, warn
 from laminar_hpc.environments.isolation import landlock, tiers
 
 # controller, relay, trainer, an SGLang server of three processes, and the page cache of their libraries
 DEMO_MEMORY = 5 * GIB
 DEMO_SHM = 32 * 2**20  # three weight slots of about 1 MB, SGLang's and gloo's own segments
 DEMO_DISK = GIB
+SMALL_SHM = 64 * 2**20  # a container's default
 _BIND = "name its interface in GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME; docs/security.md"
 
-
-def usable_cores() -> float:
-    """Cores this process may use: its affinity, cut by the container's quota."""
-    cores = float(len(os.sched_getaffinity(0)))
-    quota = _read("/sys/fs/cgroup/cpu.max").split()
-    return min(cores, int(quota[0]) / int(quota[1])) if len(quota) == 2 and quota[0] != "max" else cores
+CHECKS = CheckTable()
 
 
-def machine() -> Iterator[Finding]:
-    """Cores, memory, shared memory and the disk of the current folder."""
-    cores, memory = usable_cores(), usable_memory()
-    yield warned("cores", f"{cores:g}", "" if cores >= 2 else "the demo wants 2; it will be slow")
-    yield Finding("ok" if memory >= DEMO_MEMORY else "warn", "memory", f"{memory / GIB:.1f} GiB free")
+@CHECKS.row("left behind", "laminar doctor --clean, or the next start; what stays then, a process still has")
+def left_behind() -> Verdict:
+    """What killed runs have left here, by kind."""
+    kinds: dict[str, list[int]] = {}
+    for each in leftovers.find():
+        kinds.setdefault(each.what, []).append(each.size)
+    if not kinds:
+        return ok("nothing")
+    texts = [f"{what} of {len(sizes)} ({size_text(sum(sizes))})" for what, sizes in kinds.items()]
+    return warn(f"{', '.join(texts)}, by runs that were killed")
+
+
+@CHECKS.row("cores", "the demo wants 2; it will be slow")
+def cores() -> Verdict:
+    """What this process may use: its affinity, cut by the container's quota."""
+    count, path = float(len(os.sched_getaffinity(0))), Path("/sys/fs/cgroup/cpu.max")
+    quota = path.read_text().split() if path.exists() else []
+    if len(quota) == 2 and quota[0] != "max":
+        count = min(count, int(quota[0]) / int(quota[1]))
+    return ok(f"{count:g}") if count >= 2 else warn(f"{count:g}")
+
+
+@CHECKS.row("memory")
+def memory() -> Verdict:
+    free = usable_memory()
+    return (ok if free >= DEMO_MEMORY else warn)(f"{free / GIB:.1f} GiB free")
+
+
+def shared_memory() -> tuple[int, int]:
+    """(size, free) of /dev/shm."""
     shm = os.statvfs("/dev/shm")
-    size, free = shm.f_frsize * shm.f_blocks, shm.f_frsize * shm.f_bavail
-    cure = "a container's default; start it with --shm-size=8g" if size <= 64 * 2**20 else ""
-    yield warned("/dev/shm", f"{size_text(size)}, {size_text(free)} free", cure)
+    return shm.f_frsize * shm.f_blocks, shm.f_frsize * shm.f_bavail
+
+
+@CHECKS.row("/dev/shm", "a container's default; start it with --shm-size=8g")
+def shm() -> Verdict:
+    size, free = shared_memory()
+    return (warn if size <= SMALL_SHM else ok)(f"{size_text(size)}, {size_text(free)} free")
+
+
+@CHECKS.row("disk", "SQLite needs a local disk: set store_dir to one")
+def disk() -> Verdict:
     kind = file_system(Path.cwd())
-    cure = "SQLite needs a local disk: set store_dir to one" if kind in NETWORK_FILE_SYSTEMS else ""
-    yield warned("disk", f"{size_text(shutil.disk_usage('.').free)} free here, on {kind}", cure)
+    text = f"{size_text(shutil.disk_usage('.').free)} free here, on {kind}"
+    return (warn if kind in NETWORK_FILE_SYSTEMS else ok)(text)
 
 
-def trust() -> Iterator[Finding]:
+@CHECKS.row("sandbox", "allow user namespaces (Linux 5.12) or Landlock (Linux 5.13) on this machine")
+def sandbox() -> Verdict:
+    """How far code that a model has written can be kept apart here; see docs/security.md."""
+    known = landlock.version()
+    match tiers.best():
+        case "namespaces":
+            return ok(f"namespaces, Landlock {known}" if known else "namespaces, no Landlock")
+        case tier if tier:
+            return ok(f"landlock {known}")
+    return warn(f"none: {tiers.trouble('namespaces')}; {tiers.trouble('landlock')}")
+
+
+@CHECKS.row("loopback", "ip link set lo up")
+def loopback() -> Verdict:
+    """A free port of the loopback interface that accepts a connection."""
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            with socket.create_connection(probe.getsockname(), timeout=1):
+                return ok(f"port {probe.getsockname()[1]} is free and can be reached")
+    except OSError as error:
+        return fail(f"no port of 127.0.0.1 can be used: {error}")
+
+
+@CHECKS.row("trust")
+def trust() -> Verdict:
     """What the machine cannot be asked: who else is on its network."""
     plain = "beyond one machine, torchrun, gloo and NCCL need a private network: no keys, no encryption"
     names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
     bound = ", ".join(f"{name}={os.environ[name]}" for name in names if name in os.environ)
-    yield Finding("ok", "trust", plain + (f"; bound by {bound}" if bound else ""), "" if bound else _BIND)
+    return ok(f"{plain}; bound by {bound}") if bound else ok(plain, _BIND)
 
 
-def sandbox() -> Iterator[Finding]:
-    """How far code that a model has written can be kept apart here; see docs/security.md."""
-    if tier := tiers.best():
-        known = landlock.version()
-        with_it = f", Landlock {known}" if known else ", no Landlock"
-        yield Finding("ok", "sandbox", {"namespaces": f"namespaces{with_it}"}.get(tier, f"landlock {known}"))
-        return
-    cure = "allow user namespaces (Linux 5.12) or Landlock (Linux 5.13) on this machine"
-    yield warned("sandbox", f"none: {tiers.trouble('namespaces')}; {tiers.trouble('landlock')}", cure)
-
-
-def left_behind(clean: bool = False) -> Iterator[Finding]:
-    """What killed runs have left here, by kind; or, with `clean`, what of it has just been removed."""
-    for each in leftovers.clean() if clean else ():
-        yield Finding("ok", "removed", f"{each.what} {each.path}, {size_text(each.size)}")
-    if not (remains := leftovers.find()):
-        yield Finding("ok", "left behind", "nothing")
-    elif clean:
-        yield warned("left behind", ", ".join(str(each.path) for each in remains), "a process still has them")
-    else:
-        kinds: dict[str, list[int]] = {}
-        for each in remains:
-            kinds.setdefault(each.what, []).append(each.size)
-        value = ", ".join(f"{what} of {len(all_)} ({size_text(sum(all_))})" for what, all_ in kinds.items())
-        cure = "laminar doctor --clean, or the next start"
-        yield warned("left behind", f"{value}, by runs that were killed", cure)
-
-
-def network() -> Iterator[Finding]:
-    """A free port of the loopback interface that accepts a connection."""
-    try:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            probe.listen()
-            with socket.create_connection(probe.getsockname(), timeout=1):
-                yield Finding("ok", "loopback", f"port {probe.getsockname()[1]} is free and can be reached")
-    except OSError as error:
-        yield Finding("FAIL", "loopback", f"no port of 127.0.0.1 can be used: {error}", "ip link set lo up")
-
-
-def slurm() -> Iterator[Finding]:
+@CHECKS.row("Slurm")
+def slurm() -> Verdict:
     """Slurm's version where its commands are installed."""
-    program = shutil.which("sbatch")
+    program, starts = shutil.which("sbatch"), "runs start with laminar train or launch/"
     if program is None:
-        yield Finding("ok", "Slurm", "not found; runs start with laminar train or launch/")
-        return
+        return ok(f"not found; {starts}")
     try:
         out = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=2, check=False)
-        said = out.stdout
+        match = re.match(r"slurm[- ](\S+)", out.stdout)
     except (subprocess.SubprocessError, OSError):  # it asks the network for its configuration
-        said = ""
-    if match := re.match(r"slurm[- ](\S+)", said):
-        inside = "laminar slurm check looks at all nodes of this job"
-        hint = inside if "SLURM_JOB_ID" in os.environ else "laminar submit starts a run"
-        yield Finding("ok", "Slurm", f"{match.group(1)}; {hint}")
-    else:
-        text = "installed, but it names no cluster; runs start with laminar train or launch/"
-        yield Finding("ok", "Slurm", text)
+        match = None
+    if match is None:
+        return ok(f"installed, but it names no cluster; {starts}")
+    inside = "laminar slurm check looks at all nodes of this job"
+    return ok(f"{match[1]}; {inside if 'SLURM_JOB_ID' in os.environ else 'laminar submit starts a run'}")
 
 
-def demo() -> Iterator[Finding]:
+@CHECKS.row("demo", "free them, or start the container with more")
+def demo() -> Verdict:
     """Whether the arithmetic demo fits this machine."""
-    shm = os.statvfs("/dev/shm")
-    lacks = [
-        f"{size_text(need)} of {what}"
-        for what, need, have in (
-            ("memory", DEMO_MEMORY, usable_memory()),
-            ("/dev/shm", DEMO_SHM, shm.f_frsize * shm.f_bavail),
-            ("disk", DEMO_DISK, shutil.disk_usage(".").free),
-        )
-        if have < need
-    ]
-    if lacks:
-        text, cure = (
-            f"does not fit: it needs {', '.join(lacks)}",
-            "free them, or start the container with more",
-        )
-        yield Finding("FAIL", "demo", text, cure)
-    else:
-        yield Finding("ok", "demo", "fits: laminar train experiment=demo")
-
-
-def _read(path: str) -> str:
-    """A small file of /proc or /sys, empty where it does not exist."""
-    return Path(path).read_text() if Path(path).exists() else ""
+    needs = (
+        ("memory", DEMO_MEMORY, usable_memory()),
+        ("/dev/shm", DEMO_SHM, shared_memory()[1]),
+        ("disk", DEMO_DISK, shutil.disk_usage(".").free),
+    )
+    if lacks := [f"{size_text(need)} of {what}" for what, need, have in needs if have < need]:
+        return fail(f"does not fit: it needs {', '.join(lacks)}")
+    return ok("fits: laminar train experiment=demo")

@@ -8,11 +8,13 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from functools import cache, partial
 from pathlib import Path
 
 from laminar_hpc.compat import cuda_toolkit
-from laminar_hpc.doctor.findings import Finding, warned
+from laminar_hpc.doctor.findings import CheckTable, Verdict, fail, ok, warn
+
+CHECKS = CheckTable()
 
 
 def installed(package: str) -> str | None:
@@ -31,6 +33,7 @@ def pinned(package: str) -> str | None:
     return None
 
 
+@cache
 def gpus() -> list[str]:
     """The names of the NVIDIA GPUs, empty where there is none or no driver."""
     program = shutil.which("nvidia-smi")
@@ -43,111 +46,116 @@ def gpus() -> list[str]:
     return [line.split(": ", 1)[-1].split(" (")[0] for line in out.splitlines() if line.startswith("GPU ")]
 
 
-def python_and_compiler() -> Iterator[Finding]:
-    """Python's version, and a C++ compiler: Triton builds its launchers with one."""
-    version = sys.version_info[:2]
-    level, cure = ("ok", "") if version in ((3, 11), (3, 12)) else ("FAIL", "use 3.11 or 3.12")
-    yield Finding(level, "python", f"{sys.version.split()[0]} at {sys.executable}", cure)
-    compiler = shutil.which("c++") or shutil.which("g++")
-    yield warned("compiler", compiler or "none found", "" if compiler else "apt-get install g++")
+@CHECKS.row("python", "use 3.11 or 3.12")
+def python() -> Verdict:
+    text = f"{sys.version.split()[0]} at {sys.executable}"
+    return ok(text) if sys.version_info[:2] in ((3, 11), (3, 12)) else fail(text)
 
 
-def torch_and_gpus() -> Iterator[Finding]:
+@CHECKS.row("compiler", "apt-get install g++")
+def compiler() -> Verdict:
+    """Triton builds its launchers with one."""
+    found = shutil.which("c++") or shutil.which("g++")
+    return ok(found) if found else warn("none found")
+
+
+@CHECKS.row("torch", "make setup")
+def torch() -> Verdict:
     """Which build of torch is installed, and whether it fits the GPUs that the driver shows."""
-    version, names = installed("torch"), gpus()
+    version = installed("torch")
     if version is None:
-        yield Finding("FAIL", "torch", "not installed", "make setup")
-        return
+        return fail("not installed")
     needs = " ".join(importlib.metadata.requires("torch") or [])
-    cuda = version.partition("+cu")[2] or next(
-        (major for major in ("13", "12") if f"-cu{major}" in needs), ""
-    )
-    build = f"{version}, {f'built for CUDA {cuda}' if cuda and '+cpu' not in version else 'a CPU build'}"
-    wanted = pinned("torch")
-    cure = "this machine has a GPU: make setup CUDA=13" if names and "+cpu" in version else ""
-    if wanted and version.split("+")[0] != wanted:
-        cure = f"tested with {wanted}: make setup"
-    yield warned("torch", build, cure)
-    yield Finding(
-        "ok", "GPUs", f"{len(names)} x {names[0]}" if names else "none; everything runs on the CPU, with gloo"
-    )
+    named = (major for major in ("13", "12") if f"-cu{major}" in needs)
+    cuda = version.partition("+cu")[2] or next(named, "")
+    text = f"{version}, {f'built for CUDA {cuda}' if cuda and '+cpu' not in version else 'a CPU build'}"
+    if pinned("torch") not in (None, version.split("+")[0]):
+        return warn(text, f"tested with {pinned('torch')}: make setup")
+    if "+cpu" in version and gpus():
+        return warn(text, "this machine has a GPU: make setup CUDA=13")
+    return ok(text)
 
 
-def engines() -> Iterator[Finding]:
-    """Megatron-core, SGLang and what they take along, against the tested versions."""
-    for package in ("megatron-core", "triton", "transformers"):
-        version, wanted = installed(package), pinned(package)
-        if version is None:
-            yield Finding("FAIL", package, "not installed", "make setup")
-        else:
-            cure = "" if wanted in (None, version) else f"tested with {wanted}: make setup"
-            yield warned(package, version, cure)
-    has_gpu = bool(gpus())
-    yield sglang(has_gpu)
-    yield cuda_compiler(has_gpu)
-    yield migration()
-    yield apex()
-    engine = installed("transformer-engine")
-    yield Finding("ok", "transformer-engine", engine or "absent; Megatron's own layers are used")
+@CHECKS.row("GPUs")
+def graphics() -> Verdict:
+    names = gpus()
+    return ok(f"{len(names)} x {names[0]}" if names else "none; everything runs on the CPU, with gloo")
 
 
-def sglang(has_gpu: bool) -> Finding:
+def package(name: str) -> Verdict:
+    """A package against the version that was tested."""
+    version, wanted = installed(name), pinned(name)
+    if version is None:
+        return fail("not installed")
+    return ok(version) if wanted in (None, version) else warn(version, f"tested with {wanted}: make setup")
+
+
+for each in ("megatron-core", "triton", "transformers"):
+    CHECKS.row(each, "make setup")(partial(package, each))
+
+
+@CHECKS.row("sglang", "make setup")
+def sglang(has_gpu: bool | None = None) -> Verdict:
     """SGLang's version and what it will run on: its CUDA backend, or our CPU platform through its entry
     point."""
-    version = installed("sglang")
+    version, kernels = installed("sglang"), installed("sglang-kernel")
     if version is None:
-        return Finding("FAIL", "sglang", "not installed", "make setup")
-    if has_gpu:
-        kernels = installed("sglang-kernel")
+        return fail("not installed")
+    if bool(gpus()) if has_gpu is None else has_gpu:
         if kernels is None:
-            return Finding("FAIL", "sglang", f"{version}, without its kernels", "make setup CUDA=13")
-        return Finding("ok", "sglang", f"{version}, on the GPU with sglang-kernel {kernels}")
+            return fail(f"{version}, without its kernels", "make setup CUDA=13")
+        return ok(f"{version}, on the GPU with sglang-kernel {kernels}")
     names = {entry.name for entry in importlib.metadata.entry_points(group="sglang.srt.platforms")}
     chosen = os.environ.get("SGLANG_PLATFORM", "")
     if "laminar_cpu" not in names:
-        return Finding("FAIL", "sglang", f"{version}, without our CPU platform", "make setup")
+        return fail(f"{version}, without our CPU platform")
     if chosen not in ("", "laminar_cpu"):
-        return Finding("FAIL", "sglang", f"{version}, SGLANG_PLATFORM={chosen}", "unset SGLANG_PLATFORM")
+        return fail(f"{version}, SGLANG_PLATFORM={chosen}", "unset SGLANG_PLATFORM")
     if not chosen and len(names) > 1:
-        text = f"{version}, platforms {', '.join(sorted(names))}"
-        return warned("sglang", text, "export SGLANG_PLATFORM=laminar_cpu")
-    return Finding("ok", "sglang", f"{version}, on the CPU through the platform plugin laminar_cpu")
+        return warn(f"{version}, platforms {', '.join(sorted(names))}", "export SGLANG_PLATFORM=laminar_cpu")
+    return ok(f"{version}, on the CPU through the platform plugin laminar_cpu")
 
 
-def cuda_compiler(has_gpu: bool) -> Finding:
+@CHECKS.row("CUDA compiler", "make setup CUDA=13")
+def cuda_compiler(has_gpu: bool | None = None) -> Verdict:
     """What SGLang compiles its kernels with at an engine's first start on a GPU, against torch's CUDA."""
-    if not has_gpu:
-        return Finding("ok", "CUDA compiler", "not needed without a GPU")
+    if not (bool(gpus()) if has_gpu is None else has_gpu):
+        return ok("not needed without a GPU")
     toolkit = cuda_toolkit.home()
     if toolkit is None:
         cure = "make setup CUDA=13, or set CUDA_HOME to a toolkit of torch's CUDA"
-        return Finding("FAIL", "CUDA compiler", "none found; an engine cannot start", cure)
+        return fail("none found; an engine cannot start", cure)
     release, runtime = cuda_toolkit.release(toolkit), installed("nvidia-cuda-runtime") or ""
     text = f"{release or 'unknown'}, at {toolkit}"
     if runtime and release != ".".join(runtime.split(".")[:2]):
         cure = "make setup CUDA=13: its headers refuse another compiler"
-        return Finding("FAIL", "CUDA compiler", f"{text}, while torch brings CUDA {runtime}", cure)
+        return fail(f"{text}, while torch brings CUDA {runtime}", cure)
     if shutil.which("ninja", path=cuda_toolkit.variables()["PATH"]) is None:
-        return Finding("FAIL", "CUDA compiler", f"{text}, without ninja", "make setup CUDA=13")
-    return Finding("ok", "CUDA compiler", text)
+        return fail(f"{text}, without ninja")
+    return ok(text)
 
 
-def migration() -> Finding:
+@CHECKS.row("KV migration", "apt-get install g++, then make setup")
+def migration() -> Verdict:
     """Whether the C++ extension for KV-cache migration was built."""
     spec = importlib.util.find_spec("laminar_hpc._kv")
     if spec is None or spec.origin is None:
-        cure = "apt-get install g++, then make setup"
-        return warned("KV migration", "laminar_hpc._kv was not built", cure)
-    return Finding("ok", "KV migration", f"{Path(spec.origin).name}, gathers and scatters on the CPU")
+        return warn("laminar_hpc._kv was not built")
+    return ok(f"{Path(spec.origin).name}, gathers and scatters on the CPU")
 
 
-def apex() -> Finding:
+@CHECKS.row("apex", "pip uninstall apex")
+def apex() -> Verdict:
     """NVIDIA's apex, told from the unrelated PyPI package by its optimizers."""
     spec = importlib.util.find_spec("apex")
     if spec is None:
-        return Finding("ok", "apex", "absent; Megatron uses torch's optimizer (on CUDA machines: make apex)")
+        return ok("absent; Megatron uses torch's optimizer (on CUDA machines: make apex)")
     places = [Path(place) for place in spec.submodule_search_locations or []]
     if any((place / "optimizers").is_dir() for place in places):
-        return Finding("ok", "apex", f"NVIDIA's, at {places[0]}")
-    text = "PyPI's package of that name, which is something else"
-    return Finding("FAIL", "apex", text, "pip uninstall apex")
+        return ok(f"NVIDIA's, at {places[0]}")
+    return fail("PyPI's package of that name, which is something else")
+
+
+@CHECKS.row("transformer-engine")
+def transformer_engine() -> Verdict:
+    return ok(installed("transformer-engine") or "absent; Megatron's own layers are used")

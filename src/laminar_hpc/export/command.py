@@ -5,6 +5,7 @@ import json
 import os
 import re
 import sqlite3
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -26,18 +27,17 @@ _TEXTS = pa.schema([("prompt", pa.string()), ("response", pa.string())])
 Write = Callable[[pa.RecordBatch], None]
 
 
-def main(argv: list[str]) -> int:
+def main(options: Namespace) -> int:
     """The exit code, 0. Raises LaminarError for what cannot be exported."""
-    run_dir, options = _words(argv)
-    target = options.get("--out")
+    run_dir, target = Path(options.words[0]), options.out
     if not target:
         raise Refused(["laminar export needs --out PATH, the file to write"])
     suffix = Path(target).suffix.removeprefix(".")
-    kind = options.get("--format") or {"": "jsonl", "json": "jsonl"}.get(suffix, suffix)
+    kind = options.format or {"": "jsonl", "json": "jsonl"}.get(suffix, suffix)
     if kind not in _WRITERS:
-        what = f"--format {kind}" if "--format" in options else f"--out {target}"
+        what = f"--format {kind}" if options.format else f"--out {target}"
         raise Refused([f"{what}: use jsonl or parquet, by the name of the file or with --format"])
-    first, last = _steps(options.get("--steps", ":"))
+    first, last = _steps(options.steps)
     metrics_of(run_dir)
     config = config_of(run_dir)
     if Path(target).exists():
@@ -67,19 +67,6 @@ def _export(run_dir: Path, config: dict, kind: str, target: Path, first: int, la
                 write(texts(table.batch_of(step, part)))
                 count += len(part)
     return count
-
-
-def _words(argv: list[str]) -> tuple[Path, dict[str, str]]:
-    """cli.py has checked which there are."""
-    places, options = list[str](), dict[str, str]()
-    rest = iter(argv)
-    for word in rest:
-        flag, equals, value = word.partition("=")
-        if flag.startswith("--"):
-            options[flag] = value if equals else next(rest, "")
-        else:
-            places.append(word)
-    return Path(places[0]), options
 
 
 def _steps(words: str) -> tuple[int, int | None]:

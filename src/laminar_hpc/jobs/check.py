@@ -6,12 +6,13 @@ import secrets
 import shutil
 import subprocess
 import sys
+from argparse import Namespace
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.doctor.findings import Finding, size_text
+from laminar_hpc.doctor.findings import CheckResult, CheckTable, Verdict, fail, ok, report, size_text, warn
 from laminar_hpc.jobs.probe import Seen, read_seen
 
 _SECONDS = 55.0  # for all nodes
@@ -22,20 +23,18 @@ _SHM_SMALL = 64 << 20
 _SYNC_SLOW = 0.1  # seconds; each turn of the controller waits for one
 _NETWORK_SLOW = 100e6  # bytes/s: less than 1 Gbit Ethernet
 
-Rows = Iterator[Finding]
+Nodes = Sequence[Seen]
+CHECKS = CheckTable()
 
 
-def main(arguments: list[str]) -> int:
+def main(options: Namespace) -> int:
     """Prints the table. Exit code 1 if a row says FAIL. Raises LaminarError outside an allocation, or where
     no node answers."""
-    if arguments[:1] != ["check"] or len(arguments) > 2:
+    check, *folders = options.words
+    if check != "check" or len(folders) > 1:
         raise LaminarError("usage: laminar slurm check [FOLDER], where FOLDER is one that all nodes share")
-    folder = Path(arguments[1] if len(arguments) > 1 else ".").absolute()
-    failed = False
-    for finding in rows(*look(folder)):
-        print(finding, flush=True)
-        failed |= finding.level == "FAIL"
-    return int(failed)
+    folder = Path(*folders).absolute()
+    return report(rows(*look(folder)))
 
 
 def look(folder: Path) -> tuple[int, list[Seen], str]:
@@ -74,141 +73,126 @@ def probe_all(nodes: int, folder: Path, name: str) -> str:
     return " ".join(error.split())
 
 
-def rows(nodes: int, seen: Sequence[Seen], said: str) -> Rows:
+def rows(nodes: int, seen: Sequence[Seen], said: str) -> Iterator[CheckResult]:
     """One finding for each thing."""
-    missing = sorted(set(range(nodes)) - {each.node for each in seen})
-    names = ", ".join(each.host for each in seen[:4]) + (" ..." if len(seen) > 4 else "")
-    if missing:
-        cure = f"look at these nodes: {said[:200]}"
-        yield Finding("FAIL", "nodes", f"{len(missing)} of {nodes} did not answer: {missing[:8]}", cure)
+    if missing := sorted(set(range(nodes)) - {each.node for each in seen}):
+        text = f"{len(missing)} of {nodes} did not answer: {missing[:8]}"
+        yield CheckResult("nodes", fail(text, f"look at these nodes: {said[:200]}"))
     else:
-        yield Finding("ok", "nodes", f"{nodes}: {names}")
-    for part in (_network, _clock, _limits, _shm, _versions, _gpus, _storage, _broadcast):
-        yield from part(seen)
+        names = ", ".join(each.host for each in seen[:4]) + (" ..." if len(seen) > 4 else "")
+        yield CheckResult("nodes", ok(f"{nodes}: {names}"))
+    yield from CHECKS.findings(seen)
 
 
-def _where(bad: Sequence[Seen]) -> str:
+def _on(bad: Nodes) -> str:
     """The nodes that a row is about."""
     return f" on {', '.join(each.host for each in bad[:3])}" + (" and others" if len(bad) > 3 else "")
 
 
-def _network(seen: Sequence[Seen]) -> Rows:
-    bad = [each for each in seen if "network" in each.wrong]
-    if bad:
-        cure = "name the interface that the nodes share (LAMINAR_INTERFACE in slurm/site.sh); open its ports"
-        yield Finding("FAIL", "rendezvous", bad[0].wrong["network"] + _where(bad), cure)
-        return
+def _without(seen: Nodes, what: str) -> list[Seen]:
+    return [each for each in seen if what in each.wrong]
+
+
+def _kinds(values: Iterable[str]) -> str:
+    return ", ".join(f"{name} ({number} nodes)" for name, number in Counter(values).most_common())
+
+
+@CHECKS.row(
+    "rendezvous",
+    "name the interface that the nodes share (LAMINAR_INTERFACE in slurm/site.sh); open its ports",
+)
+def rendezvous(seen: Nodes) -> Verdict:
+    if bad := _without(seen, "network"):
+        return fail(bad[0].wrong["network"] + _on(bad))
     trip = max(each.round_trip_seconds for each in seen)
-    yield Finding("ok", "rendezvous", f"the first node is reached from all, in {trip * 1e3:.1f} ms at most")
-    kinds = Counter(each.interface for each in seen)
-    text = ", ".join(f"{name} ({number} nodes)" for name, number in kinds.most_common())
-    same = len(kinds) == 1
-    cure = "" if same else "set LAMINAR_INTERFACE in slurm/site.sh to one that all nodes have"
-    yield Finding("ok" if same else "warn", "interface", f"{text}, {seen[0].address} on {seen[0].host}", cure)
+    return ok(f"the first node is reached from all, in {trip * 1e3:.1f} ms at most")
 
 
-def _clock(seen: Sequence[Seen]) -> Rows:
+@CHECKS.row("interface", "set LAMINAR_INTERFACE in slurm/site.sh to one that all nodes have")
+def interface(seen: Nodes) -> Verdict | None:
+    if _without(seen, "network"):
+        return None
+    names = [each.interface for each in seen]
+    text = f"{_kinds(names)}, {seen[0].address} on {seen[0].host}"
+    return ok(text) if len(set(names)) == 1 else warn(text)
+
+
+@CHECKS.row("clocks", "let NTP or chrony run there")
+def clocks(seen: Nodes) -> Verdict | None:
     timed = [each for each in seen if each.round_trip_seconds >= 0]
     if not timed:
-        return
+        return None
     worst = max(timed, key=lambda each: abs(each.clock_seconds))
-    off = abs(worst.clock_seconds) > _SKEW_SECONDS
-    text = f"{abs(worst.clock_seconds) * 1e3:.1f} ms apart at most" + (_where([worst]) if off else "")
-    yield Finding("warn" if off else "ok", "clocks", text, "let NTP or chrony run there" if off else "")
+    text = f"{abs(worst.clock_seconds) * 1e3:.1f} ms apart at most"
+    return warn(text + _on([worst])) if abs(worst.clock_seconds) > _SKEW_SECONDS else ok(text)
 
 
-def _limits(seen: Sequence[Seen]) -> Rows:
-    for name, least, value, cure in (
-        (
-            "open files",
-            _NOFILE,
-            lambda each: each.nofile,
-            "raise nofile (limits.conf, or LimitNOFILE of slurmd)",
-        ),
-        (
-            "locked memory",
-            _MEMLOCK,
-            lambda each: each.memlock,
-            "raise memlock (LimitMEMLOCK=infinity of slurmd, PropagateResourceLimitsExcept=MEMLOCK): pinned "
-            "memory and InfiniBand need it",
-        ),
-    ):
-        yield _at_least(seen, name, least, value, cure)
+@CHECKS.row("open files", "raise nofile (limits.conf, or LimitNOFILE of slurmd)")
+def open_files(seen: Nodes) -> Verdict:
+    small = [each for each in seen if 0 <= each.nofile < _NOFILE]
+    return warn(f"{small[0].nofile:,}{_on(small)}") if small else ok("enough on all nodes")
 
 
-def _at_least(
-    seen: Sequence[Seen], name: str, least: int, value: Callable[[Seen], int], cure: str
-) -> Finding:
-    small = [each for each in seen if 0 <= value(each) < least]
-    if not small:
-        return Finding("ok", name, "enough on all nodes")
-    shown = size_text(value(small[0])) if name == "locked memory" else f"{value(small[0]):,}"
-    return Finding("warn", name, f"{shown}{_where(small)}", cure)
+@CHECKS.row(
+    "locked memory",
+    "raise memlock (LimitMEMLOCK=infinity of slurmd, PropagateResourceLimitsExcept=MEMLOCK): pinned memory "
+    "and InfiniBand need it",
+)
+def locked_memory(seen: Nodes) -> Verdict:
+    small = [each for each in seen if 0 <= each.memlock < _MEMLOCK]
+    return warn(f"{size_text(small[0].memlock)}{_on(small)}") if small else ok("enough on all nodes")
 
 
-def _shm(seen: Sequence[Seen]) -> Rows:
+@CHECKS.row(
+    "/dev/shm",
+    "a container's default: more with --shm-size; rollouts need relay.slots times the model's bytes",
+)
+def shm(seen: Nodes) -> Verdict:
     small = [each for each in seen if each.shm_bytes <= _SHM_SMALL]
-    least = min(each.shm_bytes for each in seen)
-    cure = "a container's default: more with --shm-size; rollouts need relay.slots times the model's bytes"
-    yield Finding(
-        "warn" if small else "ok",
-        "/dev/shm",
-        f"{size_text(least)} free at least" + (_where(small) if small else ""),
-        cure if small else "",
-    )
+    text = f"{size_text(min(each.shm_bytes for each in seen))} free at least"
+    return warn(text + _on(small)) if small else ok(text)
 
 
-def _versions(seen: Sequence[Seen]) -> Rows:
+@CHECKS.row("versions", "use one environment or image on all nodes")
+def versions(seen: Nodes) -> Verdict:
     kinds = Counter(tuple(sorted(each.versions.items())) for each in seen)
     common = dict(kinds.most_common(1)[0][0])
     odd = [each for each in seen if each.versions != common]
-    if odd:
-        different = {
-            name: odd[0].versions.get(name) for name in common if odd[0].versions.get(name) != common[name]
-        }
-        text = ", ".join(f"{name} {value}, elsewhere {common[name]}" for name, value in different.items())
-        yield Finding("FAIL", "versions", text + _where(odd), "use one environment or image on all nodes")
-    else:
-        text = ", ".join(f"{name} {value}" for name, value in common.items())
-        yield Finding("ok", "versions", text)
+    if not odd:
+        return ok(", ".join(f"{name} {value}" for name, value in common.items()))
+    theirs = [(name, odd[0].versions.get(name), value) for name, value in common.items()]
+    text = ", ".join(f"{name} {one}, elsewhere {value}" for name, one, value in theirs if one != value)
+    return fail(text + _on(odd))
 
 
-def _gpus(seen: Sequence[Seen]) -> Rows:
-    kinds = Counter(f"{len(each.gpus)} x {each.gpus[0]}" if each.gpus else "none" for each in seen)
-    text = ", ".join(f"{name} ({number} nodes)" for name, number in kinds.most_common())
-    same = len(kinds) == 1
-    cure = (
-        ""
-        if same
-        else "ask for the same on each node (--gpus-per-node, --constraint), or look at nvidia-smi there"
-    )
-    yield Finding("ok" if same else "warn", "GPUs", text, cure)
+@CHECKS.row(
+    "GPUs", "ask for the same on each node (--gpus-per-node, --constraint), or look at nvidia-smi there"
+)
+def gpus(seen: Nodes) -> Verdict:
+    found = [f"{len(each.gpus)} x {each.gpus[0]}" if each.gpus else "none" for each in seen]
+    return ok(_kinds(found)) if len(set(found)) == 1 else warn(_kinds(found))
 
 
-def _storage(seen: Sequence[Seen]) -> Rows:
-    bad = [each for each in seen if "storage" in each.wrong or each.storage]
-    if bad:
+@CHECKS.row("shared storage", "put run_dir on a file system that has these (NFS, Lustre, GPFS)")
+def storage(seen: Nodes) -> Verdict:
+    if bad := [each for each in seen if "storage" in each.wrong or each.storage]:
         broken = bad[0].wrong.get("storage") or ", ".join(f"{k}: {v}" for k, v in bad[0].storage.items())
-        cure = "put run_dir on a file system that has these (NFS, Lustre, GPFS)"
-        yield Finding("FAIL", "shared storage", broken + _where(bad), cure)
-        return
+        return fail(broken + _on(bad))
     slowest = max(seen, key=lambda each: each.sync_seconds)
-    slow = slowest.sync_seconds > _SYNC_SLOW
     text = f"{slowest.file_system}, a sync in {slowest.sync_seconds * 1e3:.1f} ms at most"
-    cure = "the controller waits for one in each turn: another file system for run_dir" if slow else ""
-    yield Finding(
-        "warn" if slow else "ok", "shared storage", text + (_where([slowest]) if slow else ""), cure
-    )
+    if slowest.sync_seconds <= _SYNC_SLOW:
+        return ok(text)
+    cure = "the controller waits for one in each turn: another file system for run_dir"
+    return warn(text + _on([slowest]), cure)
 
 
-def _broadcast(seen: Sequence[Seen]) -> Rows:
-    bad = [each for each in seen if "broadcast" in each.wrong]
+@CHECKS.row("gloo broadcast", "see rendezvous; gloo takes the interface of GLOO_SOCKET_IFNAME")
+def broadcast(seen: Nodes) -> Verdict | None:
+    if bad := _without(seen, "broadcast"):
+        return fail(bad[0].wrong["broadcast"][:200] + _on(bad))
     rates = [each.broadcast_bytes_per_second for each in seen if each.broadcast_bytes_per_second > 0]
-    if bad:
-        cure = "see rendezvous; gloo takes the interface of GLOO_SOCKET_IFNAME"
-        yield Finding("FAIL", "gloo broadcast", bad[0].wrong["broadcast"][:200] + _where(bad), cure)
-    elif rates:
-        slow = min(rates) < _NETWORK_SLOW
-        cure = "LAMINAR_INTERFACE in slurm/site.sh: a faster one" if slow else ""
-        text = f"64 MiB to {len(seen)} nodes at {min(rates) / 1e9:.2f} GB/s"
-        yield Finding("warn" if slow else "ok", "gloo broadcast", text, cure)
+    if not rates:
+        return None
+    text = f"64 MiB to {len(seen)} nodes at {min(rates) / 1e9:.2f} GB/s"
+    slow = min(rates) < _NETWORK_SLOW
+    return warn(text, "LAMINAR_INTERFACE in slurm/site.sh: a faster one") if slow else ok(text)

@@ -3,7 +3,7 @@ cache.
 
 The library honours HF_HOME, HF_HUB_CACHE, HF_HUB_OFFLINE, HF_ENDPOINT and HF_TOKEN, writes a file beside its
 place and renames it, and locks what it writes. It is imported where it is needed, since most runs name a
-directory. `trouble` turns its errors into one line with the cure; the token stands in none of them.
+directory. Its errors are passed on in one line, with the cure; the token stands in none of them.
 """
 
 import contextlib
@@ -21,7 +21,6 @@ from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.models import INDEX_FILE, SIDE_FILES, WEIGHTS_FILE
 from laminar_hpc.observability.console import LABEL_WIDTH, line, size
 from laminar_hpc.pretrained.names import HubName
-from laminar_hpc.pretrained.trouble import explained, reason_of, silence
 
 Say = Callable[[str], None]
 _REQUEST_SECONDS = 15.0  # for the hub to answer, and between two parts of a file
@@ -31,7 +30,7 @@ _PROGRESS_SECONDS = 30.0  # between lines where there is no terminal to draw a b
 def commit_of(name: HubName, say: Say) -> str:
     """The commit that `name` stands for now, or if the hub cannot be asked, in the cache. Raises
     LaminarError."""
-    from huggingface_hub import HfApi
+    from huggingface_hub import HfApi, constants
     from huggingface_hub.errors import RevisionNotFoundError
 
     cached = _cached_commit(name)
@@ -45,9 +44,12 @@ def commit_of(name: HubName, say: Say) -> str:
     except Exception as error:  # of httpx, of the library, of the system
         if cached is None or isinstance(error, RevisionNotFoundError):
             raise explained(name, error) from None
-        commit, reason = cached, reason_of(error)
+        commit, reason = cached, _words_of(error)
     else:
-        reason = "" if answers else silence()
+        silent = (
+            "HF_HUB_OFFLINE=1 forbids to ask" if constants.is_offline_mode() else "the hub does not answer"
+        )
+        reason = "" if answers else silent
     if reason:
         say(line("model", f"{name}: taking commit {commit[:12]} from the cache, as {reason}"))
     return commit
@@ -133,6 +135,32 @@ def missing_files(folder: Path) -> list[str]:
     """What a run needs and the folder lacks. Weights are fetched last: where they are, all is."""
     needed = ("config.json", "tokenizer.json", *weight_files(folder))
     return [name for name in needed if not (folder / name).is_file()]
+
+
+def explained(name: HubName, error: Exception, broke_off: bool = False) -> LaminarError:
+    """The library's words, and what helps. `broke_off`: the hub had answered before."""
+    from huggingface_hub import constants
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError
+
+    where = "no such folder here, and of the hub"
+    cure = f"give this machine access to it, or run hf download {name.repo} elsewhere and name the folder"
+    if isinstance(error, GatedRepoError):
+        page = f"https://huggingface.co/{name.repo}"
+        cure = f"accept its terms at {page}, then set HF_TOKEN or run hf auth login"
+    elif isinstance(error, HfHubHTTPError):
+        cure = "check name and revision, or set HF_TOKEN for a private one"
+    elif isinstance(error, OSError) and error.filename is not None:
+        cure = "set HF_HOME to another folder"
+    elif broke_off and not constants.is_offline_mode():
+        where, cure = "the download broke off", "start again, finished files are kept"
+    return LaminarError(f"model.path={name.short}: {where}: {_words_of(error)}; {cure}")
+
+
+def _words_of(error: Exception) -> str:
+    from huggingface_hub.errors import OfflineModeIsEnabled
+
+    causes = (e for e in (error.__cause__, error.__context__) if isinstance(e, OfflineModeIsEnabled))
+    return " ".join(str(next(causes, error)).split()) or type(error).__name__
 
 
 # ---- the library --------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import os
 import shutil
 import sys
 import tempfile
+from argparse import Namespace
 from pathlib import Path
 
 from laminar_hpc.config.errors import LaminarError
@@ -19,9 +20,9 @@ TEMPLATE = Path(__file__).parent / "template"
 _ENVIRONMENT = "@ENVIRONMENT@"  # in template/train.sbatch: the environment that runs `laminar init`
 
 
-def main(arguments: list[str]) -> int:
+def main(options: Namespace) -> int:
     """`laminar init FOLDER`: makes the project and prints what to do next. Returns the exit code."""
-    target = Path(arguments[0])
+    target = Path(options.words[0])
     make(target)
     print(f"{target} is ready: data/, rewards.py, conf/experiment/mine.yaml, model/, train.sbatch, README.md")
     print(f"  cd {target}")

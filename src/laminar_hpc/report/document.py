@@ -8,8 +8,8 @@ each means.
 
 import os
 import statistics
-import sys
 import time
+from argparse import Namespace
 from pathlib import Path
 
 from laminar_hpc.observability.console import count, duration, number
@@ -36,15 +36,12 @@ def write_loaded(run: Run) -> Path:
     return path
 
 
-def main(argv: list[str]) -> int:
+def main(options: Namespace) -> int:
     """`laminar report RUN_DIR`: makes summary.json and report.html anew and prints where the report lies.
     Gives the exit code.
 
     Raises LaminarError for what is no run."""
-    if len(argv) != 1 or argv[0].startswith("-"):
-        print("usage: laminar report RUN_DIR", file=sys.stderr)
-        return 2
-    run = rundata.load(Path(argv[0]))
+    run = rundata.load(Path(options.words[0]))
     summary.write_loaded(run)
     print(write_loaded(run))
     return 0

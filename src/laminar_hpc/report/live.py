@@ -82,13 +82,9 @@ class Follower:
         if self.view.reason:
             return "ended"
         alive = self.view.status is not None and status.age(self.view.status) < FRESH_SECONDS
-        return (
-            "going on"
-            if alive
-            else "starting"
-            if time.time() - self.view.last_sign < FRESH_SECONDS
-            else "died"
-        )
+        if alive:
+            return "going on"
+        return "starting" if time.time() - self.view.last_sign < FRESH_SECONDS else "died"
 
     def _new_records(self) -> list[dict]:
         """Whole lines since the last look. A run that was moved aside and begun anew is read from its
@@ -146,13 +142,8 @@ def _processes(run_dir: Path) -> list[Process]:
     for path in sorted((run_dir / "trace").glob("*.jsonl")):
         with open(path, "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
-            spans = [
-                span
-                for line in file.read().split(b"\n")
-                if (span := _decoded(line)) and {"kind", "t0", "t1"} <= span.keys()
-            ]
-        span = max((s for s in spans if s["kind"] not in BEHIND), key=lambda s: s["t1"], default=None)
-        processes.append(
-            Process(path.stem, span["kind"], span["t0"], span["t1"]) if span else Process(path.stem)
-        )
+            records = [record for line in file.read().split(b"\n") if (record := _decoded(line))]
+        spans = [r for r in records if {"kind", "t0", "t1"} <= r.keys() and r["kind"] not in BEHIND]
+        newest = max(spans, key=lambda span: span["t1"], default={})
+        processes.append(Process(path.stem, *(newest[key] for key in ("kind", "t0", "t1") if newest)))
     return processes

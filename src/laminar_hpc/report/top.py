@@ -6,6 +6,7 @@ What the run's files hold is shown with escapes in place of control characters.
 
 import sys
 import time
+from argparse import Namespace
 from pathlib import Path
 
 from rich.console import Console, Group
@@ -26,38 +27,22 @@ _COLORS = {"going on": "green", "starting": "yellow", "ended": "cyan", "died": "
 _RANK_ORDER = ("trainer", "controller", "relay", "rollout")
 _COLUMNS = ("rank", "pid", "weights", "state", "running", "queued", "scoring", "KV cache", "tok/s", "last")
 _NUMBERS = ("pid", "running", "queued", "scoring", "tok/s")
-_DROPPED = (
-    "scoring",
-    "pid",
-    "queued",
-    "last",
-    "running",
-    "KV cache",
-    "tok/s",
-)  # this one first, on a narrow screen
+# the first one first, on a narrow screen
+_DROPPED = ("scoring", "pid", "queued", "last", "running", "KV cache", "tok/s")
 _GAP = 2  # between two columns
 
 
-def main(argv: list[str]) -> int:
-    """The exit code: 0, or 1 for `--once` on a run that died, 2 for wrong arguments. Raises LaminarError for
-    what is no run."""
-    words = [word for word in argv if word != "--once"]
-    if len(words) != 1 or words[0].startswith("-"):
-        print("usage: laminar top RUN_DIR [--once]", file=sys.stderr)
-        return 2
-    follower = Follower(Path(words[0]))
+def main(options: Namespace) -> int:
+    """The exit code: 0, or 1 for `--once` on a run that died. Raises LaminarError for what is no run."""
+    follower = Follower(Path(options.words[0]))
     console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, highlight=False)
-    if "--once" in argv:
+    if options.once:
         view = follower.look()
         console.print(frame(view, console.width))
         return int(view.state == "died")
     try:
-        with Live(
-            frame(follower.look(), console.width),
-            console=console,
-            screen=sys.stdout.isatty(),
-            auto_refresh=False,
-        ) as live:
+        first, whole = frame(follower.look(), console.width), sys.stdout.isatty()
+        with Live(first, console=console, screen=whole, auto_refresh=False) as live:
             while follower.view.state in ("going on", "starting"):
                 time.sleep(REFRESH_SECONDS)
                 live.update(frame(follower.look(), console.width), refresh=True)
@@ -100,16 +85,14 @@ def _progress(view: View) -> Text:
     if step is None:
         return text.append("  no step done yet")
     tokens = (step["prompt_tokens"] + step["response_tokens"]) / step["seconds"] if step["seconds"] else None
-    left = (
-        eta([s["seconds"] for s in view.steps], wanted - done)
-        if wanted and view.state == "going on"
-        else None
-    )
+    left = None
+    if wanted and view.state == "going on":
+        left = eta([s["seconds"] for s in view.steps], wanted - done)
+    stale = (number(step[f"staleness_training_{key}"], digits) for key, digits in (("mean", 2), ("max", 0)))
     parts = [
         f"reward {number(step['reward_mean'])}",
         f"accuracy {number(step['accuracy_mean'])}",
-        f"stale {number(step['staleness_training_mean'], 2)} (max "
-        f"{number(step['staleness_training_max'], 0)})",
+        "stale {} (max {})".format(*stale),
         f"{count(tokens)} tok/s",
         f"{duration(step['seconds'])}/step (wait {duration(step['wait_seconds'])})",
         *([f"eta {duration(left)}"] if left is not None else []),
@@ -120,13 +103,9 @@ def _progress(view: View) -> Text:
 def _ranks(view: View, width: int) -> Table:
     """Live ranks from status.json with what each did last, by its trace; for an older run what the traces
     alone know. Columns that do not fit into `width` are left out, the least important ones first."""
-    lasts = {
-        process.name: _last(process.kind, process.t0, process.t1, view.last_sign)
-        for process in view.processes
-    }
-    ranks = sorted(
-        view.status.ranks if view.status else [], key=lambda r: (_RANK_ORDER.index(r.role), r.index)
-    )
+    lasts = {p.name: _last(p.kind, p.t0, p.t1, view.last_sign) for p in view.processes}
+    found = view.status.ranks if view.status else []
+    ranks = sorted(found, key=lambda rank: (_RANK_ORDER.index(rank.role), rank.index))
     rows = [[*_rank_cells(rank, view), lasts.get(f"{rank.role}{rank.index}", "")] for rank in ranks]
     present = {f"{rank.role}{rank.index}" for rank in ranks}
     for name in [process.name for process in view.processes if process.name not in present]:
@@ -157,15 +136,9 @@ def _rank_cells(rank: Rank, view: View) -> list[str | Text]:
     if load is None:
         return [*cells, f"silent {duration(silent)}" if silent > 3 else "", "", "", "", "", ""]
     state = f"silent {duration(silent)}" if silent > 3 else load.phase
-    return [
-        *cells,
-        state,
-        str(load.running),
-        str(load.queued),
-        str(load.scoring),
-        _bar(load.kv_tokens, load.kv_capacity),
-        count(load.tokens_per_second),
-    ]
+    numbers = (str(load.running), str(load.queued), str(load.scoring))
+    bar = _bar(load.kv_tokens, load.kv_capacity)
+    return [*cells, state, *numbers, bar, count(load.tokens_per_second)]
 
 
 def _bar(used: int, capacity: int) -> Text:
@@ -244,18 +217,14 @@ def _moves(view: View) -> Text | None:
     move, plan = view.newest.get("move"), view.newest.get("repack")
     if move is None:
         return None
-    rescued = view.counts["rescued"]
-    parts = [
-        f"{view.counts['move']} trajectories moved, {view.counts.get('move_off', 0)} called off",
-        *(
-            [f"{rescued} from dead replicas, {view.counts['loaded']} by loading their weights"]
-            if rescued
-            else []
-        ),
-        f"last {'a dead one' if move['source'] is None else move['source']} to "
-        f"{move['destination']} on id {move['weight_id']} in {move['seconds']:.2f} s: "
-        f"{move['tokens']} tokens, {move['prefix_tokens']} of prefill saved",
-    ]
+    counts, source = view.counts, "a dead one" if move["source"] is None else move["source"]
+    parts = [f"{counts['move']} trajectories moved, {counts.get('move_off', 0)} called off"]
+    if rescued := counts["rescued"]:
+        parts.append(f"{rescued} from dead replicas, {counts['loaded']} by loading their weights")
+    parts.append(
+        f"last {source} to {move['destination']} on id {move['weight_id']} in {move['seconds']:.2f} s: "
+        f"{move['tokens']} tokens, {move['prefix_tokens']} of prefill saved"
+    )
     if plan:
         parts.append(f"last plan emptied {len(plan['sources'])} of {plan['replicas']} replicas")
     return _line("moves", *parts)
@@ -272,19 +241,13 @@ def _last_evaluations(view: View) -> Text | None:
 
 
 def _incidents(view: View) -> Text | None:
-    names = {
-        "lost": "attempts lost",
-        "regranted": "replicas' work given to others",
-        "given_up": "groups given up",
-    }
-    return (
-        _line(
-            "incidents",
-            *(f"{view.counts[kind]} {name}" for kind, name in names.items() if kind in view.counts),
-        )
-        if any(kind in view.counts for kind in names)
-        else None
+    names = (
+        ("lost", "attempts lost"),
+        ("regranted", "replicas' work given to others"),
+        ("given_up", "groups given up"),
     )
+    parts = [f"{view.counts[kind]} {name}" for kind, name in names if kind in view.counts]
+    return _line("incidents", *parts) if parts else None
 
 
 def _reward_errors(view: View) -> Text | None:

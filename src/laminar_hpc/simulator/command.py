@@ -5,10 +5,11 @@ import dataclasses
 import json
 import sys
 import time
+from argparse import Namespace
 
 from laminar_hpc.simulator import report
 from laminar_hpc.simulator.finished import command as finished
-from laminar_hpc.simulator.settings import experiments, load_simulation, output_folder, take_apart
+from laminar_hpc.simulator.settings import experiments, load_simulation, output_folder
 from laminar_hpc.simulator.sweep import sweep
 
 _PROGRESS_SECONDS = 4.0  # between two lines of progress
@@ -30,16 +31,16 @@ class _Progress:
             self._said = time.monotonic()
 
 
-def main(arguments: list[str]) -> int:
+def main(options: Namespace) -> int:
     """`laminar sim EXPERIMENT`: simulates, writes the page and result.json, prints the table. Returns 0."""
-    name, overrides, as_json = take_apart(arguments, "sim", "experiment", experiments())
+    name, *overrides = options.words
     if finished.is_run(name, experiments()):
-        return finished.sim(name, overrides, as_json)
+        return finished.sim(name, overrides, options.json)
     config = load_simulation(name, overrides)
     folder = output_folder(config, f"runs/sim-{config.name}")
     rows = sweep(config, _say, folder / "ranges.json", _Progress())
     report.write(folder / "report.html", config.name, dataclasses.asdict(config), rows)
     result = json.dumps({"settings": dataclasses.asdict(config), "rows": report.as_json(rows)}, indent=1)
     (folder / "result.json").write_text(result + "\n")
-    print(result if as_json else f"{report.table(rows)}\n\nreport       {folder}/report.html")
+    print(result if options.json else f"{report.table(rows)}\n\nreport       {folder}/report.html")
     return 0

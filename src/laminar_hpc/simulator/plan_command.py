@@ -6,6 +6,7 @@ import json
 import math
 import shlex
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 from laminar_hpc.config.check import check
@@ -32,7 +33,7 @@ from laminar_hpc.simulator.plan_files import (
     trainer_machines,
 )
 from laminar_hpc.simulator.schema import PlanConfig
-from laminar_hpc.simulator.settings import load_plan, output_folder, questions, take_apart
+from laminar_hpc.simulator.settings import load_plan, output_folder, questions
 
 
 def expectations(config: PlanConfig, plan: Plan) -> list[str]:
@@ -142,16 +143,16 @@ def _as_dict(planned: Planned) -> dict[str, object]:
     return dataclasses.asdict(planned) | {"score": score}
 
 
-def main(arguments: list[str]) -> int:
+def main(options: Namespace) -> int:
     """`laminar plan QUESTION`: searches, writes the files of the best placement, prints it. Returns 0."""
-    name, overrides, as_json = take_apart(arguments, "plan", "question", questions())
+    name, *overrides = options.words
     if finished.is_run(name, questions()):
-        return finished.plan(name, overrides, as_json)
+        return finished.plan(name, overrides, options.json)
     config = load_plan(name, overrides)
     folder = output_folder(config, f"runs/plan-{config.name}")
     plan = search(config, lambda line: print(line, file=sys.stderr, flush=True))
     lines = write(config, plan, folder)
-    if as_json:
+    if options.json:
         second = plan.runner_up and _as_dict(plan.runner_up)
         answer = {"best": _as_dict(plan.best), "runner_up": second, "simulated": plan.simulated}
         print(json.dumps(answer, indent=1))

@@ -35,20 +35,6 @@ _INSTEAD = dict.fromkeys(
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
-def take_apart(
-    arguments: list[str], command: str, what: str, names: list[str]
-) -> tuple[str, list[str], bool]:
-    """`NAME [key=value ...] [--json]`: the name, the overrides, and whether JSON is asked for. Raises
-    LaminarError with the usage."""
-    words = [word for word in arguments if word != "--json"]
-    if not words or words[0].startswith("-") or "=" in words[0]:
-        raise LaminarError(
-            f"usage: laminar {command} {what.upper()}|RUN_DIR [key=value ...] [--json]; {what}s: "
-            f"{', '.join(names)}"
-        )
-    return words[0], words[1:], len(words) < len(arguments)
-
-
 def experiments() -> list[str]:
     """Names of the simulations that laminar ships."""
     return _names("experiment")
@@ -62,6 +48,17 @@ def questions() -> list[str]:
 def key_names(schema: type[SimulationConfig] | type[PlanConfig]) -> str:
     """What may be set, for a line."""
     return ", ".join(field.name for field in dataclasses.fields(schema)) + " (docs/simulator.md)"
+
+
+def help_of(command: str) -> str:
+    """What `--help` of `laminar sim` or `laminar plan` says behind the options."""
+    schema, first, names = (
+        (SimulationConfig, "EXPERIMENT", experiments())
+        if command == "sim"
+        else (PlanConfig, "QUESTION", questions())
+    )
+    words = f"{first} is one of {', '.join(names)}. RUN_DIR is a finished run, which takes no keys."
+    return f"{words}\nkeys: {key_names(schema)}"
 
 
 def _names(folder: str) -> list[str]:

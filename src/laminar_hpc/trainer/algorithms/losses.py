@@ -32,7 +32,7 @@ def policy_loss(a: AlgorithmConfig, logprobs: torch.Tensor, old: torch.Tensor, t
     if a.loss == "cispo":
         return cispo(logprobs, old, tokens.advantages, a.clip_low, a.clip_high)
     if a.loss == "aipo":
-        assert a.importance_weight_cap is not None  # config/algorithm.py has seen to it
+        assert a.importance_weight_cap is not None  # config/rules.py has seen to it
         return aipo(logprobs, old, tokens.advantages, a.importance_weight_cap)
     return clip(logprobs, old, tokens.advantages, a.clip_low, a.clip_high, a.clip_dual)
 
