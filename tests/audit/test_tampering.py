@@ -11,13 +11,13 @@ from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
-import emulated_run
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import short_run
 
-import checkpoint_files
+from helpers import checkpoint_files
+from helpers.emulated import archive_run as emulated_run
+from helpers.emulated import short_run
 from laminar_hpc import cli
 from laminar_hpc.archive import files, table
 from laminar_hpc.audit import origins, sealed, steps

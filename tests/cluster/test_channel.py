@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import zmq
-from proxy import Proxy
 
+from helpers.links.proxy import Proxy
 from laminar_hpc.cluster import hub as hub_module
 from laminar_hpc.cluster import stop
 from laminar_hpc.cluster.address import read_address

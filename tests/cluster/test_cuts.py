@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import zmq
-from keeper import Keeper
 
+from helpers.links.keeper import Keeper
 from laminar_hpc.cluster import controller_watch, unsaid
 from laminar_hpc.cluster.address import read_address, write_address
 from laminar_hpc.cluster.channel import Channel, ControllerLost

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from fake_device import FakeDevice, linked
+from helpers.links.fake_device import FakeDevice, linked
 from laminar_hpc.cluster.links import Link
 from laminar_hpc.cluster.meeting import LinkBroken
 from laminar_hpc.config.errors import PermanentFailure

@@ -15,12 +15,12 @@ from pathlib import Path
 import psutil
 import pytest
 
+from helpers.processes import found, living
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import RewardConfig
 from laminar_hpc.environments.fork_server import MAX_OUTPUT, ForkServer
 from laminar_hpc.environments.reward_pool import RewardPool, Score
 from laminar_hpc.environments.reward_protocol import Setup
-from lives import found, living
 
 FUNCTIONS = """
 import asyncio, json, os, re, sys, time

@@ -13,14 +13,14 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import machines
 import pytest
-from machines import Machines
 
-from audits import assert_clean
+from helpers import machines
+from helpers.machines import Machines
+from helpers.paths import ROOT
+from helpers.runs import assert_clean
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
-ROOT = Path(__file__).parents[2]
 SMALL = ["experiment=demo", "sampling.max_response_tokens=48", "evaluation.problems=32"]
 RUN_SECONDS = 500
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from script import samples_of
-from three import Three
 
+from helpers.control.script import samples_of
+from helpers.control.three import Three
 from laminar_hpc.messages.data import Partial, ReplicaLoad, VersionSpan
 from laminar_hpc.messages.membership import Ping
 from laminar_hpc.messages.moves import (

@@ -4,9 +4,9 @@ import time
 from collections.abc import Callable
 
 import pytest
-from script import Script, samples_of
-from stand import Stand, assert_every_one_ended_once, small_config
 
+from helpers.control.script import Script, samples_of
+from helpers.emulated.stand import Stand, assert_every_one_ended_once, small_config
 from laminar_hpc.cluster import worker_line
 from laminar_hpc.cluster.channel import Terminated
 from laminar_hpc.controller.loop import Controller

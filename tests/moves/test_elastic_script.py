@@ -5,9 +5,9 @@ import os
 import time
 
 import pytest
-from script import Script
-from stand import small_config
 
+from helpers.control.script import Script
+from helpers.emulated.stand import small_config
 from laminar_hpc.messages.data import Message
 from laminar_hpc.messages.membership import (
     UNNUMBERED,

@@ -6,9 +6,10 @@ from pathlib import Path
 
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from script import Script
-from stand import small_config
 
+from helpers.control.plain_admission import plain_may_go_on
+from helpers.control.script import Script
+from helpers.emulated.stand import small_config
 from laminar_hpc.controller import dispatcher, snapshot
 from laminar_hpc.controller.loop import Controller
 from laminar_hpc.messages.data import Sample
@@ -17,7 +18,6 @@ from laminar_hpc.messages.training import Batch, StepDone, TakeBatch
 from laminar_hpc.policies import admission
 from laminar_hpc.policies.live_groups import GroupView
 from laminar_hpc.policies.sampling import worth_a_batch
-from plain_admission import plain_may_go_on
 
 FIRST, PER_STEP, LOCAL, REPLICAS = 2, 3, 2, 4
 

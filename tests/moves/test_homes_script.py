@@ -5,9 +5,10 @@ again."""
 from pathlib import Path
 
 import pytest
-from script import samples_of
-from three import Three
 
+from helpers.control.script import samples_of
+from helpers.control.three import Three
+from helpers.made import Made, stored
 from laminar_hpc.messages.data import Partial, ReplicaLoad, VersionSpan
 from laminar_hpc.messages.homes import Ask, LetGo
 from laminar_hpc.messages.membership import Ping
@@ -22,7 +23,6 @@ from laminar_hpc.messages.rollouts import (
     ScoreOrder,
 )
 from laminar_hpc.rollout.work import columns
-from made import Made, stored
 
 TOKENS = columns([1, 2, 3, 4], [-1.0] * 4)
 

@@ -5,10 +5,10 @@ import time
 from pathlib import Path
 
 import pytest
-from reports import trajectory
-from script import Script
-from stand import small_config
 
+from helpers.control.script import Script
+from helpers.emulated.stand import small_config
+from helpers.made import trajectory
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.messages.data import PromptGroup, Sample

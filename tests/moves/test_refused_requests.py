@@ -2,10 +2,9 @@
 
 from pathlib import Path
 
-from reports import trajectory
-from script import Script
-from stand import small_config
-
+from helpers.control.script import Script
+from helpers.emulated.stand import small_config
+from helpers.made import trajectory
 from laminar_hpc.messages.rollouts import Generated, Scored
 from laminar_hpc.observability import jsonl
 

@@ -3,9 +3,9 @@
 import time
 
 import pytest
-from script import Script, samples_of
-from stand import small_config
 
+from helpers.control.script import Script, samples_of
+from helpers.emulated.stand import small_config
 from laminar_hpc.messages.data import ReplicaLoad
 from laminar_hpc.messages.membership import Ping
 from laminar_hpc.messages.moves import Reserve

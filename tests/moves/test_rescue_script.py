@@ -4,9 +4,9 @@ message by message."""
 import os
 
 import pytest
-from script import Script, samples_of
-from stand import small_config
 
+from helpers.control.script import Script, samples_of
+from helpers.emulated.stand import small_config
 from laminar_hpc.controller import rescuer
 from laminar_hpc.messages.chain import RelayHas
 from laminar_hpc.messages.data import ReplicaLoad, Sample

@@ -5,10 +5,10 @@ import shutil
 from pathlib import Path
 
 import pytest
-from script import Script, samples_of
-from stand import small_config
 
-from audits import assert_clean
+from helpers.control.script import Script, samples_of
+from helpers.emulated.stand import small_config
+from helpers.runs import assert_clean
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.messages.data import Place, VersionSpan
 from laminar_hpc.messages.moves import MoveAbort

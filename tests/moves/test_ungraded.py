@@ -5,10 +5,10 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from script import Script, samples_of
-from stand import small_config
 
-from audits import assert_clean
+from helpers.control.script import Script, samples_of
+from helpers.emulated.stand import small_config
+from helpers.runs import assert_clean
 from laminar_hpc.messages.data import Message
 from laminar_hpc.messages.rollouts import Drop, Grant, Lost
 from laminar_hpc.policies import filtering

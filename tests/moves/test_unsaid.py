@@ -4,17 +4,17 @@ once; message by message."""
 from pathlib import Path
 
 import pytest
-from script import Script, samples_of
-from stand import small_config
 
-from audits import assert_clean
+from helpers.control.script import Script, samples_of
+from helpers.emulated.stand import small_config
+from helpers.made import Made, stored
+from helpers.runs import assert_clean
 from laminar_hpc.cluster import unsaid
 from laminar_hpc.messages.data import Message, Partial, PromptGroup, Sample, VersionSpan
 from laminar_hpc.messages.membership import Goodbye
 from laminar_hpc.messages.rollouts import Generated, Increment, Leaving, Scored, Unfinished
 from laminar_hpc.messages.wire import encode
 from laminar_hpc.rollout.work import columns, tokens_of
-from made import Made, stored
 
 TOKENS = list(range(20))
 IDENTITY = "rollout:0:"  # as script.py names it

@@ -5,8 +5,8 @@ import threading
 
 import pytest
 import torch
-from passing import pass_on, publication
 
+from helpers.links.passing import pass_on, publication
 from laminar_hpc.cluster.meeting import LinkBroken
 from laminar_hpc.relay.chain import ArrivingSums, Stream, SumsDiffer, send_stream
 

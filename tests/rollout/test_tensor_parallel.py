@@ -10,10 +10,11 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from moving import decoding, detached, in_its_middle
 from safetensors.torch import load_file, save_file
 
-from engines import LoopThread, ended, engine_config, file_sums, fill_slot, hf_logprobs, make_model, reference
+from helpers.engines.moving import decoding, detached, in_its_middle
+from helpers.engines.pair import engine_config, file_sums, fill_slot, hf_logprobs, make_model, reference
+from helpers.processes import LoopThread, ended
 from laminar_hpc.cluster.shared_memory import noted
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.engine.interface import EngineDied, Generation, sampling_parameters

@@ -11,12 +11,11 @@ import termios
 from pathlib import Path
 
 import pytest
-from runs import SHORT, metrics
 
-from audits import assert_clean
+from helpers.paths import ROOT
+from helpers.runs import SHORT, assert_clean, metrics
 from laminar_hpc.cluster import checkpoints
 
-ROOT = Path(__file__).parents[2]
 LAMINAR = [sys.executable, "-m", "laminar_hpc.cli", "train"]
 WORDS = [*SHORT, "evaluation.problems=8"]
 

@@ -5,8 +5,8 @@ import signal
 import time
 
 import pytest
-from runs import Run, consumed, metrics, summary
 
+from helpers.runs import Run, consumed, metrics, summary
 from laminar_hpc.cluster.checkpoints import checkpoint_path, read_state
 
 STEPS = 18  # so many that a fast machine does not reach the end before it is stopped

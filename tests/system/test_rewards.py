@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 from rich.console import Console
-from runs import Run, metrics
 
+from helpers.runs import Run, metrics
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.emulation.launch import Emulation, prepare
 from laminar_hpc.report import document, top

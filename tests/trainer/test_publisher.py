@@ -8,10 +8,21 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import tiny
-from publishing import Controller, Line, Publisher, linked, scratch, slot_bytes, spoil, start, whole
-from ranks import Ranks
 
+from helpers.paths import EXAMPLES
+from helpers.trainer import tiny
+from helpers.trainer.publishing import (
+    Controller,
+    Line,
+    Publisher,
+    linked,
+    scratch,
+    slot_bytes,
+    spoil,
+    start,
+    whole,
+)
+from helpers.trainer.ranks import Ranks
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.messages.chain import LinkDown, RelayHas, StoreOpened
 from laminar_hpc.messages.publication import NewWeightId, Published
@@ -282,7 +293,7 @@ def test_200_steps_of_training_against_full_copies(rate: float, world: None, tmp
     """The shipped model in bfloat16, real updates by the learner: each id at the last relay of a chain of two
     is, bit for bit, the copy that was taken of the weights when they were published; and no publication is
     larger than a full one but by its chunks' heads."""
-    base = Path(__file__).parents[2] / "examples" / "arithmetic" / "base"
+    base = EXAMPLES / "arithmetic" / "base"
     settings = {
         "model__dtype": "bfloat16",
         "relay__delta": "auto",
