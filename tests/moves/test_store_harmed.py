@@ -131,5 +131,4 @@ def test_all_of_it_is_read_at_each_checkpoint(tmp_path):
     script.hear("trainer", 0, Checkpointed(1, "there", 1.0, ""))
     script.controller.turn()
     assert len(said) == 1 and "was damaged" in said[0]
-    script.closes()
-    assert_clean(Path(store.path.parent))
+    script.ends_clean()

@@ -3,15 +3,18 @@ no clock but heartbeats."""
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
+from typing import TypeVar
 
+from helpers.emulated.stand import controller_of, small_config
 from helpers.made import Made, stored
+from helpers.runs import assert_clean
 from laminar_hpc.config.check import check
 from laminar_hpc.config.load import dump_config
 from laminar_hpc.config.schema import RunConfig
-from laminar_hpc.controller import run as controller_run
 from laminar_hpc.controller.beginning import Begun
 from laminar_hpc.controller.rundir import Start
 from laminar_hpc.messages.chain import RelayHas
@@ -29,6 +32,7 @@ from laminar_hpc.messages.rollouts import (
 )
 from laminar_hpc.messages.training import Batch, Restored, StepDone, TakeBatch
 from laminar_hpc.messages.wire import AnyMessage, decode, encode
+from laminar_hpc.payload.whole import Whole, wholes
 from laminar_hpc.policies.metrics import batch_metrics
 from laminar_hpc.rollout.work import columns, tokens_of
 
@@ -65,6 +69,28 @@ class Hub:
         self.left.setdefault(identity, []).append(decode(encode(message)))
 
 
+M = TypeVar("M", bound=Message)
+
+
+@dataclass(frozen=True)
+class State:
+    """What the controller holds, as far as tests look: the one place that knows in which of its parts."""
+
+    ready_groups: int
+    unscored: set[int]  # trajectories whose response waits for its score
+    known: int  # trajectories of which the pool has tokens
+    generating: dict[int, int]  # replica -> its trajectories
+    rooms: list[int]  # replicas that take what others leave
+    refused: int  # reports
+    discarded: int  # tokens
+    evaluations: list[str]  # those that are due
+    trainer_step: int
+    trainers: bool  # there are some
+    trainer_done: bool
+    finished: bool
+    failure: str
+
+
 class Script:
     """Trainer 0, relay 0 on `machine`, and rollouts as the test brings them in."""
 
@@ -79,9 +105,8 @@ class Script:
         """`trainer`: it comes and starts at `restored_step`."""
         self.hub = Hub()
         os.makedirs(config.run_dir, exist_ok=True)
-        Path(config.run_dir, "config.yaml").write_text(dump_config(config))
         begun = Begun(check(config), Start(restored_step, None), Unlocked(), 0)
-        self.controller = controller_run.build(config, begun, self.hub, 1, "apart", say)
+        self.controller = controller_of(config, begun, self.hub, 1, "apart", say)
         if trainer:
             self.trainer("", Restored(restored_step))
         self.relay(0, machine)
@@ -107,11 +132,11 @@ class Script:
         self.hear("trainer", 0, NewWeightId(step), life=life)
         for relay in relays:
             self.relay_holds(relay, step)
-        return max(self.controller.weights.steps)
+        return self.newest
 
     def relay_holds(self, relay: int, step: int) -> None:
         """The newest weights, which are those of this step."""
-        self.hear("relay", relay, RelayHas(max(self.controller.weights.steps), step, 1, 0.1, 0.0))
+        self.hear("relay", relay, RelayHas(self.newest, step, 1, 0.1, 0.0))
 
     def rollout(self, index: int, machine: str = "one", life: str = "", phase: str = "unverified") -> None:
         hello = Hello("rollout", index, life, os.getpid(), machine)
@@ -197,6 +222,17 @@ class Script:
         for part in (self.controller.store, self.controller.metrics, self.controller.trace):
             part.close()
 
+    def ends_clean(self) -> None:
+        """And its records are audited."""
+        self.closes()
+        (self.run_dir / "config.yaml").write_text(dump_config(self.controller.config))
+        assert_clean(self.run_dir)
+
+    def again(self, trainer: bool = True) -> "Script":
+        """The next controller over the same store."""
+        self.closes()
+        return Script(self.controller.config, trainer=trainer)
+
     def dies(self, index: int, life: str = "") -> None:
         self.hear("rollout", index, Failure("its engine died"), life=life)
 
@@ -208,9 +244,99 @@ class Script:
         assert len(grants) <= 1
         return grants[0] if grants else None
 
+    def joins(self, index: int, weight_id: int = 0, machine: str = "one", life: str = "") -> Grant | None:
+        """It comes, pulls these weights and asks for work; what it is granted."""
+        self.rollout(index, machine, life)
+        self.asks(index, weight_id, life=life)
+        return self.granted(index, life)
+
+    def working(self, replicas: int) -> list[Grant]:
+        """So many have pulled the first weights, and each has a local batch of them."""
+        self.publish(0, 0)
+        grants = [self.joins(index) for index in range(replicas)]
+        assert all(grants)
+        return [grant for grant in grants if grant is not None]
+
+    def sent(self, index: int, kind: type[M], life: str = "") -> list[M]:
+        """Messages of a kind to a rollout that `granted` and `ordered` have not taken."""
+        return [m for m in self.hub.left.get(f"rollout:{index}:{life}", []) if isinstance(m, kind)]
+
+    def batches(self) -> list[Batch]:
+        """All that the trainer was sent."""
+        return [m for m in self.hub.left.get("trainer:0:", []) if isinstance(m, Batch)]
+
+    def grants_nothing_new(self, on: bool = True) -> None:
+        """From here on, as if admission had counted many groups more; or no longer."""
+        self.controller.tracker.counted += 1000 if on else -1000
+
     @property
-    def discarded(self) -> int:
-        return self.controller.tracker.counts.tokens_discarded
+    def run_dir(self) -> Path:
+        return Path(self.controller.config.run_dir)
+
+    @property
+    def newest(self) -> int:
+        """The newest weight id."""
+        return max(self.controller.weights.steps)
+
+    def newest_batch(self, index: int) -> int | None:
+        """The id of the last local batch of a rollout."""
+        return self.controller.replicas.at(index).newest_batch
+
+    def known(self, trajectory_id: int, attempt: int) -> Partial | None:
+        """What the controller would let another replica go on from."""
+        return self.controller.pool.get(trajectory_id, attempt)
+
+    def owner(self, trajectory_id: int) -> tuple[int | None, int]:
+        """(replica or None, attempt)."""
+        return self.controller.tracker.groups.owner(trajectory_id)
+
+    def scoring(self, index: int) -> Sequence[int]:
+        """The trajectories that a rollout scores."""
+        return self.controller.tracker.groups.holders.scoring(index)
+
+    def open_of(self, group_id: int) -> Sequence[int]:
+        """The trajectories of a group that nobody has."""
+        return self.controller.tracker.groups.holders.open_of(group_id)
+
+    def finished(self) -> list[Whole]:
+        """The stored trajectories of all groups that are finished."""
+        groups = [group.group_id for group in self.controller.tracker.groups.values() if group.finished]
+        return wholes(self.run_dir, self.controller.store.rows.batch(groups))
+
+    def states(self, table: str = "trajectories") -> dict[int, str]:
+        """Of a table's rows in the store, by id."""
+        return dict(self.controller.store._db.execute(f"SELECT id, state FROM {table}"))
+
+    def state(self) -> State:
+        c, tracker = self.controller, self.controller.tracker
+        return State(
+            ready_groups=tracker.ready_groups,
+            unscored=set(tracker.owners.unscored),
+            known=len(c.pool),
+            generating=dict(tracker.groups.holders.generating_counts()),
+            rooms=[room.replica for room in c.rescuer.rooms()],
+            refused=tracker.counts.reports_refused,
+            discarded=tracker.counts.tokens_discarded,
+            evaluations=[each.key for each in c.evaluations.queue] if c.evaluations else [],
+            trainer_step=c.state.trainer_step,
+            trainers=bool(c.state.gang),
+            trainer_done=c.state.trainer_done,
+            finished=c.state.finished,
+            failure=c.state.failure,
+        )
+
+
+def scripted(
+    folder: Path,
+    replicas: int = 2,
+    steps: int = 8,
+    prompts: int = 4,
+    samples: int = 2,
+    say: Callable[[str], None] = lambda _: None,
+    **pipeline: object,
+) -> Script:
+    """A small run of so many groups a step, whose trainer and relay are there."""
+    return Script(small_config(folder, replicas, steps, prompts, samples, **pipeline), say=say)
 
 
 def samples_of(grant: Grant) -> dict[int, int]:

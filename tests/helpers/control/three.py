@@ -2,37 +2,38 @@
 them, message by message."""
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from helpers.control.script import Script
 from helpers.emulated.stand import small_config
-from laminar_hpc.messages.data import Message, Partial, ReplicaLoad
+from laminar_hpc.messages.data import Partial, ReplicaLoad
 from laminar_hpc.messages.membership import Ping
 from laminar_hpc.messages.moves import Import, Imported, MoveCommit, MoveOrder, MoveReady, Reserve, Reserved
-from laminar_hpc.messages.rollouts import Grant
 
 
 class Three:
     """`script`, and `grant`: what replica 0 was granted."""
 
     def __init__(self, folder: Path) -> None:
-        config = small_config(folder, replicas=3, steps=4)
-        config.algorithm.prompts_per_step, config.algorithm.samples_per_prompt = 6, 2
-        config.rollout.increment_tokens, config.pipeline.repack = 10, "reprefill"
+        config = small_config(folder, replicas=3, steps=4, prompts=6, samples=2, repack="reprefill")
+        config.rollout.increment_tokens = 10
         self.script = Script(config)
-        self.script.publish(0, 0)
-        grants = []
+        self.sent = self.script.sent
+        self.grant, *_ = self.script.working(3)
         for index in range(3):
-            self.script.rollout(index)
-            self.script.asks(index, 0)
-            grants.append(self.script.granted(index))
             load = ReplicaLoad("draining", 0, 4, 0, kv_capacity=10_000, kv_tokens=100)
             self.script.hear("rollout", index, Ping(load))
-        assert all(grants) and isinstance(grants[0], Grant)
-        self.grant = grants[0]
 
-    def sent(self, replica: int, kind: type[Message]) -> list:
-        return [m for m in self.script.hub.left.get(f"rollout:{replica}:", []) if isinstance(m, kind)]
+    def take(self, trajectory_id: int, replicas: Sequence[int]) -> tuple[int, Reserve, Partial]:
+        """Lets the one of these replicas that is asked reserve room for what a lost one had: that replica,
+        what it was asked, and what it is to go on from."""
+        ((replica, reserve),) = [
+            (i, r) for i in replicas for r in self.sent(i, Reserve) if r.trajectory_id == trajectory_id
+        ]
+        self.script.hear("rollout", replica, Reserved(reserve.move_id, ""))
+        (given,) = self.sent(replica, Import)
+        return replica, reserve, given.partial
 
     def moves(
         self, trajectory_id: int, attempt: int, source: int, destination: int, partial: Partial

@@ -17,10 +17,10 @@ STEPS = 3
 
 def configuration(folder: Path) -> RunConfig:
     """Groups of two of which one is right, some of which get a second pair."""
-    config = small_config(folder, replicas=2, steps=8)
-    algorithm = config.algorithm
-    algorithm.prompts_per_step, algorithm.samples_per_prompt = 4, 4
-    algorithm.first_samples, algorithm.more_samples, algorithm.zero_variance = 2, 2, "filter"
+    config = small_config(folder, replicas=2, steps=8, prompts=4)
+    config.algorithm.first_samples = 2
+    config.algorithm.more_samples = 2
+    config.algorithm.zero_variance = "filter"
     return config
 
 
@@ -42,7 +42,7 @@ def record(folder: Path, config: RunConfig | None = None) -> Path:
     script.trains(2)
     fill(script, 3, 1)
     _left_over(script)
-    script.closes()
+    script.ends_clean()
     return Path(config.run_dir)
 
 
@@ -54,7 +54,7 @@ def _serve(script: Script, step: int) -> None:
             script.rollout(index)
     for index in (0, 1):
         if not _has_work(script, index):
-            script.asks(index, weight_id, script.controller.replicas.at(index).newest_batch)
+            script.asks(index, weight_id, script.newest_batch(index))
 
 
 def _has_work(script: Script, index: int) -> bool:
@@ -66,11 +66,11 @@ def _grants(script: Script) -> Iterator[tuple[int, Grant]]:
     for _ in range(20):
         for index in (0, 1):
             if not _has_work(script, index):
-                newest = max(script.controller.weights.steps)
-                script.asks(index, newest, script.controller.replicas.at(index).newest_batch)
+                newest = script.newest
+                script.asks(index, newest, script.newest_batch(index))
             if (grant := script.granted(index)) is not None:
                 yield index, grant
-    raise AssertionError(f"only {script.controller.tracker.ready_groups} groups became ready")
+    raise AssertionError(f"only {script.state().ready_groups} groups became ready")
 
 
 def fill(script: Script, step: int, groups: int) -> None:
@@ -78,7 +78,7 @@ def fill(script: Script, step: int, groups: int) -> None:
     _serve(script, step)
     for index, grant in _grants(script):
         script.ends(index, grant, TOKENS, right=lambda i: i % 2 == 1 and i % 8 != 1)
-        if script.controller.tracker.ready_groups >= groups:
+        if script.state().ready_groups >= groups:
             return
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Protocol, runtime_checkable
+from unittest.mock import patch
 
 from helpers.processes import LoopThread
 from helpers.runs import assert_clean
@@ -31,6 +32,7 @@ from laminar_hpc.emulation import stage
 from laminar_hpc.emulation.fleet import NewWorker, Replica, new_worker
 from laminar_hpc.emulation.launch import prepare
 from laminar_hpc.engine.emulated import responses
+from laminar_hpc.environments import preflight
 from laminar_hpc.environments.reward_pool import RewardPool
 from laminar_hpc.messages.data import Trajectory
 from laminar_hpc.messages.membership import UNNUMBERED
@@ -39,29 +41,38 @@ from laminar_hpc.payload.whole import Whole, wholes
 PROMPT_TOKENS = 10
 
 
-def small_config(folder: Path, replicas: int = 3, steps: int = 3, **pipeline: object) -> RunConfig:
-    """Some seconds long: 16 x 4 trajectories per step of some hundred tokens, 20 times as fast as real
-    engines."""
+def small_config(
+    folder: Path, replicas: int = 3, steps: int = 3, prompts: int = 16, samples: int = 4, **pipeline: object
+) -> RunConfig:
+    """Some seconds long: trajectories of some hundred tokens, 20 times as fast as real engines."""
     config = prepare(folder, prompts=64, prompt_tokens=PROMPT_TOKENS, max_response_tokens=1000)
     config.steps = steps
-    config.rollout.replicas, config.rollout.kv_cache_tokens, config.rollout.max_concurrent = (
-        replicas,
-        100_000,
-        64,
-    )
-    config.algorithm.prompts_per_step, config.algorithm.samples_per_prompt = 16, 4
-    config.emulation.time_scale, config.emulation.wire_share = 20.0, 1e-3
-    config.emulation.median_response_tokens, config.emulation.sigma = 300.0, 1.0
+    config.rollout.replicas = replicas
+    config.rollout.kv_cache_tokens = 100_000
+    config.rollout.max_concurrent = 64
     config.rollout.increment_tokens = 0
-    config.cluster.heartbeat_timeout_seconds, config.cluster.stop_timeout_seconds = 30.0, 20.0
-    config.pipeline.max_staleness, config.pipeline.repack_seconds, config.pipeline.repack_requests = (
-        None,
-        0.1,
-        64,
-    )
+    config.algorithm.prompts_per_step = prompts
+    config.algorithm.samples_per_prompt = samples
+    config.emulation.time_scale = 20.0
+    config.emulation.wire_share = 1e-3
+    config.emulation.median_response_tokens = 300.0
+    config.emulation.sigma = 1.0
+    config.cluster.heartbeat_timeout_seconds = 30.0
+    config.cluster.stop_timeout_seconds = 20.0
+    config.pipeline.max_staleness = None
+    config.pipeline.repack_seconds = 0.1
+    config.pipeline.repack_requests = 64
     for name, value in pipeline.items():
         setattr(config.pipeline, name, value)
     return config
+
+
+def controller_of(
+    config: RunConfig, begun: Begun, hub: Hub, relays: int, machine: str, say: Callable[[str], None]
+) -> Controller:
+    """As a run builds it, but that no process is started to try the reward on the first row."""
+    with patch.object(preflight, "first_call", lambda *_: []):
+        return controller_run.build(config, begun, hub, relays, machine, say)
 
 
 @runtime_checkable
@@ -133,7 +144,7 @@ class Stand:
         hub = Hub(run_dir, f"stand-{random.randrange(1 << 40):x}", config.cluster.host, 0, machine)
         lock = RunLock([run_dir], self.lines.append)
         begun = Begun(derived, start, lock, 0)
-        controller = controller_run.build(config, begun, hub, 1, machine, self.lines.append)
+        controller = controller_of(config, begun, hub, 1, machine, self.lines.append)
         handed: queue.SimpleQueue = queue.SimpleQueue()
         threads = [
             threading.Thread(target=part, args=args, daemon=True)
