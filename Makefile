@@ -32,14 +32,20 @@ demo: setup
 	@$(BIN)/laminar train experiment=demo
 
 # One thread per process: the tests start many of them. Tests marked gpu run where there is one.
-test test-slow: export OMP_NUM_THREADS := 1
+test test-fast test-slow: export OMP_NUM_THREADS := 1
 # Whole files are handed to the workers (tests/conftest.py).
 WORKERS ?= 2
-test test-slow: SIDE_BY_SIDE = $(if $(filter-out 1,$(WORKERS)),-n $(WORKERS) --no-loadscope-reorder)
+test test-fast test-slow: SIDE_BY_SIDE = $(if $(filter-out 1,$(WORKERS)),-n $(WORKERS) --no-loadscope-reorder)
 test test-slow: GPU = $(shell nvidia-smi -L >/dev/null 2>&1 || echo ' and not gpu')
 
 test: setup
 	@$(BIN)/python -m pytest -m 'not slow$(GPU)' $(SIDE_BY_SIDE) $(PYTEST_ARGS)
+
+# Tests that import the script play messages to the real controller, without a process.
+FAST = tests/policies tests/config/test_config.py tests/config/test_refusals.py tests/payload/test_layout.py \
+	$(shell grep -rl --include='test_*.py' 'helpers.control.script' tests/moves)
+test-fast: setup
+	@$(BIN)/python -m pytest -m 'not slow and not gpu' $(SIDE_BY_SIDE) $(PYTEST_ARGS) $(FAST)
 
 test-slow: setup
 	@$(BIN)/python -m pytest -m 'slow$(GPU)' $(SIDE_BY_SIDE) $(PYTEST_ARGS)
