@@ -161,6 +161,14 @@ def metrics(run_dir: Path, kind: str) -> list[dict]:
     ]
 
 
+def steps_done(run_dir: Path) -> int:
+    """So far, of a run that may be writing its next line."""
+    path = run_dir / "metrics.jsonl"
+    text = path.read_text() if path.exists() else ""
+    lines = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    return max((line["step"] for line in lines if line["kind"] == "step"), default=0)
+
+
 def consumed(run_dir: Path) -> dict[int, list[int]]:
     """Trajectories by the step that trained on them."""
     found: dict[int, list[int]] = {}

@@ -5,7 +5,6 @@ import sys
 from pathlib import Path
 
 import torch.distributed as dist
-from megatron.core import parallel_state
 
 from helpers.trainer import tiny
 from laminar_hpc.messages.membership import Welcome
@@ -15,6 +14,10 @@ from laminar_hpc.trainer.step.learner import Learner
 
 
 def main(model: Path, run_dir: Path, gang: int, steps: list[int]) -> None:
+    from megatron.core import (
+        parallel_state,  # behind laminar_hpc.trainer: by itself it imports wandb for 20 s
+    )
+
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
     config = tiny.make_config(model)
