@@ -4,11 +4,12 @@
 SHELL := /bin/bash
 BIN := .venv/bin
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow chaos gpu-check bench-gpu lint apex clean
+.PHONY: help setup demo test test-fast test-slow chaos gpu-check bench-gpu fmt lint apex clean
 
 help:
 	@echo 'make demo        set up .venv and run the main job: laminar train experiment=demo'
 	@echo 'make test        set up .venv and run the tests (those marked slow are left out)'
+	@echo 'make test-fast   policies, messages, configuration and the scripted controller: what to run while you write'
 	@echo 'make test-slow   the tests marked slow: long runs, process deaths, a real two-node Slurm'
 	@echo 'make chaos       30 minutes of random faults upon a run on a real Slurm of four nodes, then the audit; as root'
 	@echo '                 (CHAOS_ARGS, for example "--seconds 300 --seed 7 --json chaos.json")'
@@ -17,7 +18,8 @@ help:
 	@echo 'make bench-gpu   on a GPU: the kernels against a plain copy and torch.compile (BENCH_ARGS), KV gather and scatter (KV_BENCH_ARGS),'
 	@echo "                 a 7B's weights to a relay that dies (HAND_OVER_ARGS), KV moves between two 7B engines (KV_ENGINES_ARGS);"
 	@echo '                 for example BENCH_ARGS="--json kernels.json"'
-	@echo 'make lint        ruff and mypy'
+	@echo 'make fmt         write all files in the one format, and mend what ruff can mend'
+	@echo 'make lint        ruff, its format, and mypy'
 	@echo 'make setup       set up .venv only; a second call installs nothing'
 	@echo "make apex        build NVIDIA's apex into .venv (machines with CUDA's compiler)"
 	@echo 'make clean       remove .venv and caches; runs are kept'
@@ -30,14 +32,20 @@ demo: setup
 	@$(BIN)/laminar train experiment=demo
 
 # One thread per process: the tests start many of them. Tests marked gpu run where there is one.
-test test-slow: export OMP_NUM_THREADS := 1
+test test-fast test-slow: export OMP_NUM_THREADS := 1
 # Whole files are handed to the workers (tests/conftest.py).
 WORKERS ?= 2
-test test-slow: SIDE_BY_SIDE = $(if $(filter-out 1,$(WORKERS)),-n $(WORKERS) --no-loadscope-reorder)
+test test-fast test-slow: SIDE_BY_SIDE = $(if $(filter-out 1,$(WORKERS)),-n $(WORKERS) --no-loadscope-reorder)
 test test-slow: GPU = $(shell nvidia-smi -L >/dev/null 2>&1 || echo ' and not gpu')
 
 test: setup
 	@$(BIN)/python -m pytest -m 'not slow$(GPU)' $(SIDE_BY_SIDE) $(PYTEST_ARGS)
+
+# Tests that import the script play messages to the real controller, without a process.
+FAST = tests/policies tests/config/test_config.py tests/config/test_refusals.py tests/payload/test_layout.py \
+	$(shell grep -rl --include='test_*.py' 'helpers.control.script' tests/moves)
+test-fast: setup
+	@$(BIN)/python -m pytest -m 'not slow and not gpu' $(SIDE_BY_SIDE) $(PYTEST_ARGS) $(FAST)
 
 test-slow: setup
 	@$(BIN)/python -m pytest -m 'slow$(GPU)' $(SIDE_BY_SIDE) $(PYTEST_ARGS)
@@ -54,8 +62,13 @@ bench-gpu: setup
 	@$(BIN)/python bench/hand_over.py $(HAND_OVER_ARGS)
 	@$(BIN)/python bench/kv_engines.py --model 7b --lengths 1024,8192 $(KV_ENGINES_ARGS)
 
+fmt: setup
+	@$(BIN)/ruff check --quiet --fix-only .
+	@$(BIN)/ruff format .
+
 lint: setup
 	@$(BIN)/ruff check --output-format concise .
+	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 
 apex: setup

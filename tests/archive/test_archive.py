@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from helpers.made import Made
 from laminar_hpc.archive import files, table
 from laminar_hpc.messages.data import VersionSpan
 from laminar_hpc.payload.layout import Damaged, pack, packed_digest
 from laminar_hpc.policies.retention import kept
-from made import Made
 
 BYTES_PER_TOKEN_MAX = 4.2
 

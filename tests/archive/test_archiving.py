@@ -5,8 +5,8 @@ import os
 import shutil
 
 import pytest
-from emulated_run import GROUPS, KEEP, SAMPLES, EmulatedRun
 
+from helpers.emulated.archive_run import GROUPS, KEEP, SAMPLES, EmulatedRun
 from laminar_hpc.archive import files, table
 from laminar_hpc.cluster import unsaid
 from laminar_hpc.config.errors import LaminarError

@@ -8,9 +8,9 @@ from pathlib import Path
 import pandas
 import pytest
 import yaml
-from emulated_run import archive
-from short_run import record
 
+from helpers.emulated.archive_run import archive
+from helpers.emulated.short_run import record
 from laminar_hpc import cli
 from laminar_hpc.archive import files
 from laminar_hpc.config.errors import LaminarError

@@ -4,8 +4,8 @@ journal of its store."""
 from contextlib import closing
 
 import pytest
-from emulated_run import EmulatedRun
 
+from helpers.emulated.archive_run import EmulatedRun
 from laminar_hpc.archive import files
 from laminar_hpc.audit import records as audited
 from laminar_hpc.audit.origins import responses_are_intact

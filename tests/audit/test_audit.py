@@ -11,9 +11,9 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-import short_run
-from script import Script
 
+from helpers.control.script import Script
+from helpers.emulated import short_run
 from laminar_hpc import cli
 from laminar_hpc.audit.checks import SHOWN, Finding, audit
 from laminar_hpc.audit.records import read

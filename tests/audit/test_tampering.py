@@ -9,15 +9,17 @@ import sqlite3
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from functools import cache
 from pathlib import Path
 
-import emulated_run
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import short_run
+import yaml
 
-import checkpoint_files
+from helpers import checkpoint_files
+from helpers.emulated import archive_run as emulated_run
+from helpers.emulated import short_run
 from laminar_hpc import cli
 from laminar_hpc.archive import files, table
 from laminar_hpc.audit import origins, sealed, steps
@@ -62,6 +64,13 @@ def run_dir(tmp_path_factory) -> Path:
 @pytest.fixture
 def copy(run_dir, tmp_path) -> Path:
     return Path(shutil.copytree(run_dir, tmp_path / "copy"))
+
+
+@pytest.fixture(autouse=True)
+def the_configuration_is_parsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is most of what an audit of so small a run takes, and no test changes it."""
+    monkeypatch.setattr(yaml, "safe_load", cache(yaml.safe_load))
+    monkeypatch.setattr(steps, "read_config", cache(steps.read_config))
 
 
 def culprits(run_dir: Path) -> list[str]:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import zmq
-from proxy import Proxy
 
+from helpers.links.proxy import Proxy
 from laminar_hpc.cluster import hub as hub_module
 from laminar_hpc.cluster import stop
 from laminar_hpc.cluster.address import read_address
@@ -172,7 +172,7 @@ def test_a_silent_controller_is_noticed(tmp_path, served):
     started = time.monotonic()
     with pytest.raises(ControllerLost, match="silent for 1 s"):
         channel.receive(20, "anything")
-    assert time.monotonic() - started < 6
+    assert time.monotonic() - started < 15
     channel.close()
 
 

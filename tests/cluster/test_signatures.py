@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-import checkpoint_files
+from helpers import checkpoint_files
 from laminar_hpc.cluster.signatures import Key, objection, own_key, read_key
 from laminar_hpc.config.errors import Refused
 from laminar_hpc.config.schema import RunConfig

@@ -5,8 +5,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from refusals import refusal
 
+from helpers.refusals import refusal
 from laminar_hpc.config.load import examples_directory
 
 

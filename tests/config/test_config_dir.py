@@ -3,10 +3,10 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
+from helpers.paths import ROOT
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.load import load_config
 from laminar_hpc.config.options import take_config_dir, with_absolute_config_dir
@@ -92,7 +92,7 @@ def test_ranks_of_torchrun_take_the_same_words(folder, tmp_path):
         "RANK": "0",
         "WORLD_SIZE": "1",
         "LOCAL_WORLD_SIZE": "1",
-        "PYTHONPATH": str(Path(__file__).parents[2] / "src"),
+        "PYTHONPATH": str(ROOT / "src"),
     }
     words = [
         "role=controller",

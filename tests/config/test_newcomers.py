@@ -7,8 +7,8 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
-from refusals import refusal
 
+from helpers.refusals import refusal
 from laminar_hpc.compat.torchvision import declare_schemas
 from laminar_hpc.config import peers
 from laminar_hpc.config.bounds import all_fields

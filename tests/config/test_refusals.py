@@ -5,8 +5,8 @@ import dataclasses
 import time
 
 import pytest
-from refusals import refusal
 
+from helpers.refusals import refusal
 from laminar_hpc.config.bounds import Bounds, Choices, all_fields, allowed, plain_type, wrong_values
 from laminar_hpc.config.check import check, warnings
 from laminar_hpc.config.errors import Refused

@@ -6,8 +6,8 @@ import io
 import time
 
 import pytest
-from refusals import refusal
 
+from helpers.refusals import refusal
 from laminar_hpc import cli
 
 

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from crew import Crew, Relay, Rollout, Trainer
 
-from audits import assert_clean
+from helpers.control.crew import Crew, Relay, Rollout, Trainer
+from helpers.paths import HELPERS
+from helpers.runs import assert_clean
 from laminar_hpc.cluster.address import ADDRESS_FILE
 from laminar_hpc.cluster.folders import slots_root
 from laminar_hpc.cluster.lock_owner import Owner
@@ -67,7 +68,7 @@ class Lives:
         self.out = folder / "out"
         with open(self.out, "w") as out:
             self.process = subprocess.Popen(
-                [sys.executable, str(Path(__file__).with_name("mortal.py")), str(self.run_dir)],
+                [sys.executable, str(HELPERS / "control/mortal.py"), str(self.run_dir)],
                 stdin=subprocess.PIPE,
                 stdout=out,
                 stderr=out,

@@ -1,8 +1,7 @@
 """Evaluations of several files: every response once, on one weight id, whoever is lost on the way; accuracies
 per file."""
 
-from reports import trajectory
-
+from helpers.made import trajectory
 from laminar_hpc.controller.evaluations import Evaluations
 from laminar_hpc.controller.store import Store
 from laminar_hpc.data.prompts import Prompt

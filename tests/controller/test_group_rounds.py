@@ -3,8 +3,7 @@ found again after a restart."""
 
 import sqlite3
 
-from reports import trajectory
-
+from helpers.made import trajectory
 from laminar_hpc.controller.store import Store
 from laminar_hpc.controller.tracker import Counts, TrajectoryTracker
 from laminar_hpc.data.prompts import Prompt

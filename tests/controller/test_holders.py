@@ -5,8 +5,8 @@ from pathlib import Path
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reports import trajectory
 
+from helpers.made import trajectory
 from laminar_hpc.controller.groups import Group, SampleState
 from laminar_hpc.controller.store import Store
 from laminar_hpc.controller.tracker import TrajectoryTracker

@@ -13,9 +13,9 @@ from unittest import mock
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from journal_writer import Writers
-from journals import Place, groups, tables, transaction
 
+from helpers.control.journal_writer import Writers
+from helpers.control.journals import Place, groups, tables, transaction
 from laminar_hpc.cluster.full_disk import is_full_disk
 from laminar_hpc.config.errors import Refused
 from laminar_hpc.controller import journal, journal_watch, rebuild

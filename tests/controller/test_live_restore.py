@@ -8,8 +8,8 @@ from pathlib import Path
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from reports import trajectory
 
+from helpers.made import trajectory
 from laminar_hpc.controller.groups import SampleState
 from laminar_hpc.controller.store import Store
 from laminar_hpc.controller.tracker import TrajectoryTracker

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-import checkpoint_files
+from helpers import checkpoint_files
 from laminar_hpc.cluster.checkpoints import checkpoint_path
 from laminar_hpc.cluster.run_lock import RunLock
 from laminar_hpc.cluster.waiting import sign_of, who_waits

@@ -5,8 +5,8 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from reports import trajectory
 
+from helpers.made import trajectory
 from laminar_hpc.cluster.address import ADDRESS_FILE
 from laminar_hpc.config.errors import Refused
 from laminar_hpc.config.load import dump_config

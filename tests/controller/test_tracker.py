@@ -2,8 +2,8 @@
 twice, restores go back."""
 
 import pytest
-from reports import trajectory
 
+from helpers.made import trajectory
 from laminar_hpc.controller import old_steps
 from laminar_hpc.controller.store import Store
 from laminar_hpc.controller.tracker import TrajectoryTracker

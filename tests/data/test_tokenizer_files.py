@@ -4,8 +4,8 @@ refused."""
 import json
 
 import pytest
-from tokenizers_of_tests import CHATML, of_transformers, save, tokenizer_of_characters, with_bos
 
+from helpers.models.tokenizer_folders import CHATML, of_transformers, save, tokenizer_of_characters, with_bos
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import DataConfig, RunConfig
 from laminar_hpc.config.source import parse_source

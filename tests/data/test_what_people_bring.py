@@ -4,8 +4,8 @@ something else."""
 import json
 
 import pytest
-from tokenizers_of_tests import CHATML, of_transformers, save
 
+from helpers.models.tokenizer_folders import CHATML, of_transformers, save
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import DataConfig
 from laminar_hpc.config.source import parse_source

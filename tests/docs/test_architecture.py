@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from helpers.paths import ROOT
+
 PAGE = ROOT / "docs" / "architecture.md"
 TOP_LEVEL = ("tests/", "docs/", "conf/", "csrc/", "launch/", "slurm/", "bench/")
 # `file.py` `Name` or `file.py` `Name.method`, perhaps over the end of a line

@@ -4,14 +4,13 @@ other systems."""
 import re
 import shlex
 from collections.abc import Iterator
-from pathlib import Path
 
+from helpers.paths import ROOT
 from laminar_hpc import cli
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.load import keys_of
 from laminar_hpc.config.peers import ROWS, TRL
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(
     path
     for pattern in ("*.md", "docs/**/*.md", "examples/**/*.md", "src/**/*.md")

@@ -1,9 +1,9 @@
 """Pages show pictures that are there, and no picture lies about that no page shows."""
 
 import re
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from helpers.paths import ROOT
+
 PICTURE = re.compile(r"!\[[^\]]*\]\(([^)\s]+)\)")
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from helpers.paths import ROOT
+
 BLOCK = re.compile(r"^```\n(.*?)^```", re.M | re.S)
 COMMANDS = re.compile(r"(?:make|laminar|cd|\.) ")
 # make only says what it would do, here, where the Makefile is; a GPU is not needed for a dry run

@@ -2,9 +2,9 @@
 
 import ast
 import re
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from helpers.paths import ROOT
+
 OF_OTHERS = {"OutOfMemoryError", "/dev/shm", "/tmp"}  # not our words
 
 

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from helpers.paths import ROOT
 from laminar_hpc import cli, project
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs/week_one.md").read_text()
+PAGE = (ROOT / "docs/week_one.md").read_text()
 
 
 def block(heading: str) -> str:

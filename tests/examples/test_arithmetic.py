@@ -1,6 +1,7 @@
 """The shipped arithmetic example: its committed data, its base model and its reward."""
 
 import laminar_hpc.compat.torchvision  # noqa: F401  (first: lets transformers import under CPU torch)
+from helpers.paths import EXAMPLES
 
 # isort: split
 import importlib.util
@@ -18,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from laminar_hpc.environments.arithmetic import reward
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "arithmetic"
+EXAMPLE = EXAMPLES / "arithmetic"
 
 
 def load_script(name: str) -> ModuleType:

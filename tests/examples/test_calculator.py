@@ -2,6 +2,7 @@
 reward."""
 
 import laminar_hpc.compat.torchvision  # noqa: F401  (first: lets transformers import under CPU torch)
+from helpers.paths import EXAMPLES
 
 # isort: split
 import importlib.util
@@ -22,7 +23,7 @@ from laminar_hpc.turns.conversation import ToolResult
 from laminar_hpc.turns.model import conversation, with_tools
 from laminar_hpc.turns.tools import PythonTool
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "calculator"
+EXAMPLE = EXAMPLES / "calculator"
 BASE = str(EXAMPLE / "base")
 TOOLS = [PythonTool(calculate, "calculate", "environment.tools").schema]
 

@@ -14,8 +14,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from chats import SEPARATED, save
 
+from helpers.models.chats import SEPARATED, save
+from helpers.paths import HELPERS
 from laminar_hpc.cluster.context import RoleContext
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import EnvironmentConfig, RunConfig
@@ -27,7 +28,6 @@ from laminar_hpc.rollout.agents import AgentEpisodes
 from laminar_hpc.rollout.work import Outcome, Work, logprobs_of, tokens_of
 from laminar_hpc.turns.model import check_first_token
 
-HERE = Path(__file__).parent
 CALL = '<tool_call>{"name": "look", "arguments": {"key": "k"}}</tool_call>'
 END = "<|end|>"
 SHORT = 0.3  # seconds that an agent has which was told to hang
@@ -38,7 +38,7 @@ class Rollout:
     """Agents of a replica whose model says what a script says."""
 
     def __init__(self, folder: Path, function: str, **environment: object) -> None:
-        shutil.copy(HERE / "agents_by_url.py", folder / "agents_by_url.py")
+        shutil.copy(HELPERS / "environments/agents_by_url.py", folder / "agents_by_url.py")
         self.model = save(folder / "model", "<pad>" + SEPARATED, [END])
         config = RunConfig(run_dir=str(folder))
         config.model.path = str(self.model)

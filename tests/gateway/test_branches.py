@@ -10,9 +10,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from chats import FORGETFUL, save
 from test_agents import END, Rollout, saying, with_agents
 
+from helpers.models.chats import FORGETFUL, save
 from laminar_hpc.gateway.dialogues import Dialogues
 from laminar_hpc.messages.data import Partial, VersionSpan
 from laminar_hpc.payload.layout import unpack

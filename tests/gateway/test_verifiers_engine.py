@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from chats import SEPARATED
-from replica_stand import replica_of_turns
-from verifiers_of_pypi import V1, interpreter
 
-from engines import EOS, hf_logprobs, reference
+from helpers.engines.pair import EOS, hf_logprobs, reference
+from helpers.engines.replica_stand import replica_of_turns
+from helpers.environments.verifiers_of_pypi import V1, interpreter
+from helpers.models.chats import SEPARATED
+from helpers.paths import HELPERS
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.messages.data import PromptGroup, Sample
 from laminar_hpc.messages.rollouts import Generated, Grant, Scored, WeightsOpened
@@ -30,7 +31,7 @@ def test_a_game_of_verifiers_on_a_real_engine(tmp_path: Path, monkeypatch: pytes
     """Four episodes at once, of two words: each is one trajectory of as many turns as the environment has
     counted, with verifiers' reward; its tokens' log-probs are those of transformers."""
     python = interpreter(tmp_path / "venv", V1)
-    source = (Path(__file__).parent / "tasksets_of_v1.py").read_text()
+    source = (HELPERS / "environments/tasksets_of_v1.py").read_text()
     (tmp_path / "words.py").write_text(source + '\n\n__all__ = ["WordsTaskset", "WordsEnv"]\n')
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])

@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 from test_agents import END, Rollout, Script, saying, with_agents
-from verifiers_of_pypi import V1, interpreter
 
+from helpers.environments.verifiers_of_pypi import V1, interpreter
+from helpers.paths import HELPERS
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.rollout.work import Outcome, Work, logprobs_of, tokens_of
 from laminar_hpc.turns.pool import EnvironmentPool
 from laminar_hpc.verifiers.rows import run_rows
 
 pytestmark = pytest.mark.slow
-HERE = Path(__file__).parent
 V0 = "0.1.14", "0.3.1"  # the first and the last version with v0 that is taken
 OF_V0 = """
 import verifiers as vf
@@ -78,7 +78,7 @@ def v0(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory)
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder, path = tmp_path_factory.mktemp("tasksets"), list(sys.path)
-    source = (HERE / "tasksets_of_v1.py").read_text()
+    source = (HELPERS / "environments/tasksets_of_v1.py").read_text()
     (folder / "sums.py").write_text(source + '\n\n__all__ = ["SumsTaskset"]\n')
     (folder / "words.py").write_text(source + '\n\n__all__ = ["WordsTaskset", "WordsEnv"]\n')
     (folder / "old_sums.py").write_text(OF_V0)

@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from chats import vocabulary_size
 from test_agents import END, Rollout, saying, with_agents
 
+from helpers.models.chats import vocabulary_size
+from helpers.paths import HELPERS
 from laminar_hpc.cluster.processes import process_is_alive
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.rules import broken_rules
@@ -22,15 +23,14 @@ from laminar_hpc.rollout.work import Outcome, Work
 from laminar_hpc.turns.pool import EnvironmentPool
 from laminar_hpc.verifiers.rows import run_rows
 
-HERE = Path(__file__).parent
 ENVIRONMENT = {"verifiers": "guessing", "python": sys.executable}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder, path = tmp_path_factory.mktemp("verifiers"), list(sys.path)
-    shutil.copy(HERE / "stand_in_verifiers.py", folder / "verifiers.py")
-    shutil.copy(HERE / "guessing.py", folder)
+    shutil.copy(HELPERS / "environments" / "stand_in_verifiers.py", folder / "verifiers.py")
+    shutil.copy(HELPERS / "environments" / "guessing.py", folder)
     (folder / "verifiers-0.3.1.dist-info").mkdir()
     (folder / "verifiers-0.3.1.dist-info" / "METADATA").write_text("Name: verifiers\nVersion: 0.3.1\n")
     with pytest.MonkeyPatch.context() as patch:

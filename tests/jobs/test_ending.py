@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers.paths import ROOT
 from laminar_hpc.cluster.address import ADDRESS_FILE
 from laminar_hpc.cluster.launch import DEAF, reason_of
 from laminar_hpc.cluster.run_end import goes_on
@@ -248,9 +249,7 @@ def test_a_run_goes_on_while_its_controller_starts_again(tmp_path: Path) -> None
     assert not goes_on(run_dir)
 
 
-@pytest.mark.parametrize(
-    "script", sorted((Path(__file__).parents[2] / "slurm").iterdir()), ids=lambda p: p.name
-)
+@pytest.mark.parametrize("script", sorted((ROOT / "slurm").iterdir()), ids=lambda p: p.name)
 def test_shell_can_read_the_scripts(script: Path) -> None:
     """Promise: each script of slurm/ is whole, and every srun says how many nodes and tasks it has."""
     assert subprocess.run(["bash", "-n", str(script)], check=False).returncode == 0

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "slurm" / "common.sh"
+from helpers.paths import ROOT
+
+SCRIPT = ROOT / "slurm" / "common.sh"
 
 
 def bash(folder: Path, command: str) -> subprocess.Popen[str]:

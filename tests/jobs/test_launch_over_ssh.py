@@ -13,14 +13,14 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import machines
 import pytest
-from machines import Machines
 
-from audits import assert_clean
+from helpers import machines
+from helpers.machines import Machines
+from helpers.paths import ROOT
+from helpers.runs import assert_clean, steps_done
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
-ROOT = Path(__file__).parents[2]
 SMALL = ["experiment=demo", "sampling.max_response_tokens=48", "evaluation.problems=32"]
 RUN_SECONDS = 500
 
@@ -45,13 +45,6 @@ def wait_for(condition: Callable[[], object], what: str, out: Path) -> None:
     while not condition():
         assert time.monotonic() < deadline, f"waited for {what}; the launcher said: {out.read_text()[-3000:]}"
         time.sleep(0.2)
-
-
-def steps_done(run_dir: Path) -> int:
-    path = run_dir / "metrics.jsonl"
-    text = path.read_text() if path.exists() else ""
-    lines = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
-    return max((line["step"] for line in lines if line["kind"] == "step"), default=0)
 
 
 def check_end(run_dir: Path, steps: int) -> None:

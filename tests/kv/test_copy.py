@@ -10,8 +10,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pools import bits, make, same, slots_of
 
+from helpers.links.pools import bits, make, same, slots_of
 from laminar_hpc import _kv
 from laminar_hpc.kernels.sums import tensor_sums
 from laminar_hpc.kv.errors import KvRefused

@@ -3,13 +3,13 @@ tests/packaging/test_compilers.py compiles them."""
 
 import subprocess
 import sys
-from pathlib import Path
 
 import msgspec
 import pytest
 import torch
-from pools import bits, make, on_gpu, slots_of
 
+from helpers.links.pools import bits, make, on_gpu, slots_of
+from helpers.paths import TESTS
 from laminar_hpc import _kv
 from laminar_hpc.kv import device
 from laminar_hpc.kv.device import Shared, Stage, Ticket, take_shared
@@ -104,7 +104,7 @@ CHILD = """
 import sys
 sys.path.insert(0, {folder!r})
 import msgspec, torch
-from pools import make, on_gpu, slots_of
+from helpers.links.pools import make, on_gpu, slots_of
 from laminar_hpc.kv.device import Ticket, take_shared
 pool, slots = on_gpu(make(layers=3, seed=2)), slots_of(40, seed=4)
 take_shared(msgspec.msgpack.decode(bytes.fromhex(sys.argv[1]), type=Ticket), pool, slots)
@@ -117,7 +117,7 @@ print(all(torch.equal(a[ours], b[slots]) for a, b in pairs))
 SENDER = """
 import sys
 sys.path.insert(0, {folder!r})
-from pools import make, on_gpu, slots_of
+from helpers.links.pools import make, on_gpu, slots_of
 from laminar_hpc.kv import device
 from laminar_hpc.kv.frames import Header
 from laminar_hpc.kv.transfer import chunk_bytes, send_part
@@ -140,7 +140,7 @@ def test_a_move_between_gpu_pools_of_two_processes(shares):
     source, ours = make(layers=3, seed=1), slots_of(40, seed=3)
     target, theirs = on_gpu(make(layers=3, seed=2)), slots_of(40, seed=4)
     inbox = Inbox(Expected("model", 3, target, theirs), "127.0.0.1", "here")
-    program = SENDER.format(folder=str(Path(__file__).parent), shares=shares)
+    program = SENDER.format(folder=str(TESTS), shares=shares)
     try:
         subprocess.run(
             [sys.executable, "-c", program], input=inbox.address, text=True, timeout=120, check=True
@@ -161,7 +161,7 @@ def test_another_process_takes_what_is_shared():
     source, slots = on_gpu(make(layers=3, seed=1)), slots_of(40, seed=3)
     with Shared(source, slots) as shared:
         ticket = msgspec.msgpack.encode(shared.ticket).hex()
-        program = CHILD.format(folder=str(Path(__file__).parent))
+        program = CHILD.format(folder=str(TESTS))
         done = subprocess.run(
             [sys.executable, "-c", program, ticket], capture_output=True, text=True, timeout=120, check=True
         )

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
-CSRC = Path(__file__).resolve().parents[2] / "csrc"
+from helpers.paths import ROOT
+
+CSRC = ROOT / "csrc"
 
 
 @pytest.mark.slow

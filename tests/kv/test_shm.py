@@ -11,8 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from pools import make, same, slots_of
 
+from helpers.links.pools import make, same, slots_of
+from helpers.paths import TESTS
 from laminar_hpc.kv.errors import KvRefused
 from laminar_hpc.kv.frames import Header
 from laminar_hpc.kv.shm import Offer, Taken
@@ -88,7 +89,7 @@ def test_a_source_that_leaves(tmp_path):
 CHILD = """
 import sys, time
 sys.path.insert(0, {folder!r})
-from pools import make, slots_of
+from helpers.links.pools import make, slots_of
 from laminar_hpc.kv.shm import Taken, Offer
 from laminar_hpc.kv.frames import Header
 pool, slots = make(layers=8, heads=4, head_dim=64, pages=300, seed=1), slots_of(256, pages=300)
@@ -103,7 +104,7 @@ time.sleep(120)
 
 
 def child(side, where):
-    program = CHILD.format(folder=str(Path(__file__).parent))
+    program = CHILD.format(folder=str(TESTS))
     return subprocess.Popen(
         [sys.executable, "-c", program, side, str(where)], stdout=subprocess.PIPE, text=True, env=os.environ
     )

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 import zmq
-from pools import make, same, slots_of
 
+from helpers.links.pools import make, same, slots_of
 from laminar_hpc.kv import device, transfer
 from laminar_hpc.kv.errors import KvRefused
 from laminar_hpc.kv.frames import Header, encode_header

@@ -1,13 +1,7 @@
-import sys
-from pathlib import Path
-
 import pytest
 
 from laminar_hpc.controller.answers import Answers
 from laminar_hpc.messages.moves import Answer
-
-tests = Path(__file__).parents[1]
-sys.path[:0] = [str(tests), str(tests / "controller"), str(tests / "turns")]
 
 
 @pytest.fixture

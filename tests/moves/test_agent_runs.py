@@ -6,17 +6,18 @@ import shutil
 from pathlib import Path
 
 import pytest
-from chats import SEPARATED, save, vocabulary_size
-from stand import Shuffler, Stand, small_config
-from turning import CALL, TURN, trajectories
 
+from helpers.emulated.stand import Shuffler, Stand, small_config
+from helpers.emulated.turning import CALL, TURN, trajectories
+from helpers.models.chats import SEPARATED, save, vocabulary_size
+from helpers.paths import HELPERS
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.data.tokens import TextDecoder
 from laminar_hpc.engine.emulated import responses
 
-AGENTS = Path(__file__).parents[1] / "gateway" / "agents_by_url.py"
+AGENTS = HELPERS / "environments/agents_by_url.py"
 ROW = """
-import agents_by_url
+from helpers.environments import agents_by_url
 
 async def run(row, base_url, api_key, model):
     open("begun.log", "a").write("b")

@@ -6,18 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from script import samples_of
-from three import Three
 
+from helpers.control.script import samples_of
+from helpers.control.three import Three
 from laminar_hpc.messages.data import Partial, ReplicaLoad, VersionSpan
 from laminar_hpc.messages.membership import Ping
-from laminar_hpc.messages.moves import (
-    Answer,
-    Import,
-    Imported,
-    Reserve,
-    Reserved,
-)
+from laminar_hpc.messages.moves import Answer, Imported, Reserve
 from laminar_hpc.rollout.answers import name_of
 from laminar_hpc.rollout.work import columns
 
@@ -39,7 +33,7 @@ class Moving(Three):
         assert given.awaits == self.name
 
     def known(self, attempt: int) -> Partial | None:
-        return self.script.controller.pool.get(self.trajectory_id, attempt)
+        return self.script.known(self.trajectory_id, attempt)
 
 
 @pytest.fixture
@@ -80,12 +74,8 @@ def test_the_owner_is_lost_while_it_waits(moving: Moving, early: bool) -> None:
     comes while the trajectory is on its way."""
     moving.goes(0, 0, 1)
     moving.script.dies(1)
-    reserves = [r for i in (0, 2) for r in moving.sent(i, Reserve) if r.trajectory_id == moving.trajectory_id]
-    (reserve,) = reserves
-    rescuer = next(i for i in (0, 2) if reserve in moving.sent(i, Reserve))
-    moving.script.hear("rollout", rescuer, Reserved(reserve.move_id, ""))
-    (given,) = moving.sent(rescuer, Import)
-    assert given.partial.called and given.partial.awaits == moving.name
+    rescuer, reserve, partial = moving.take(moving.trajectory_id, (0, 2))
+    assert partial.called and partial.awaits == moving.name
     answer = Answer(moving.trajectory_id, moving.name, GIVEN)
     if early:
         moving.script.hear("rollout", 0, answer)
@@ -102,7 +92,7 @@ def test_a_replica_that_only_waits_is_emptied(tmp_path: Path) -> None:
     emptied into the other, as soon as they say so. While one still draws, its KV use has to fall first."""
     moving = Moving(tmp_path)
     script = moving.script
-    script.controller.tracker.counted -= 1000  # there is work for whoever is emptied
+    script.grants_nothing_new(False)  # there is work for whoever is emptied
 
     def report(replica: int, waiting: int) -> None:
         engine = {"kv_capacity": 10_000, "kv_tokens": 0 if waiting == 4 else 100, "batch_max": 64}

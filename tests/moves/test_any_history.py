@@ -7,10 +7,10 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
-from player import Player, World
-from script import Script
-from stand import small_config
 
+from helpers.control.player import Player, World
+from helpers.control.script import Script
+from helpers.emulated.stand import small_config
 from laminar_hpc.messages.chain import RelayHas
 from laminar_hpc.messages.publication import NewWeightId
 from laminar_hpc.messages.training import Batch, Restored, StepDone, TakeBatch

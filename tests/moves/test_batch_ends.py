@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from sglang.srt.sampling.sampling_params import SamplingParams
-from stand import small_config
 
+from helpers.emulated.stand import small_config
 from laminar_hpc.cluster.context import RoleContext
 from laminar_hpc.controller.partials import PartialPool
 from laminar_hpc.engine.factory import engine_factory

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from chats import CLEARED, save
-from stand import Shuffler, Stand
-from turning import CALL, several_turns, trajectories
 
+from helpers.emulated.stand import Shuffler, Stand
+from helpers.emulated.turning import CALL, several_turns, trajectories
+from helpers.models.chats import CLEARED, save
 from laminar_hpc.data.tokens import TextDecoder
 
 TOOLBOX = """

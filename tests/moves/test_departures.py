@@ -4,9 +4,9 @@ import time
 from collections.abc import Callable
 
 import pytest
-from script import Script, samples_of
-from stand import Stand, assert_every_one_ended_once, small_config
 
+from helpers.control.script import samples_of, scripted
+from helpers.emulated.stand import Stand, assert_every_one_ended_once, small_config
 from laminar_hpc.cluster import worker_line
 from laminar_hpc.cluster.channel import Terminated
 from laminar_hpc.controller.loop import Controller
@@ -94,41 +94,30 @@ def test_what_has_not_moved_in_time_is_handed_over(tmp_path, monkeypatch):
     assert figures["tokens_discarded"] == 0
 
 
-def new(tmp_path, **pipeline: object) -> Script:
-    config = small_config(tmp_path, replicas=2, steps=8, **pipeline)
-    config.algorithm.prompts_per_step, config.algorithm.samples_per_prompt = 4, 2
-    return Script(config)
-
-
 def test_it_gets_nothing_new_and_its_tokens_count(tmp_path):
     """No grant, no order to score, no move to it. What it hands over goes on at another replica at once,
     under the next attempt, from exactly these tokens; a later word of it on them counts for nothing."""
-    script = new(tmp_path)
-    script.publish(0, 0)
-    for index in (0, 1):
-        script.rollout(index)
-        script.asks(index, 0)
-    first, second = script.granted(0), script.granted(1)
-    assert first is not None and second is not None
+    script = scripted(tmp_path)
+    first, _ = script.working(2)
     load = ReplicaLoad("draining", 0, 4, 0, kv_capacity=10_000, kv_tokens=100)
     for index in (0, 1):
         script.hear("rollout", index, Ping(load))
     script.hear("rollout", 0, Leaving())
-    asked = [message for message in script.hub.left["rollout:1:"] if isinstance(message, Reserve)]
+    asked = script.sent(1, Reserve)
     assert sorted(reserve.trajectory_id for reserve in asked) == sorted(samples_of(first))
     script.controller.turn()
-    again = [message for message in script.hub.left["rollout:1:"] if isinstance(message, Reserve)]
+    again = script.sent(1, Reserve)
     assert len(again) == len(asked), "each destination is asked once for each"
     script.asks(0, 0, newest_batch=first.batch_id)
     assert script.granted(0) is None
-    assert [room.replica for room in script.controller.rescuer.rooms()] == [1]
+    assert script.state().rooms == [1]
     for i, attempt in samples_of(first).items():
         partial = Partial(*columns([i, i + 1], [-1.0, -2.0]), [VersionSpan(0, 0, 2)], 1.0)
         script.hear("rollout", 0, Unfinished(i, attempt, partial), Unfinished(i, attempt, Partial()))
-        known = script.controller.pool.get(i, attempt)
+        known = script.known(i, attempt)
         assert known is not None and tokens_of(known).tolist() == [i, i + 1]
     script.hear("rollout", 0, Goodbye())
-    assert set(script.controller.tracker.groups.holders.generating_counts()) == {1} and script.discarded == 0
+    assert script.state().generating.keys() == {1} and script.state().discarded == 0
     script.closes()
 
 
@@ -137,40 +126,27 @@ def test_it_gets_nothing_new_and_its_tokens_count(tmp_path):
 def test_a_response_without_tokens_starts_again(tmp_path, known, refresh):
     """Of one that nobody knows a token of nothing is discarded, whether weights may come into responses or
     not."""
-    script = new(tmp_path, refresh=refresh)
-    script.publish(0, 0)
-    script.rollout(0)
-    script.asks(0, 0)
-    grant = script.granted(0)
-    assert grant is not None
+    script = scripted(tmp_path, refresh=refresh)
+    (grant,) = script.working(1)
     if known:
         script.works(0, grant, 5)
     script.hear("rollout", 0, Leaving())
     for i, attempt in samples_of(grant).items():
         script.hear("rollout", 0, Unfinished(i, attempt, Partial()))
     script.hear("rollout", 0, Goodbye())
-    script.rollout(1)
-    script.asks(1, 0)
-    again = script.granted(1)
+    again = script.joins(1)
     assert again is not None and samples_of(again).keys() >= samples_of(grant).keys()
     waits = known and refresh == "drained"  # else nobody who generates would take it
     assert {part.count for part in again.parts.values()} == ({5} if waits else set())
-    assert script.discarded == (5 * len(samples_of(grant)) if known and not waits else 0)
+    assert script.state().discarded == (5 * len(samples_of(grant)) if known and not waits else 0)
     script.closes()
 
 
 def test_a_response_of_several_policies_keeps_its_tokens(tmp_path):
     """pipeline=partial: it goes on at a replica that generates, on that one's weights, which are newer than
     its own."""
-    config = small_config(tmp_path, replicas=2, steps=8, refresh="interrupt", max_staleness=4)
-    config.algorithm.prompts_per_step, config.algorithm.samples_per_prompt = 4, 2
-    script = Script(config)
-    script.publish(0, 0)
-    for index in (0, 1):
-        script.rollout(index)
-        script.asks(index, 0)
-    first, second = script.granted(0), script.granted(1)
-    assert first is not None and second is not None
+    script = scripted(tmp_path, refresh="interrupt", max_staleness=4)
+    first, _ = script.working(2)
     script.publish(1, 0)
     newest = script.publish(2, 0)
     script.hear("rollout", 1, WeightsOpened(newest, 2, 0.1, {}, [], 0.0))
@@ -181,9 +157,9 @@ def test_a_response_of_several_policies_keeps_its_tokens(tmp_path):
         spans = [VersionSpan(0, 0, 2), VersionSpan(1, 2, 3)]
         told = columns([i, i + 1, i + 2], [-1.0] * 3)
         script.hear("rollout", 0, Unfinished(i, attempt, Partial(*told, spans, 1.0)))
-    asked = [message for message in script.hub.left["rollout:1:"] if isinstance(message, Reserve)]
+    asked = script.sent(1, Reserve)
     assert {reserve.trajectory_id for reserve in asked} == samples_of(first).keys()
-    assert {reserve.weight_id for reserve in asked} == {newest} and script.discarded == 0
+    assert {reserve.weight_id for reserve in asked} == {newest} and script.state().discarded == 0
     script.closes()
 
 

@@ -5,27 +5,18 @@ import os
 import time
 
 import pytest
-from script import Script
-from stand import small_config
 
+from helpers.control.script import Script
+from helpers.emulated.stand import small_config
 from laminar_hpc.messages.data import Message
-from laminar_hpc.messages.membership import (
-    UNNUMBERED,
-    Failure,
-    Goodbye,
-    Hello,
-    Ping,
-    Rejoin,
-    Welcome,
-)
+from laminar_hpc.messages.membership import UNNUMBERED, Failure, Goodbye, Hello, Ping, Rejoin, Welcome
 from laminar_hpc.messages.rollouts import EngineHung, Grant, Leaving
 
 GROUPS = 12
 
 
 def new(tmp_path, replicas: int = 2, minimum: int | None = None, **pipeline: object) -> Script:
-    config = small_config(tmp_path, replicas=replicas, steps=20, **pipeline)
-    config.algorithm.prompts_per_step, config.algorithm.samples_per_prompt = GROUPS, 2
+    config = small_config(tmp_path, replicas, steps=20, prompts=GROUPS, samples=2, **pipeline)
     config.rollout.replicas_min = minimum
     return Script(config)
 
@@ -66,8 +57,7 @@ def test_the_controller_numbers_rollouts(tmp_path):
     script.hear("rollout", UNNUMBERED, Ping(), life="a")
     assert [type(message) for message in answers(script, "a")] == [Rejoin]
     assert joins(script, "a", 0) == 0
-    script.closes()
-    later = Script(script.controller.config)
+    later = script.again()
     assert joins(later, "d") == 3
     assert [joins(later, "c", 2), joins(later, "a", 0)] == [2, 0]
     later.rollout(7)  # as in one torchrun, by its rank
@@ -110,7 +100,7 @@ def test_one_that_was_away_for_too_long_may_not_come_back(tmp_path):
 
 def asks(script: Script, index: int, grant: Grant | None = None) -> Grant | None:
     """What a replica on the newest weights is given when it asks for work after this grant."""
-    script.asks(index, script.controller.weights.newest.weight_id, grant.batch_id if grant else None)
+    script.asks(index, script.newest, grant.batch_id if grant else None)
     return script.granted(index)
 
 

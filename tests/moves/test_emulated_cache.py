@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import numpy as np
-from turning import several_turns
 
+from helpers.emulated.turning import several_turns
 from laminar_hpc.engine.emulated.engine import EmulatedEngine
 from laminar_hpc.engine.interface import sampling_parameters
 

@@ -7,9 +7,9 @@ The run must end in time, with every trajectory in whole, once; what can strike 
 from collections import Counter
 
 import pytest
-from sabotage import FAULTS, Saboteur, sabotaged
-from stand import Shuffler, Stand, assert_every_one_ended_once, small_config
 
+from helpers.control.sabotage import FAULTS, Saboteur, sabotaged
+from helpers.emulated.stand import Shuffler, Stand, assert_every_one_ended_once, small_config
 from laminar_hpc.controller import migration
 from laminar_hpc.engine.emulated.engine import EmulatedEngine
 from laminar_hpc.rollout import migration as replica_migration

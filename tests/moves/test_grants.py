@@ -6,18 +6,18 @@ from pathlib import Path
 
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from script import Script
-from stand import small_config
 
+from helpers.control.plain_admission import plain_may_go_on
+from helpers.control.script import Script
+from helpers.emulated.stand import small_config
 from laminar_hpc.controller import dispatcher, snapshot
 from laminar_hpc.controller.loop import Controller
 from laminar_hpc.messages.data import Sample
 from laminar_hpc.messages.rollouts import Grant, Lost, RequestWork, WeightsOpened
-from laminar_hpc.messages.training import Batch, StepDone, TakeBatch
+from laminar_hpc.messages.training import StepDone, TakeBatch
 from laminar_hpc.policies import admission
 from laminar_hpc.policies.live_groups import GroupView
 from laminar_hpc.policies.sampling import worth_a_batch
-from plain_admission import plain_may_go_on
 
 FIRST, PER_STEP, LOCAL, REPLICAS = 2, 3, 2, 4
 
@@ -104,10 +104,10 @@ class World:
     """Replicas on two machines, whose relays get weights at different times."""
 
     def __init__(self, folder: Path, refresh: str, bound: int | None) -> None:
-        config = small_config(folder, replicas=REPLICAS, steps=50, refresh=refresh, max_staleness=bound)
-        config.algorithm.prompts_per_step, config.algorithm.samples_per_prompt = PER_STEP, 4
-        config.algorithm.first_samples, config.algorithm.zero_variance = FIRST, "filter"
-        config.pipeline.local_batch_groups, config.pipeline.repack = LOCAL, "off"
+        rules = {"refresh": refresh, "max_staleness": bound, "local_batch_groups": LOCAL, "repack": "off"}
+        config = small_config(folder, REPLICAS, steps=50, prompts=PER_STEP, **rules)
+        config.algorithm.first_samples = FIRST
+        config.algorithm.zero_variance = "filter"
         self.script = Script(config)
         self.compared = Compared(self.script.controller)
         self.script.relay(1, "two")
@@ -159,12 +159,10 @@ class World:
             right = float(number % 3 == 0)
             script.scores(scorer, sample.trajectory_id, sample.attempt, scorers_life, right)
         elif event == "publish":
-            self.publish(script.controller.state.trainer_step, number % 3)
+            self.publish(script.state().trainer_step, number % 3)
         elif event == "train":
-            sent = script.hub.left.get("trainer:0:", [])
-            batches = [m for m in sent if isinstance(m, Batch)]
-            sent.clear()
-            step = script.controller.state.trainer_step
+            step, batches = script.state().trainer_step, script.batches()
+            script.hub.left["trainer:0:"] = []
             if any(batch.step == step for batch in batches):
                 times = {"trajectories": 1.0, "wait_seconds": 0.1, "train_seconds": 0.1}
                 script.hear("trainer", 0, StepDone(step, times))

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from stand import Shuffler, Stand
-from turning import CALL, several_turns, trajectories
 
+from helpers.emulated.stand import Shuffler, Stand
+from helpers.emulated.turning import CALL, several_turns, trajectories
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.controller.loop import Controller

@@ -5,24 +5,16 @@ again."""
 from pathlib import Path
 
 import pytest
-from script import samples_of
-from three import Three
 
+from helpers.control.script import samples_of
+from helpers.control.three import Three
+from helpers.made import Made, stored
 from laminar_hpc.messages.data import Partial, ReplicaLoad, VersionSpan
 from laminar_hpc.messages.homes import Ask, LetGo
 from laminar_hpc.messages.membership import Ping
-from laminar_hpc.messages.moves import Answer, Import, Imported, Reserve, Reserved
-from laminar_hpc.messages.rollouts import (
-    Generated,
-    Increment,
-    Leaving,
-    Lost,
-    RequestWork,
-    Scored,
-    ScoreOrder,
-)
+from laminar_hpc.messages.moves import Answer, Imported
+from laminar_hpc.messages.rollouts import Generated, Increment, Leaving, Lost, RequestWork, Scored, ScoreOrder
 from laminar_hpc.rollout.work import columns
-from made import Made, stored
 
 TOKENS = columns([1, 2, 3, 4], [-1.0] * 4)
 
@@ -33,6 +25,7 @@ class Apart(Three):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self.id = min(samples_of(self.grant))
+        self.group = next(g for g in self.grant.groups if self.id in {s.trajectory_id for s in g.samples})
         self.home, self.name = f"0:{self.id}:0:0", f"0:{self.id}:1:4"
         partial = Partial(*TOKENS, [VersionSpan(0, 0, 4)], 1.0, home=self.home)
         assert self.moves(self.id, 0, 0, 1, partial).home == self.home
@@ -46,19 +39,21 @@ class Apart(Three):
         return ask
 
     def generates(self) -> Generated:
-        assert self.grant is not None
-        group = next(g for g in self.grant.groups if any(s.trajectory_id == self.id for s in g.samples))
+        group = self.group
         made = Made(self.id, group.group_id, group.prompt_tokens, [1, 2, 3, 4], [-1.0] * 4, attempt=1)
-        trajectory = stored(Path(self.script.controller.config.run_dir), made)
-        generated = Generated(trajectory, home=self.home, figures={"environment.turns": 2.0})
+        generated = Generated(
+            stored(self.script.run_dir, made), home=self.home, figures={"environment.turns": 2.0}
+        )
         self.script.hear("rollout", 1, generated)
         return generated
 
     def known(self) -> Partial | None:
-        return self.script.controller.pool.get(self.id, 1)
+        return self.script.known(self.id, 1)
 
-    def state(self) -> tuple[int | None, int]:
-        return self.script.controller.tracker.groups.owner(self.id)
+    @property
+    def begins_again(self) -> bool:
+        """Nobody has it."""
+        return self.id in self.script.open_of(self.group.group_id)
 
 
 @pytest.fixture
@@ -71,12 +66,8 @@ def test_questions_and_answers_find_their_way(apart: Apart) -> None:
     ask = apart.asks()
     assert apart.sent(0, Ask) == [ask] and not apart.sent(1, Answer)
     apart.script.dies(1)
-    reserves = [r for i in (0, 2) for r in apart.sent(i, Reserve) if r.trajectory_id == apart.id]
-    (reserve,) = reserves
-    rescuer = next(i for i in (0, 2) if reserve in apart.sent(i, Reserve))
-    apart.script.hear("rollout", rescuer, Reserved(reserve.move_id, ""))
-    (given,) = apart.sent(rescuer, Import)
-    assert (given.partial.home, given.partial.awaits) == (apart.home, apart.name)
+    rescuer, reserve, partial = apart.take(apart.id, (0, 2))
+    assert (partial.home, partial.awaits) == (apart.home, apart.name)
     apart.script.hear("rollout", rescuer, Imported(reserve.move_id, 0))
     answer = Answer(apart.id, apart.name, b"\5\0\0\0")
     apart.script.hear("rollout", 0, answer)
@@ -88,11 +79,10 @@ def test_it_grades_what_has_ended_elsewhere(apart: Apart) -> None:
     generated = apart.generates()
     (order,) = apart.script.ordered(0)
     assert (order.home, order.figures, order.attempt) == (apart.home, generated.figures, 1)
-    sent = apart.script.hub.left["rollout:0:"]
-    assert [m.home for m in sent if isinstance(m, LetGo)] == [apart.home]
-    assert apart.script.controller.tracker.groups.holders.scoring(0) == [apart.id]
+    assert [m.home for m in apart.sent(0, LetGo)] == [apart.home]
+    assert apart.script.scoring(0) == [apart.id]
     apart.script.hear("rollout", 0, Scored(apart.id, 1, 1.0, {}, "", 3.0))
-    assert not apart.script.controller.tracker.groups.holders.scores(0)
+    assert not apart.script.scoring(0)
 
 
 def test_the_grader_is_lost(apart: Apart) -> None:
@@ -104,16 +94,13 @@ def test_the_grader_is_lost(apart: Apart) -> None:
     (order,) = [order for order in orders if order.trajectory_id == apart.id]
     assert not order.home, "whoever is asked has no such environment, and says so"
     apart.script.hear("rollout", 2, Lost(apart.id, 1, "its environment has ended with its replica"))
-    assert apart.script.controller.tracker.groups.owner(apart.id)[0] is None
-    assert apart.id in apart.script.controller.tracker.groups.holders.open_of(_group(apart))
+    assert apart.begins_again
 
 
 def test_it_ends_when_its_grader_is_gone(apart: Apart) -> None:
     apart.script.dies(0)
     apart.generates()
-    assert not apart.sent(
-        0, ScoreOrder
-    ) and apart.id in apart.script.controller.tracker.groups.holders.open_of(_group(apart))
+    assert not apart.sent(0, ScoreOrder) and apart.begins_again
 
 
 @pytest.mark.parametrize("leaves", [False, True])
@@ -137,14 +124,14 @@ def test_the_environment_is_lost_while_nobody_has_its_trajectory(apart: Apart) -
     apart.script.hear("rollout", 2, Ping(full))
     apart.script.hear("rollout", 0, Ping(full))
     apart.script.dies(1)
-    assert apart.known() is not None and apart.state() == (None, 1)
+    assert apart.known() is not None and apart.script.owner(apart.id) == (None, 1)
     apart.script.dies(0)
     assert apart.known() is None
     apart.script.granted(2)
-    apart.script.asks(2, 0, apart.script.controller.replicas.at(2).newest_batch)
+    apart.script.asks(2, 0, apart.script.newest_batch(2))
     again = apart.script.granted(2)
     assert again is not None and samples_of(again)[apart.id] == 2 and apart.id not in again.parts
-    assert apart.state() == (2, 2)
+    assert apart.script.owner(apart.id) == (2, 2)
 
 
 def test_its_holder_begins_again(apart: Apart) -> None:
@@ -155,9 +142,4 @@ def test_its_holder_begins_again(apart: Apart) -> None:
     known = apart.known()
     assert known is not None and known.count == 1 and known.home == again.home and not known.spans
     apart.script.hear("rollout", 1, Lost(apart.id, 1, "its engine failed"))
-    assert [m.home for m in apart.sent(1, LetGo)] == [again.home] and apart.state()[0] is None
-
-
-def _group(apart: Apart) -> int:
-    assert apart.grant is not None
-    return next(g.group_id for g in apart.grant.groups if any(s.trajectory_id == apart.id for s in g.samples))
+    assert [m.home for m in apart.sent(1, LetGo)] == [again.home] and apart.script.owner(apart.id)[0] is None

@@ -2,8 +2,7 @@
 
 import time
 
-from stand import Stand, assert_every_one_ended_once, small_config
-
+from helpers.emulated.stand import Stand, assert_every_one_ended_once, small_config
 from laminar_hpc.controller.loop import Controller
 from laminar_hpc.engine.emulated.engine import EmulatedEngine
 from laminar_hpc.report import rundata, summary

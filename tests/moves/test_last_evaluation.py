@@ -5,10 +5,10 @@ import time
 from pathlib import Path
 
 import pytest
-from reports import trajectory
-from script import Script
-from stand import small_config
 
+from helpers.control.script import Script
+from helpers.emulated.stand import small_config
+from helpers.made import trajectory
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.messages.data import PromptGroup, Sample
@@ -37,9 +37,7 @@ def trained(config: RunConfig) -> Script:
 
 def asks(script: Script, life: str) -> Grant:
     """What the replica gets that has the newest weights."""
-    script.rollout(0, life=life)
-    script.asks(0, max(script.controller.weights.steps), life=life)
-    grant = script.granted(0, life=life)
+    grant = script.joins(0, script.newest, life=life)
     assert grant is not None and grant.evaluation == "after-greedy-1"
     return grant
 
@@ -64,19 +62,17 @@ def test_the_controller_dies_before_the_last_evaluation_and_in_it(tmp_path: Path
     trained(config).closes()
 
     script = Script(config, trainer=False)
-    assert script.controller.state.trainer_done and not script.controller.state.finished
+    assert script.state().trainer_done and not script.state().finished
     script.relay_holds(0, 1)
     grant = asks(script, "a")
     assert len(grant.groups) == PROBLEMS
     answers(script, grant, "a", count=3)
-    script.closes()
-
-    script = Script(config, trainer=False)
+    script = script.again(trainer=False)
     script.relay_holds(0, 1)
     grant = asks(script, "b")
     assert len(grant.groups) == 1
     answers(script, grant, "b")
-    assert script.controller.state.finished and evaluated(config) == [("after", 1, 1.0)]
+    assert script.state().finished and evaluated(config) == [("after", 1, 1.0)]
     script.closes()
 
 
@@ -86,17 +82,15 @@ def test_all_die_before_the_last_evaluation_and_in_it(tmp_path: Path, scored: in
     config = configuration(tmp_path)
     script = trained(config)
     answers(script, asks(script, "a"), "a", count=scored)
-    script.closes()
-
-    script = Script(config, trainer=False)
+    script = script.again(trainer=False)
     script.trainer("next", Restored(1))
-    assert not script.controller.state.trainer_done
+    assert not script.state().trainer_done
     script.publish(1, 0, life="next")
     script.hear("trainer", 0, TrainerDone(1), life="next")
     grant = asks(script, "b")
     assert len(grant.groups) == PROBLEMS, "on other weights none of it counts"
     answers(script, grant, "b")
-    assert script.controller.state.finished and evaluated(config) == [("after", 1, 1.0)]
+    assert script.state().finished and evaluated(config) == [("after", 1, 1.0)]
     script.closes()
 
 
@@ -104,14 +98,10 @@ def test_the_evaluation_before_training_is_made_once(tmp_path: Path) -> None:
     """Also where the trainers start anew at a controller that took over from the one that it was due to."""
     config = configuration(tmp_path)
     script = Script(config)
-    assert script.controller.evaluations is not None
-    assert [each.key for each in script.controller.evaluations.queue] == ["before-greedy-0"]
-    script.closes()
-
-    script = Script(config, trainer=False)
+    assert script.state().evaluations == ["before-greedy-0"]
+    script = script.again(trainer=False)
     script.trainer("next", Restored(None))
-    assert script.controller.evaluations is not None
-    assert [each.key for each in script.controller.evaluations.queue] == ["before-greedy-0"]
+    assert script.state().evaluations == ["before-greedy-0"]
     script.closes()
 
 
@@ -121,19 +111,15 @@ def test_an_evaluation_that_ends_between_two_gangs_is_not_made_again(tmp_path: P
     script = Script(config)
     script.publish(0, 0)
     script.hear("trainer", 0, Failure("it has failed"))
-    assert not script.controller.state.gang
-    script.rollout(0, life="a")
-    script.asks(0, 0, life="a")
-    grant = script.granted(0, life="a")
+    assert not script.state().trainers
+    grant = script.joins(0, life="a")
     assert grant is not None and grant.evaluation == "before-greedy-0"
     answers(script, grant, "a")
     assert evaluated(config) == [("before", 0, 1.0)]
-    script.closes()
-
-    script = Script(config, trainer=False)
-    assert script.controller.evaluations is not None and not script.controller.evaluations.queue
+    script = script.again(trainer=False)
+    assert not script.state().evaluations
     script.trainer("next", Restored(None))
-    assert not script.controller.evaluations.queue
+    assert not script.state().evaluations
     script.closes()
 
 
@@ -157,7 +143,7 @@ def test_nobody_is_left_to_make_it(tmp_path: Path, begun: bool) -> None:
         controller.last_evaluation.tick(time.monotonic() + seconds / 2)
         answers(script, asks(script, "b"), "b")
         assert evaluated(config) == [("after", 1, 1.0)]
-    assert controller.state.finished == begun
+    assert script.state().finished == begun
     script.closes()
 
 
@@ -167,16 +153,14 @@ def test_nothing_was_left_to_do(tmp_path: Path) -> None:
     config = configuration(tmp_path)
     config.evaluation.files = []
     script = trained(config)
-    assert script.controller.state.finished
-    script.closes()
-
-    script = Script(config, trainer=False)
+    assert script.state().finished
+    script = script.again(trainer=False)
     script.rollout(0, life="new")
     controller, now = script.controller, time.monotonic()
     controller.last_evaluation.tick(now)
-    assert controller.state.trainer_done and not controller.state.finished
+    assert script.state().trainer_done and not script.state().finished
     controller.last_evaluation.tick(now + config.cluster.batch_timeout_seconds + 1.0)
-    assert controller.state.finished
+    assert script.state().finished
     script.closes()
 
 
@@ -184,16 +168,12 @@ def test_evaluations_that_are_none_of_this_controller(tmp_path: Path) -> None:
     """It was started without: what its rollouts still say of theirs changes no trajectory of the same number
     and attempt."""
     script = Script(small_config(tmp_path, replicas=1, steps=4))
-    script.publish(0, 0)
-    script.rollout(0)
-    script.asks(0, 0)
-    grant = script.granted(0)
-    assert grant is not None
-    (group, sample), tracker = (grant.groups[0], grant.groups[0].samples[0]), script.controller.tracker
+    (grant,) = script.working(1)
+    group, sample = grant.groups[0], grant.groups[0].samples[0]
     response, of = trajectory(group, sample), "after-greedy-4"
     number, attempt = sample.trajectory_id, sample.attempt
     script.hear("rollout", 0, Lost(number, attempt, "its engine failed", of), Generated(response, of))
-    assert tracker.groups.owner(number) == (0, attempt)
+    assert script.owner(number) == (0, attempt)
     script.hear("rollout", 0, Generated(response), Scored(number, attempt, 0.5, {}, "", 1.0, of))
-    assert tracker.groups.holders.scoring(0) == [number]
+    assert script.scoring(0) == [number]
     script.closes()

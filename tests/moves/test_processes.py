@@ -7,8 +7,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from stand import assert_every_one_ended_once, small_config
 
+from helpers.emulated.stand import assert_every_one_ended_once, small_config
 from laminar_hpc.emulation.launch import Emulation
 from laminar_hpc.report import rundata
 

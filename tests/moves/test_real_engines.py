@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from sabotage import Killer, Saboteur, sabotaged
-from stand import Shuffler, Stand, small_config
 
-from engines import fill_slot, make_model, reference
+from helpers.control.sabotage import Killer, Saboteur, sabotaged
+from helpers.emulated.stand import Shuffler, Stand, small_config
+from helpers.engines.pair import fill_slot, make_model, reference
 from laminar_hpc.cluster.channel import StopReceived
 from laminar_hpc.config.models import WEIGHTS_FILE
 from laminar_hpc.config.schema import RunConfig

@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import pytest
-from script import Script
-from stand import small_config
 
+from helpers.control.script import Script
+from helpers.emulated.stand import small_config
 from laminar_hpc.cluster.run_lock import LockLost
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.controller.store import Store

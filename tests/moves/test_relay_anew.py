@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from stand import small_config
 
+from helpers.emulated.stand import small_config
 from laminar_hpc.cluster.context import RoleContext
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import RunConfig

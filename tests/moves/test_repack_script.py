@@ -3,9 +3,8 @@
 import time
 
 import pytest
-from script import Script, samples_of
-from stand import small_config
 
+from helpers.control.script import Script, samples_of, scripted
 from laminar_hpc.messages.data import ReplicaLoad
 from laminar_hpc.messages.membership import Ping
 from laminar_hpc.messages.moves import Reserve
@@ -15,9 +14,7 @@ from laminar_hpc.messages.rollouts import RequestWork
 @pytest.fixture
 def script(tmp_path) -> Script:
     """Two replicas generate with the same weights; only the test looks."""
-    config = small_config(tmp_path, replicas=2, steps=8, repack="kv")
-    config.pipeline.repack_seconds = 1e6
-    script = Script(config)
+    script = scripted(tmp_path, prompts=16, samples=4, repack="kv", repack_seconds=1e6)
     script.publish(0, 0)
     for index in (0, 1):
         script.rollout(index)
@@ -28,7 +25,7 @@ def script(tmp_path) -> Script:
 def looks(script: Script, *kv: int, repeats: int = 0, queued: int = 0) -> list[Reserve]:
     """Each replica reports so much KV, as its pings then repeat; returns what a look reserves."""
     for index, tokens in enumerate(kv):
-        in_flight = script.controller.tracker.groups.holders.generating_counts()[index]
+        in_flight = script.state().generating[index]
         load = ReplicaLoad(
             "draining", 0, in_flight, 0, in_flight, queued, tokens, kv_capacity=10_000, batch_max=1000
         )
@@ -37,7 +34,7 @@ def looks(script: Script, *kv: int, repeats: int = 0, queued: int = 0) -> list[R
         sent.clear()
     script.controller.repacker.consolidate(0.0)
     script.controller.turn()
-    return [message for sent in script.hub.left.values() for message in sent if isinstance(message, Reserve)]
+    return [reserve for index in range(len(kv)) for reserve in script.sent(index, Reserve)]
 
 
 @pytest.mark.parametrize("repeats", [0, 1, 2])

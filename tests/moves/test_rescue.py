@@ -8,9 +8,9 @@ that.
 from collections import Counter
 
 import pytest
-from sabotage import Killer
-from stand import Stand, assert_every_one_ended_once, small_config
 
+from helpers.control.sabotage import Killer
+from helpers.emulated.stand import Stand, assert_every_one_ended_once, small_config
 from laminar_hpc.report import rundata, summary
 
 

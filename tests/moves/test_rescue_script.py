@@ -4,9 +4,9 @@ message by message."""
 import os
 
 import pytest
-from script import Script, samples_of
-from stand import small_config
 
+from helpers.control.script import Script, samples_of
+from helpers.emulated.stand import small_config
 from laminar_hpc.controller import rescuer
 from laminar_hpc.messages.chain import RelayHas
 from laminar_hpc.messages.data import ReplicaLoad, Sample
@@ -19,9 +19,9 @@ TOKENS = 100
 
 
 def new(tmp_path, replicas: int = 2, slots: int = 3, increments: int = 50) -> Script:
-    config = small_config(tmp_path, replicas=replicas, steps=8)
-    config.algorithm.prompts_per_step, config.algorithm.samples_per_prompt = 2 * replicas, 2
-    config.rollout.increment_tokens, config.relay.slots = increments, slots
+    config = small_config(tmp_path, replicas, steps=8, prompts=2 * replicas, samples=2)
+    config.rollout.increment_tokens = increments
+    config.relay.slots = slots
     return Script(config)
 
 
@@ -35,7 +35,7 @@ def alone_on_older_weights(script: Script, tokens: int = TOKENS) -> Grant:
     assert grant is not None and grant.parts == {}
     if tokens:
         script.works(0, grant, tokens)
-    script.controller.tracker.counted += 1000  # nothing new is granted from here on
+    script.grants_nothing_new()
     script.publish(1, 0)
     script.asks(1, 1)
     assert script.granted(1) is None
@@ -61,14 +61,10 @@ def test_a_waiting_replica_loads_the_older_weights_and_every_trajectory_ends_onc
     script.works(1, rescue, 50)
     script.rollout(0, life="late")
     script.ends(0, first, 7, life="late")
-    assert script.controller.tracker.ready_groups == 0
+    assert script.state().ready_groups == 0
     script.ends(1, rescue, 200)
-    assert script.controller.tracker.ready_groups == len(first.groups) and script.discarded == 0
-    ended = [
-        trajectory
-        for group in script.controller.tracker.consume(list(script.controller.tracker.groups), 0)
-        for trajectory in group.trajectories
-    ]
+    assert script.state().ready_groups == len(first.groups) and script.state().discarded == 0
+    ended = [whole.record for whole in script.finished()]
     assert sorted(t.trajectory_id for t in ended) == sorted(samples_of(first))
     assert {(t.replica, t.weight_id, t.attempt, t.moves, t.length) for t in ended} == {
         (1, 0, 1, 1, TOKENS + 200)
@@ -82,7 +78,7 @@ def test_a_request_that_crossed_the_grant_is_void(tmp_path):
     alone_on_older_weights(script)
     script.dies(0)
     rescue = script.granted(1)
-    script.controller.tracker.counted -= 1000
+    script.grants_nothing_new(False)
     script.asks(1, 1, newest_batch=None)
     assert script.granted(1) is None
     script.hear("rollout", 1, WeightsOpened(0, 0, 0.1, {}, [], 0.0))
@@ -112,8 +108,8 @@ def test_what_cannot_be_loaded_starts_again_from_its_prompt(tmp_path, how):
     again = script.granted(1, life="moved" if how == "another machine" else "")
     assert again is not None and again.weight_id == 1 and again.parts == {}
     assert samples_of(again) == {i: attempt + 1 for i, attempt in samples_of(first).items()}
-    assert script.discarded == (0 if how == "nothing known" else TOKENS * len(samples_of(first)))
-    assert len(script.controller.pool) == 0
+    assert script.state().discarded == (0 if how == "nothing known" else TOKENS * len(samples_of(first)))
+    assert script.state().known == 0
 
 
 def test_a_slot_that_is_gone_meanwhile(tmp_path):
@@ -129,17 +125,17 @@ def test_a_slot_that_is_gone_meanwhile(tmp_path):
         NotLoaded(rescue.batch_id, "weight id 0 is in no slot"),
         NotLoaded(rescue.batch_id, "said twice"),
     )
-    assert script.granted(1) is None and script.discarded == 0
+    assert script.granted(1) is None and script.state().discarded == 0
     script.hear("rollout", 1, RequestWork(1, rescue.batch_id))
     again = script.granted(1)
     assert (
         again is not None
         and again.weight_id == 1
         and again.parts == {}
-        and script.discarded == TOKENS * len(samples_of(first))
+        and script.state().discarded == TOKENS * len(samples_of(first))
     )
     script.ends(1, again, 5)
-    assert script.controller.tracker.ready_groups == len(first.groups)
+    assert script.state().ready_groups == len(first.groups)
 
 
 @pytest.mark.parametrize("later", [False, True])
@@ -157,17 +153,15 @@ def test_a_slot_that_is_gone_of_weights_that_were_served(tmp_path, later):
     both = script.granted(1)
     assert both is not None and 0 < len(both.parts) < len(samples_of(both))
     if later:
-        script.closes()
-        script = Script(script.controller.config, trainer=False)
+        script = script.again(trainer=False)
         held = [Sample(i, attempt) for i, attempt in samples_of(both).items()]
         hello = Hello("rollout", 1, "", os.getpid(), "one", rejoins=True)
         script.hear("rollout", 1, hello, Holds(0, both.batch_id, held, [], []))
-    tracker = script.controller.tracker
-    assert len(tracker.groups.holders.generating(1)) == len(samples_of(both))
+    assert script.state().generating[1] == len(samples_of(both))
     script.hear("rollout", 1, NotLoaded(both.batch_id - 1, "of an earlier one"))
-    assert len(tracker.groups.holders.generating(1)) == len(samples_of(both))
+    assert script.state().generating[1] == len(samples_of(both))
     script.hear("rollout", 1, NotLoaded(both.batch_id, "weight id 0 is in no slot"))
-    assert not tracker.groups.holders.generating(1)
+    assert 1 not in script.state().generating
     script.hear("rollout", 1, WeightsOpened(0, 0, 0.1, {}, [], 0.0), RequestWork(0, both.batch_id))
     again = script.granted(1)
     assert again is not None and samples_of(again).keys() >= samples_of(both).keys()
@@ -184,9 +178,7 @@ def test_the_replica_dies_while_it_loads_and_one_that_is_starting_takes_over(tmp
     script.works(1, rescue, 50)
     script.dies(1)
     script.rollout(0, life="again", phase="draining")
-    assert script.granted(0, life="again") is None, (
-        "a replica that is taken for dead and heard again is at work"
-    )
+    assert script.granted(0, life="again") is None, "taken for dead and heard again, it is at work"
     script.dies(0, life="again")
     script.rollout(0, life="new")
     second = script.granted(0, life="new")
@@ -200,7 +192,7 @@ def test_the_replica_dies_while_it_loads_and_one_that_is_starting_takes_over(tmp
     assert script.granted(1, life="new") is None
     script.hear("rollout", 0, WeightsOpened(0, 0, 0.1, {}, [], 0.0), life="new")
     script.ends(0, second, 5, life="new")
-    assert script.controller.tracker.ready_groups == len(first.groups) and script.discarded == 0
+    assert script.state().ready_groups == len(first.groups) and script.state().discarded == 0
 
 
 def test_one_that_serves_the_weights_gets_its_batch_along_with_them(tmp_path):
@@ -212,9 +204,9 @@ def test_one_that_serves_the_weights_gets_its_batch_along_with_them(tmp_path):
     script.asks(0, 0)
     first = script.granted(0)
     script.works(0, first, TOKENS)
-    script.controller.tracker.counted += 1000
+    script.grants_nothing_new()
     script.asks(1, 0)
-    script.controller.tracker.counted -= 1000
+    script.grants_nothing_new(False)
     script.dies(0)
     both = script.granted(1)
     fresh = {group.group_id for group in both.groups} - {group.group_id for group in first.groups}
@@ -224,19 +216,14 @@ def test_one_that_serves_the_weights_gets_its_batch_along_with_them(tmp_path):
         and len(fresh) == len(first.groups) == 2
     )
     script.ends(1, both, 5)
-    assert script.controller.tracker.ready_groups == 4
+    assert script.state().ready_groups == 4
 
 
 def test_what_waits_goes_on_where_a_report_tells_of_room(tmp_path):
     """A report that comes after the death counts like one from before it, once: as many move there as it has
     room for, and the others wait on."""
     script = new(tmp_path)
-    script.publish(0, 0)
-    grants = {}
-    for index in (0, 1):
-        script.rollout(index)
-        script.asks(index, 0)
-        grants[index] = script.granted(index)
+    grants = script.working(2)
     script.works(0, grants[0], TOKENS)
     waiting = set(samples_of(grants[0]))
 
@@ -256,7 +243,7 @@ def test_what_waits_goes_on_where_a_report_tells_of_room(tmp_path):
         waiting.difference_update(moved)
         script.hear("relay", 0, Ping())
         assert asked() == []
-    assert not waiting and script.discarded == 0
+    assert not waiting and script.state().discarded == 0
 
 
 def test_after_some_tries_it_starts_again(tmp_path):
@@ -271,7 +258,7 @@ def test_after_some_tries_it_starts_again(tmp_path):
     life = str(rescuer.TRIES - 1)
     assert script.granted(1, life=life).parts
     script.dies(1, life=life)
-    assert script.discarded == TOKENS * len(samples_of(first))
+    assert script.state().discarded == TOKENS * len(samples_of(first))
     script.rollout(1, life="last")
     assert script.granted(1, life="last") is None
     script.asks(1, 1, life="last")

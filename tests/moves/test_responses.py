@@ -5,16 +5,14 @@ import shutil
 from pathlib import Path
 
 import pytest
-from script import Script, samples_of
-from stand import small_config
 
-from audits import assert_clean
+from helpers.control.script import Script, samples_of
+from helpers.emulated.stand import small_config
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.messages.data import Place, VersionSpan
 from laminar_hpc.messages.moves import MoveAbort
-from laminar_hpc.messages.rollouts import Generated, Grant, Increment, Lost
+from laminar_hpc.messages.rollouts import Generated, Increment, Lost
 from laminar_hpc.payload.reader import read
-from laminar_hpc.payload.whole import wholes
 from laminar_hpc.payload.writer import FOLDER
 from laminar_hpc.rollout.work import columns
 
@@ -22,43 +20,21 @@ TOKENS = 40
 
 
 def new(folder: Path, replicas: int = 3) -> Script:
-    config = small_config(folder, replicas=replicas, steps=8)
-    config.algorithm.prompts_per_step, config.algorithm.samples_per_prompt = 2 * replicas, 2
+    config = small_config(folder, replicas, steps=8, prompts=2 * replicas, samples=2)
     config.rollout.increment_tokens = 10
     return Script(config)
 
 
-def working(script: Script, replicas: int = 3) -> list[Grant]:
-    """All replicas serve the first weights and have a local batch each."""
-    script.publish(0, 0)
-    grants = []
-    for index in range(replicas):
-        script.rollout(index)
-        script.asks(index, 0)
-        grant = script.granted(index)
-        assert grant is not None
-        grants.append(grant)
-    return grants
-
-
-def ends_clean(script: Script) -> None:
-    script.closes()
-    assert_clean(Path(script.controller.config.run_dir))
-
-
 def stored(script: Script) -> dict[int, list[int]]:
     """The response tokens of all groups that are finished."""
-    groups = [group.group_id for group in script.controller.tracker.groups.values() if group.finished]
-    store = script.controller.store
-    found = wholes(store.run_dir, store.rows.batch(groups))
-    return {whole.record.trajectory_id: whole.response.tokens.tolist() for whole in found}
+    return {whole.record.trajectory_id: whole.response.tokens.tolist() for whole in script.finished()}
 
 
 def test_a_replica_dies_before_it_has_scored(tmp_path):
     """Its responses are scored by the others, in equal shares, none is granted again, no token is lost, and
     the score that it had sent after all counts once."""
     script = new(tmp_path)
-    first, *_ = working(script)
+    first, *_ = script.working(3)
     script.ends(0, first, TOKENS, scores=False)
     owned = samples_of(first)
     script.dies(0)
@@ -68,31 +44,28 @@ def test_a_replica_dies_before_it_has_scored(tmp_path):
     for index, each in orders.items():
         for order in each:
             i = order.trajectory_id
-            [response] = read(script.controller.store.run_dir, [(i, order.place)])
+            [response] = read(script.run_dir, [(i, order.place)])
             assert order.attempt == owned[i]
             assert response.tokens.tolist() == [(i + k) % 50 for k in range(TOKENS)]
             (group,) = [g for g in first.groups if g.group_id == order.group.group_id]
             assert (order.group.prompt, order.group.row, order.group.samples) == (group.prompt, group.row, [])
             script.scores(index, i, order.attempt)
-            assert script.controller.tracker.counts.reports_refused == 0
+            assert script.state().refused == 0
     script.rollout(0, life="late")
     for i, attempt in owned.items():
         script.scores(0, i, attempt, life="late")
-    counts = script.controller.tracker.counts
-    assert (counts.reports_refused, counts.tokens_discarded) == (len(owned), 0)
-    assert stored(script).keys() == owned.keys() and script.controller.tracker.ready_groups == len(
-        first.groups
-    )
+    assert (script.state().refused, script.state().discarded) == (len(owned), 0)
+    assert stored(script).keys() == owned.keys() and script.state().ready_groups == len(first.groups)
     script.asks(1, 0)
     again = script.granted(1)
     assert again is None or not samples_of(again).keys() & owned.keys()
-    ends_clean(script)
+    script.ends_clean()
 
 
 def test_the_scorer_dies_too_and_then_nobody_is_left(tmp_path):
     """The next one is asked; with nobody it waits until somebody serves weights."""
     script = new(tmp_path)
-    first, *_ = working(script)
+    first, *_ = script.working(3)
     script.ends(0, first, TOKENS, scores=False)
     script.dies(0)
     taken = {order.trajectory_id for order in script.ordered(1)}
@@ -100,7 +73,7 @@ def test_the_scorer_dies_too_and_then_nobody_is_left(tmp_path):
     script.dies(1)
     assert {o.trajectory_id for o in script.ordered(2)} == samples_of(first).keys()
     script.dies(2)
-    assert script.controller.tracker.owners.unscored.keys() == samples_of(first).keys()
+    assert script.state().unscored == samples_of(first).keys()
     script.rollout(1, life="next")
     assert script.ordered(1, life="next") == [], "its reward workers are there when it serves weights"
     script.asks(1, 0, life="next")
@@ -108,10 +81,8 @@ def test_the_scorer_dies_too_and_then_nobody_is_left(tmp_path):
     assert {o.trajectory_id for o in orders} == samples_of(first).keys()
     for order in orders:
         script.scores(1, order.trajectory_id, order.attempt, life="next")
-    assert (
-        stored(script).keys() == samples_of(first).keys() and script.controller.tracker.owners.unscored == {}
-    )
-    ends_clean(script)
+    assert stored(script).keys() == samples_of(first).keys() and script.state().unscored == set()
+    script.ends_clean()
 
 
 def test_the_controller_dies_before_the_score(tmp_path):
@@ -119,23 +90,23 @@ def test_the_controller_dies_before_the_score(tmp_path):
     controller has them scored, grants only what was not complete, under a later attempt, and the tokens are
     those that were generated."""
     script = new(tmp_path / "first")
-    first, second, _ = working(script)
+    first, second, _ = script.working(3)
     script.ends(0, first, TOKENS, scores=False)
     before = script.controller.config
     shutil.copytree(before.run_dir, tmp_path / "second" / "run")  # as kill -9 leaves it: nothing is flushed
-    ends_clean(script)
+    script.ends_clean()
 
     config = small_config(tmp_path / "second", replicas=3, steps=8)
     config.algorithm, config.rollout = before.algorithm, before.rollout
     assert Path(config.run_dir) == tmp_path / "second" / "run"
     script = Script(config)
     owned = samples_of(first)
-    assert not script.controller.tracker.owners.unscored, "their replicas may be alive"
+    assert not script.state().unscored, "their replicas may be alive"
     script.publish(0, 0)
-    weight_id = max(script.controller.weights.steps)
+    weight_id = script.newest
     for replica in (2, 1, 0):
         script.rollout(replica)
-    assert script.controller.tracker.owners.unscored.keys() == owned.keys()
+    assert script.state().unscored == owned.keys()
     script.asks(0, weight_id)
     orders = script.ordered(0)
     grant = script.granted(0)
@@ -146,14 +117,14 @@ def test_the_controller_dies_before_the_score(tmp_path):
     for order in orders:
         script.scores(0, order.trajectory_id, order.attempt)
     assert stored(script) == {i: [(i + k) % 50 for k in range(TOKENS)] for i in owned}
-    assert script.discarded == 0
-    ends_clean(script)
+    assert script.state().discarded == 0
+    script.ends_clean()
 
 
 def test_a_response_without_a_place_is_lost_with_a_reason_and_granted_again(tmp_path):
     """Nothing is stored of it, and the replica's score of it counts for nothing."""
     script = new(tmp_path)
-    first, *_ = working(script)
+    first, *_ = script.working(3)
     heard = script.hear
 
     def astray(role: str, index: int, *messages, life: str = "") -> None:
@@ -164,14 +135,14 @@ def test_a_response_without_a_place_is_lost_with_a_reason_and_granted_again(tmp_
 
     script.hear = astray
     script.ends(0, first, TOKENS)
-    assert script.controller.tracker.ready_groups == 0
+    assert script.state().ready_groups == 0
     script.asks(1, 0, newest_batch=1)
     again = script.granted(1)
     assert again is not None
     assert {i: samples_of(again).get(i) for i in samples_of(first)} == {i: 1 for i in samples_of(first)}
-    text = Path(script.controller.config.run_dir, "metrics.jsonl").read_text()
+    text = Path(script.run_dir, "metrics.jsonl").read_text()
     assert text.count('"kind":"lost"') == len(samples_of(first)) and "names no place" in text
-    ends_clean(script)
+    script.ends_clean()
 
 
 @pytest.mark.parametrize("ends", ["scored", "granted", "lost"])
@@ -179,21 +150,21 @@ def test_a_damaged_response_is_granted_again(tmp_path, ends):
     """Whoever is to score it in the place of a dead replica finds that it is not what was generated. Whenever
     the run ends, its records are clean."""
     script = new(tmp_path)
-    first, *_ = working(script)
+    first, *_ = script.working(3)
     script.ends(0, first, TOKENS, scores=False)
     script.dies(0)
     orders = {index: script.ordered(index) for index in (1, 2)}
     damaged = orders[1][0]
-    path = Path(script.controller.config.run_dir, FOLDER, damaged.place.file)
+    path = Path(script.run_dir, FOLDER, damaged.place.file)
     content = bytearray(path.read_bytes())
     content[damaged.place.offset + 100] ^= 1
     path.write_bytes(content)
     i, attempt = damaged.trajectory_id, damaged.attempt
     with pytest.raises(LaminarError, match=f"^the response of trajectory {i} is not in .* digest") as error:
-        read(script.controller.store.run_dir, [(i, damaged.place)])
+        read(script.run_dir, [(i, damaged.place)])
     script.hear("rollout", 1, Lost(i, attempt, str(error.value)))
     if ends == "lost":
-        ends_clean(script)
+        script.ends_clean()
         return
     for index, each in orders.items():
         for order in each:
@@ -202,17 +173,17 @@ def test_a_damaged_response_is_granted_again(tmp_path, ends):
     again = script.granted(2)
     assert again is not None and samples_of(again).keys() & samples_of(first).keys() == {i}
     if ends == "granted":
-        ends_clean(script)
+        script.ends_clean()
         return
     script.ends(2, again, TOKENS)
     assert stored(script).keys() >= samples_of(first).keys()
-    ends_clean(script)
+    script.ends_clean()
 
 
 def test_a_response_that_ends_while_it_moves_is_not_generated_again(tmp_path):
     """The move is called off, and when its replica dies the response is scored elsewhere, not moved."""
     script = new(tmp_path)
-    first, *_ = working(script)
+    first, *_ = script.working(3)
     i, attempt = next(iter(samples_of(first).items()))
     spans = [VersionSpan(0, 0, 10)]
     told = columns([(i + k) % 50 for k in range(10)], [-1.0] * 10)
@@ -220,9 +191,9 @@ def test_a_response_that_ends_while_it_moves_is_not_generated_again(tmp_path):
     migration = script.controller.migration
     migration.begin(i, attempt, 0, 1, 0, 500, 0.0)
     script.ends(0, first, TOKENS, scores=False)
-    assert migration.moving == {} and any(isinstance(m, MoveAbort) for m in script.hub.left["rollout:1:"])
+    assert migration.moving == {} and script.sent(1, MoveAbort)
     script.dies(0)
     orders = [order for index in (1, 2) for order in script.ordered(index)]
     assert {o.trajectory_id: o.attempt for o in orders} == samples_of(first)
-    assert script.discarded == 0
-    ends_clean(script)
+    assert script.state().discarded == 0
+    script.ends_clean()

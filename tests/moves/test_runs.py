@@ -2,8 +2,8 @@
 change their replica."""
 
 import pytest
-from stand import PROMPT_TOKENS, Shuffler, Stand, assert_every_one_ended_once, small_config
 
+from helpers.emulated.stand import PROMPT_TOKENS, Shuffler, Stand, assert_every_one_ended_once, small_config
 from laminar_hpc.report import rundata
 
 

@@ -8,10 +8,10 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from script import Script
-from stand import Stand, assert_every_one_ended_once, small_config
 
-from audits import assert_clean
+from helpers.control.script import Script
+from helpers.emulated.stand import Stand, assert_every_one_ended_once, small_config
+from helpers.runs import assert_clean
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.controller.loop import Controller
 from laminar_hpc.controller.store import Store
@@ -131,5 +131,4 @@ def test_all_of_it_is_read_at_each_checkpoint(tmp_path):
     script.hear("trainer", 0, Checkpointed(1, "there", 1.0, ""))
     script.controller.turn()
     assert len(said) == 1 and "was damaged" in said[0]
-    script.closes()
-    assert_clean(Path(store.path.parent))
+    script.ends_clean()

@@ -4,8 +4,7 @@ import contextlib
 import queue
 from pathlib import Path
 
-from stand import Stand, assert_every_one_ended_once, small_config
-
+from helpers.emulated.stand import Stand, assert_every_one_ended_once, small_config
 from laminar_hpc.cluster.checkpoints import newest_gang
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.emulation import stage

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from chats import vocabulary_size
-from stand import Shuffler, Stand
-from turning import CALL, several_turns, trajectories
 
+from helpers.emulated.stand import Shuffler, Stand
+from helpers.emulated.turning import CALL, several_turns, trajectories
+from helpers.models.chats import vocabulary_size
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.data.tokens import TextDecoder

@@ -5,11 +5,8 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from script import Script, samples_of
-from stand import small_config
 
-from audits import assert_clean
-from laminar_hpc.messages.data import Message
+from helpers.control.script import Script, samples_of, scripted
 from laminar_hpc.messages.rollouts import Drop, Grant, Lost
 from laminar_hpc.policies import filtering
 from laminar_hpc.rollout.episodes import Episodes
@@ -20,27 +17,12 @@ from laminar_hpc.turns.session import EnvironmentHangs
 
 def working(tmp_path: Path, prompts: int = 4) -> tuple[Script, list[Grant]]:
     """Two replicas with two groups of two each."""
-    config = small_config(tmp_path, replicas=2, steps=4)
-    config.algorithm.prompts_per_step, config.algorithm.samples_per_prompt = prompts, 2
-    config.pipeline.local_batch_groups = 2
-    script = Script(config)
-    script.publish(0, 0)
-    grants = []
-    for index in range(2):
-        script.rollout(index)
-        script.asks(index, 0)
-        grant = script.granted(index)
-        assert grant is not None
-        grants.append(grant)
-    return script, grants
+    script = scripted(tmp_path, steps=4, prompts=prompts, local_batch_groups=2)
+    return script, script.working(2)
 
 
 def fails(script: Script, replica: int, trajectory_id: int, attempt: int) -> None:
     script.hear("rollout", replica, Lost(trajectory_id, attempt, "no shelf", ungraded=TRIES))
-
-
-def sent(script: Script, replica: int, kind: type[Message]) -> list[Message]:
-    return [m for m in script.hub.left.get(f"rollout:{replica}:", []) if isinstance(m, kind)]
 
 
 def test_its_group_is_given_up_and_its_number_is_free(tmp_path: Path) -> None:
@@ -57,14 +39,13 @@ def test_its_group_is_given_up_and_its_number_is_free(tmp_path: Path) -> None:
     assert again is not None and samples_of(again).get(lost) == 1
     fails(script, 1, lost, 1)
     assert group_id not in tracker.groups and tracker.counted == counted + len(again.groups) - 2
-    (drop,) = sent(script, 0, Drop)
+    (drop,) = script.sent(0, Drop)
     assert isinstance(drop, Drop) and [(s.trajectory_id, s.attempt) for s in drop.samples] == [(other, 0)]
     script.hear("rollout", 0, Lost(other, 0, "late"))
-    assert tracker.counts.reports_refused == 1 and not script.controller.state.failure
+    assert script.state().refused == 1 and not script.state().failure
     rows = script.controller.store._db.execute("SELECT state, reason FROM groups WHERE id = ?", (group_id,))
     assert rows.fetchone() == ("given_up", f"{filtering.UNGRADED}: no shelf")
-    script.closes()
-    assert_clean(Path(script.controller.config.run_dir))
+    script.ends_clean()
 
 
 def test_what_is_merely_slow_has_all_of_its_time(tmp_path: Path) -> None:

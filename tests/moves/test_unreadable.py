@@ -3,10 +3,8 @@
 from pathlib import Path
 
 import pytest
-from script import Script, samples_of
-from stand import small_config
 
-from audits import assert_clean
+from helpers.control.script import Script, samples_of, scripted
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.messages.data import Sample
 from laminar_hpc.messages.training import Batch, TakeBatch
@@ -14,22 +12,12 @@ from laminar_hpc.messages.training import Batch, TakeBatch
 
 def with_a_batch(folder: Path) -> tuple[Script, Batch, list[str]]:
     """Two groups of two, all of which went out for the first step; the third waits."""
-    config = small_config(folder, replicas=2, steps=8)
-    config.algorithm.prompts_per_step, config.algorithm.samples_per_prompt = 2, 2
-    config.pipeline.local_batch_groups = 2
-    script, said = Script(config), []
-    object.__setattr__(script.controller.training._shared, "say", said.append)
-    script.publish(0, 0)
-    for index in (0, 1):
-        script.rollout(index)
-        script.asks(index, 0)
-    script.ends(0, script.granted(0), 12)
+    said = list[str]()
+    script = scripted(folder, prompts=2, local_batch_groups=2, say=said.append)
+    grant, _ = script.working(2)
+    script.ends(0, grant, 12)
     script.hear("trainer", 0, TakeBatch(0))
-    return script, batches(script)[-1], said
-
-
-def batches(script: Script) -> list[Batch]:
-    return [m for m in script.hub.left["trainer:0:"] if isinstance(m, Batch)]
+    return script, script.batches()[-1], said
 
 
 def test_they_are_generated_again(tmp_path):
@@ -40,36 +28,33 @@ def test_they_are_generated_again(tmp_path):
     bad = batch.groups[1].trajectories[0]
     asked = TakeBatch(0, 0, [Sample(bad.trajectory_id, bad.attempt)], "its file is damaged")
     script.hear("trainer", 0, asked)
-    assert len(batches(script)) == 1 and script.controller.tracker.ready_groups == 1
+    assert len(script.batches()) == 1 and script.state().ready_groups == 1
     [told] = [line for line in said if line.startswith("warning")]
     assert "1 responses cannot be read and are generated again; the first: its file is damaged" in told
-    script.asks(0, 0, script.controller.replicas.at(0).newest_batch)
+    script.asks(0, 0, script.newest_batch(0))
     grant = script.granted(0)
     assert samples_of(grant)[bad.trajectory_id] == bad.attempt + 1
     script.ends(0, grant, 12)
-    if len(batches(script)) == 1:
+    if len(script.batches()) == 1:
         script.controller.turn()
-    again = batches(script)[-1]
+    again = script.batches()[-1]
     assert [g.group_id for g in again.groups] == [g.group_id for g in batch.groups]
     assert again.groups[1].trajectories[0].attempt == bad.attempt + 1
     script.hear("trainer", 0, asked)
-    assert batches(script)[-1] == again and said[-1] == told
-    script.closes()
-    assert_clean(Path(script.controller.config.run_dir))
+    assert script.batches()[-1] == again and said[-1] == told
+    script.ends_clean()
 
 
 def test_a_resume_comes_to_the_same(tmp_path):
     """Promise: docs/architecture.md#intact-responses. Also where the controller has started again since."""
     script, batch, _ = with_a_batch(tmp_path)
-    script.closes()
-    script = Script(script.controller.config)
-    assert script.controller.tracker.ready_groups == 2
+    script = script.again()
+    assert script.state().ready_groups == 2
     script.hear("trainer", 0, TakeBatch(0))
     bad = batch.groups[0].trajectories[1]
     script.hear("trainer", 0, TakeBatch(0, 0, [Sample(bad.trajectory_id, bad.attempt)], "damaged"))
-    assert script.controller.tracker.ready_groups == 1
-    script.closes()
-    assert_clean(Path(script.controller.config.run_dir))
+    assert script.state().ready_groups == 1
+    script.ends_clean()
 
 
 def test_a_replay_cannot_generate(tmp_path):

@@ -4,17 +4,15 @@ once; message by message."""
 from pathlib import Path
 
 import pytest
-from script import Script, samples_of
-from stand import small_config
 
-from audits import assert_clean
+from helpers.control.script import Script, samples_of, scripted
+from helpers.made import Made, stored
 from laminar_hpc.cluster import unsaid
 from laminar_hpc.messages.data import Message, Partial, PromptGroup, Sample, VersionSpan
 from laminar_hpc.messages.membership import Goodbye
 from laminar_hpc.messages.rollouts import Generated, Increment, Leaving, Scored, Unfinished
 from laminar_hpc.messages.wire import encode
 from laminar_hpc.rollout.work import columns, tokens_of
-from made import Made, stored
 
 TOKENS = list(range(20))
 IDENTITY = "rollout:0:"  # as script.py names it
@@ -31,16 +29,12 @@ class Ended:
     `done`, and generated and not scored `unscored`; of the second it had `part`."""
 
     def __init__(self, folder: Path) -> None:
-        config = small_config(folder, replicas=2, steps=8)
-        config.algorithm.prompts_per_step, config.algorithm.samples_per_prompt = 4, 2
-        script = Script(config)
-        script.publish(0, 0)
-        script.rollout(0)
-        script.asks(0, 0)
-        grant = script.granted(0)
-        assert grant is not None
-        self.config, self.store_id, self.owned = config, script.controller.store.store_id, samples_of(grant)
-        self.run_dir = Path(config.run_dir)
+        script = scripted(folder)
+        (grant,) = script.working(1)
+        self.config = script.controller.config
+        self.store_id = script.controller.store.store_id
+        self.owned = samples_of(grant)
+        self.run_dir = script.run_dir
         first, second, *_ = grant.groups
         self.done, self.unscored = first.samples
         self.part, _ = second.samples
@@ -62,8 +56,7 @@ class Ended:
         return unsaid.leave(self.run_dir, head, map(encode, self.words))
 
     def states(self, script: Script) -> dict[int, str]:
-        rows = script.controller.store._db.execute("SELECT id, state FROM trajectories")
-        return {i: state for i, state in rows if i in self.owned}
+        return {i: state for i, state in script.states().items() if i in self.owned}
 
 
 def test_the_next_controller_takes_what_was_left(tmp_path: Path) -> None:
@@ -78,11 +71,10 @@ def test_the_next_controller_takes_what_was_left(tmp_path: Path) -> None:
     assert not path.exists()
     script.publish(0, 0)
     script.rollout(0, life="next")
-    assert ended.unscored.trajectory_id in script.controller.tracker.owners.unscored, "its scorer is gone"
-    part = script.controller.pool.get(ended.part.trajectory_id, ended.part.attempt)
-    assert part is not None and tokens_of(part).tolist() == TOKENS[:7] and script.discarded == 0
-    script.closes()
-    assert_clean(ended.run_dir)
+    assert ended.unscored.trajectory_id in script.state().unscored, "its scorer is gone"
+    part = script.known(ended.part.trajectory_id, ended.part.attempt)
+    assert part is not None and tokens_of(part).tolist() == TOKENS[:7] and script.state().discarded == 0
+    script.ends_clean()
 
 
 def test_nothing_is_taken_twice(tmp_path: Path) -> None:
@@ -94,10 +86,9 @@ def test_nothing_is_taken_twice(tmp_path: Path) -> None:
     Script(ended.config).closes()
     path.write_bytes(content)
     script = Script(ended.config)
-    assert script.controller.tracker.counts.reports_refused == 0 and not path.exists()
+    assert script.state().refused == 0 and not path.exists()
     assert script.controller.store.received()[IDENTITY] == len(ended.words)
-    script.closes()
-    assert_clean(ended.run_dir)
+    script.ends_clean()
 
 
 @pytest.mark.parametrize("wrong", ["store", "cut", "garbage"])

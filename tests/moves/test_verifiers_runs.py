@@ -7,14 +7,15 @@ import sys
 from pathlib import Path
 
 import pytest
-from chats import SEPARATED, save, vocabulary_size
-from stand import Stand, small_config
-from turning import TURN, trajectories
 
+from helpers.emulated.stand import Stand, small_config
+from helpers.emulated.turning import TURN, trajectories
+from helpers.models.chats import SEPARATED, save, vocabulary_size
+from helpers.paths import HELPERS
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.data.tokens import TextDecoder
 
-STAND_IN = Path(__file__).parents[1] / "gateway"
+STAND_IN = HELPERS / "environments"
 WORDS = 24
 
 

@@ -6,9 +6,9 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from stand import Shuffler, Stand
-from turning import CALL, several_turns, trajectories
 
+from helpers.emulated.stand import Shuffler, Stand
+from helpers.emulated.turning import CALL, several_turns, trajectories
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.data.tokens import TextDecoder
 from laminar_hpc.messages.moves import Answer

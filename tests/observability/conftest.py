@@ -3,7 +3,8 @@
 from pathlib import Path
 
 import pytest
-import synthetic
+
+from helpers import synthetic
 
 
 @pytest.fixture(scope="session")

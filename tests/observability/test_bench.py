@@ -11,14 +11,13 @@ import sys
 from pathlib import Path
 
 import pytest
-import synthetic
 
+from helpers import synthetic
+from helpers.paths import BENCH
 from laminar_hpc.config.load import load_config
 from laminar_hpc.controller.store import Store
 from laminar_hpc.observability.trace import Span
 from laminar_hpc.report import rundata
-
-BENCH = Path(__file__).resolve().parents[2] / "bench"
 
 
 @pytest.fixture

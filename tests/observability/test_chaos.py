@@ -8,11 +8,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import synthetic
 
+from helpers import synthetic
+from helpers.paths import BENCH
 from laminar_hpc.report import rundata
-
-BENCH = Path(__file__).resolve().parents[2] / "bench"
 
 
 @pytest.fixture

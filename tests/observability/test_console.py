@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-import synthetic
 
+from helpers import synthetic
 from laminar_hpc.observability import console
 from laminar_hpc.report import summary
 

@@ -2,12 +2,12 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
+from helpers.paths import ROOT
 from laminar_hpc.observability.trace import KINDS
 from laminar_hpc.report import summary
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
+DOCS = ROOT / "docs"
 
 
 def test_configuration_page_is_that_of_the_schema():

@@ -12,7 +12,9 @@ from types import ModuleType, SimpleNamespace
 import psutil
 import pytest
 
-CHECK = Path(__file__).resolve().parents[2] / "bench" / "gpu_check"
+from helpers.paths import BENCH
+
+CHECK = BENCH / "gpu_check"
 TOOK = "import json, sys; json.dump({'figures': {'rate': 0.5}}, open(sys.argv[-1], 'w'))"
 
 

@@ -5,14 +5,14 @@ import re
 import xml.etree.ElementTree as ElementTree
 
 import pytest
-import synthetic
 
+from helpers import synthetic
+from helpers.made import Made
 from laminar_hpc import cli
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.observability import jsonl
 from laminar_hpc.observability.trace import Trace
 from laminar_hpc.report import document, rundata, samples, timeline, trajectory_page
-from made import Made
 
 SECTIONS = [
     "Accuracy and reward",

@@ -1,11 +1,10 @@
 """observability.show_samples: what a user sees of the model's answers while it trains."""
 
-from synthetic import CHARACTERS, finish, write_model
-
+from helpers.made import Made
+from helpers.synthetic import CHARACTERS, finish, write_model
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.controller.store import Store
 from laminar_hpc.observability.shown_samples import ShownSamples, shown, spread
-from made import Made
 
 GROUPS, SAMPLES, STEP = 8, 4, 5
 

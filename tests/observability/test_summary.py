@@ -3,9 +3,9 @@
 import json
 
 import pytest
-import synthetic
-from synthetic import EPOCH
 
+from helpers import synthetic
+from helpers.synthetic import EPOCH
 from laminar_hpc import cli
 from laminar_hpc.audit.checks import audit
 from laminar_hpc.audit.records import read

@@ -4,8 +4,8 @@ import os
 import time
 
 import pytest
-import synthetic
 
+from helpers import synthetic
 from laminar_hpc import cli
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.messages.data import ReplicaLoad

@@ -5,14 +5,14 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
-import synthetic
 
+from helpers import synthetic
+from helpers.made import Made
 from laminar_hpc import cli
 from laminar_hpc.messages.data import VersionSpan
 from laminar_hpc.observability.trace import Span
 from laminar_hpc.report import document, rundata, summary, turn_table
 from laminar_hpc.report.rundata import Consumed
-from made import Made
 
 MEANS = {
     "turns_mean": 2.5,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-REPOSITORY = Path(__file__).parents[2]
+from helpers.paths import ROOT
 
 
 @pytest.fixture
@@ -14,8 +14,8 @@ def tree(tmp_path: Path) -> Path:
     copy = tmp_path / "tree"
     for name in ("src", "conf", "csrc", "examples", "requirements", "slurm"):
         shutil.copytree(
-            REPOSITORY / name, copy / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info", "*.so")
+            ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info", "*.so")
         )
     for name in ("setup.py", "MANIFEST.in", "pyproject.toml", "Makefile", "LICENSE"):
-        shutil.copy(REPOSITORY / name, copy / name)
+        shutil.copy(ROOT / name, copy / name)
     return copy

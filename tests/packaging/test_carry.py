@@ -15,7 +15,9 @@ from types import ModuleType
 import pytest
 import triton
 
-CARRY = Path(__file__).resolve().parents[2] / "bench" / "gpu_carry"
+from helpers.paths import BENCH
+
+CARRY = BENCH / "gpu_carry"
 NVIDIA = Path(triton.__file__).parent / "backends/nvidia/bin"  # Triton's wheel has ptxas and cuobjdump
 PTX = """
 .version 8.0

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 import triton
-from toolkits import REPOSITORY, toolkit
 
+from helpers.paths import ROOT, TESTS
+from helpers.toolkits import toolkit
 from laminar_hpc.compat import cuda_toolkit
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -71,7 +72,7 @@ def test_the_extension_is_built_for_all_gpus(compiler: dict[str, str], tmp_path:
     into an extension that loads without a driver, and refuses there."""
     done = subprocess.run(
         [*BUILD, str(tmp_path / "lib"), "--build-temp", str(tmp_path / "temp")],
-        cwd=REPOSITORY,
+        cwd=ROOT,
         env={**compiler, "LAMINAR_CUDA": "1"},
         capture_output=True,
         text=True,
@@ -84,9 +85,7 @@ def test_the_extension_is_built_for_all_gpus(compiler: dict[str, str], tmp_path:
         said = subprocess.run([CUOBJDUMP, listed, built], capture_output=True, text=True, check=True).stdout
         assert [name for name in ("sm_80", "sm_90", "sm_100") if name in said] == names, said
     nvcc = [f"{compiler['CUDA_HOME']}/bin/nvcc", "-std=c++17", "-arch=sm_100", "-cubin"]
-    subprocess.run(
-        [*nvcc, str(REPOSITORY / "csrc/device.cu"), "-o", str(tmp_path / "device.cubin")], check=True
-    )
+    subprocess.run([*nvcc, str(ROOT / "csrc/device.cu"), "-o", str(tmp_path / "device.cubin")], check=True)
     program = f"""
 import importlib.util as util
 spec = util.spec_from_file_location("laminar_hpc._kv", {str(built)!r})
@@ -108,7 +107,8 @@ UNITS = """
 import ctypes, os, sys
 sys.path.insert(0, {folder!r})
 import laminar_hpc.compat.torchvision, tvm_ffi
-import resolved_arguments, torch
+import torch
+from helpers.engines import resolved_arguments
 sys.meta_path.append(resolved_arguments.KernelPackages())
 resolved_arguments.pretend({gpu!r})
 ctypes.CDLL(os.environ["CUDA_HOME"] + "/lib64/libcudart.so", mode=ctypes.RTLD_GLOBAL)  # torch's, on a GPU
@@ -133,7 +133,7 @@ def test_sglangs_units_compile_and_link(
 ) -> None:
     """Promise: an engine's first start, and `make setup` before it, compile SGLang's kernels for the GPU,
     link and load them, for the shapes of the shipped experiments."""
-    program = UNITS.format(folder=str(REPOSITORY / "tests/rollout"), gpu=gpu, shapes=shapes)
+    program = UNITS.format(folder=str(TESTS), gpu=gpu, shapes=shapes)
     done = subprocess.run(
         [sys.executable, "-c", program],
         env={**compiler, "SGLANG_JIT_CACHE_DIR": str(tmp_path)},

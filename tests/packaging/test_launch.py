@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from helpers.paths import ROOT
 from laminar_hpc.cluster.address import read_address
 
-REPOSITORY = Path(__file__).parents[2]
 SCRIPTS = ("controller", "trainer", "relay", "rollout", "all_roles")
 
 
@@ -20,7 +20,7 @@ SCRIPTS = ("controller", "trainer", "relay", "rollout", "all_roles")
 def test_without_arguments_each_script_says_how_it_is_used(name: str) -> None:
     """Exit code 2 and the script's own description."""
     done = subprocess.run(
-        [REPOSITORY / f"launch/{name}.sh"], capture_output=True, text=True, timeout=20, check=False
+        [ROOT / f"launch/{name}.sh"], capture_output=True, text=True, timeout=20, check=False
     )
     assert done.returncode == 2 and done.stdout.startswith(f"launch/{name}.sh RUN_DIR [overrides]")
 
@@ -29,7 +29,7 @@ def test_without_arguments_each_script_says_how_it_is_used(name: str) -> None:
 def test_a_setting_in_place_of_the_run_s_folder_is_refused(name: str) -> None:
     """One line and exit code 2; a folder's name may have an equals sign, behind a slash."""
     done = subprocess.run(
-        [REPOSITORY / f"launch/{name}.sh", "experiment=demo"],
+        [ROOT / f"launch/{name}.sh", "experiment=demo"],
         capture_output=True,
         text=True,
         timeout=20,
@@ -59,8 +59,8 @@ def test_the_death_of_a_role_is_one_line(tmp_path: Path) -> None:
     lie in a log."""
     run_dir = tmp_path / "run"
     script = subprocess.Popen(
-        [REPOSITORY / "launch/controller.sh", run_dir, "experiment=demo", "restarts=0"],
-        cwd=REPOSITORY,
+        [ROOT / "launch/controller.sh", run_dir, "experiment=demo", "restarts=0"],
+        cwd=ROOT,
         env=environment(),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
@@ -82,7 +82,7 @@ def test_the_death_of_a_role_is_one_line(tmp_path: Path) -> None:
 
 def test_what_all_roles_would_refuse_is_said_once(tmp_path: Path) -> None:
     """Exit code 2 and one line, before any torchrun."""
-    words = [REPOSITORY / "launch/all_roles.sh", tmp_path / "run", "experiment=demo", "nonsense=1"]
+    words = [ROOT / "launch/all_roles.sh", tmp_path / "run", "experiment=demo", "nonsense=1"]
     done = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=30, check=False)
     assert (
         done.returncode == 2 and done.stderr.startswith("laminar: error: ") and done.stderr.count("\n") == 1
@@ -91,8 +91,8 @@ def test_what_all_roles_would_refuse_is_said_once(tmp_path: Path) -> None:
 
 
 def start(run_dir: Path, *overrides: str) -> subprocess.Popen[bytes]:
-    words = [REPOSITORY / "launch/all_roles.sh", run_dir, "experiment=demo", *overrides]
-    return subprocess.Popen(words, cwd=REPOSITORY, env=environment())
+    words = [ROOT / "launch/all_roles.sh", run_dir, "experiment=demo", *overrides]
+    return subprocess.Popen(words, cwd=ROOT, env=environment())
 
 
 @pytest.mark.slow

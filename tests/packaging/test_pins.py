@@ -5,14 +5,14 @@ import ast
 import importlib.metadata
 import re
 import sys
-from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-REPOSITORY = Path(__file__).parents[2]
-REQUIREMENTS = REPOSITORY / "requirements"
+from helpers.paths import ROOT
+
+REQUIREMENTS = ROOT / "requirements"
 # Their metadata asks for the CUDA stack; what they import on the CPU is in lock.txt (nodeps.txt says so).
 WIDER_THAN_THEIR_NEEDS = {"sglang", "xgrammar", "compressed-tensors", "torchvision"}
 
@@ -101,7 +101,7 @@ def test_the_package_requires_what_it_imports() -> None:
     """Each foreign import of src/ is a requirement of laminar_hpc, or one of the engines that the extras
     bring; but for what runs under a user's own interpreter."""
     imported = set()
-    for path in (REPOSITORY / "src").rglob("*.py"):
+    for path in (ROOT / "src").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
                 imported |= {alias.name.split(".")[0] for alias in node.names}

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from helpers.made import Made
 from laminar_hpc.cluster.in_order import InOrder
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.messages.data import Place
@@ -18,7 +19,6 @@ from laminar_hpc.payload import writer as writing
 from laminar_hpc.payload.layout import pack
 from laminar_hpc.payload.reader import is_sound, read
 from laminar_hpc.payload.writer import FOLDER, PayloadWriter
-from made import Made
 
 
 def made(i: int) -> Made:

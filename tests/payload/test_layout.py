@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from helpers.made import runs
 from laminar_hpc.messages.data import VersionSpan
 from laminar_hpc.payload.layout import (
     Damaged,
@@ -18,7 +19,6 @@ from laminar_hpc.payload.layout import (
     tokens_array,
     unpack,
 )
-from made import runs
 
 
 def columns(tokens: int) -> tuple[np.ndarray, np.ndarray]:

@@ -3,9 +3,9 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.control.plain_admission import plain_choice, plain_may_go_on
 from laminar_hpc.policies.admission import choose, may_go_on
 from laminar_hpc.policies.live_groups import GroupView, LiveGroups
-from plain_admission import plain_choice, plain_may_go_on
 
 VIEWS = st.builds(
     GroupView,

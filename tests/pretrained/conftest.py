@@ -4,10 +4,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hub_server import Hub, files_of
 from huggingface_hub import constants
 
-BASE = Path(__file__).parents[2] / "examples/arithmetic/base"
+from helpers.models.hub_server import Hub, files_of
+from helpers.paths import EXAMPLES
+
+BASE = EXAMPLES / "arithmetic/base"
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hub_server import REPO, Hub
 
+from helpers.models.hub_server import REPO, Hub
 from laminar_hpc.pretrained import recorded_name
 
 WEIGHTS = "model.safetensors"

@@ -9,9 +9,10 @@ import time
 from pathlib import Path
 
 import pytest
-from hub_server import REPO, Hub, files_of
 from huggingface_hub import constants
 
+from helpers.models.hub_server import REPO, Hub, files_of
+from helpers.paths import EXAMPLES
 from laminar_hpc.config.check import check
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.load import dump_config, load_config
@@ -26,7 +27,7 @@ from laminar_hpc.pretrained import (
 )
 from laminar_hpc.pretrained import hub as adapter
 
-BASE = Path(__file__).parents[2] / "examples/arithmetic/base"
+BASE = EXAMPLES / "arithmetic/base"
 WEIGHTS = "model.safetensors"
 
 

@@ -3,11 +3,12 @@ anchors and late comers."""
 
 import json
 import sys
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
+from helpers.paths import BENCH
+
+sys.path.insert(0, str(BENCH))
 from chain_roles import START_SECONDS, ChainRun
 
 MEGABYTE = 1 << 20

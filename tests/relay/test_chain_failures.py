@@ -8,11 +8,12 @@ import random
 import signal
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
+from helpers.paths import BENCH
+
+sys.path.insert(0, str(BENCH))
 import network
 from chain_roles import RUN_ID, ChainRun
 

@@ -5,11 +5,12 @@ import os
 import signal
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
+from helpers.paths import BENCH
+
+sys.path.insert(0, str(BENCH))
 from chain_roles import ChainRun
 
 SIZE = 12 << 20

@@ -3,8 +3,8 @@ refused when it is damaged."""
 
 import pytest
 import torch
-from changes import across, publication
 
+from helpers.links.changes import across, publication
 from laminar_hpc.cluster.links import Link
 from laminar_hpc.relay.chain import SumsDiffer
 

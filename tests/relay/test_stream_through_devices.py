@@ -3,12 +3,12 @@ memory and pinned memory on its way from slot to slot."""
 
 from collections.abc import Iterator
 
-import changes
 import pytest
 import torch
-from passing import pass_on, publication
 
-from fake_device import FakeDevice, linked
+from helpers.links import changes
+from helpers.links.fake_device import FakeDevice, linked
+from helpers.links.passing import pass_on, publication
 from laminar_hpc.cluster.links import Link
 from laminar_hpc.cluster.meeting import LinkBroken
 from laminar_hpc.cluster.staging import RECEIVING, SENDING

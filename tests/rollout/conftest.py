@@ -1,15 +1,11 @@
 """The pair of real engines that the tests of this folder share."""
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-sys.path.insert(1, str(Path(__file__).parents[1] / "turns"))
-
-from engines import Pair, start_pair
+from helpers.engines.pair import Pair, start_pair
 from laminar_hpc.weights.slots import SlotWriter
 
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from chats import SEPARATED
-from replica_stand import Replica, replica_of_turns
 
-from engines import EOS, hf_logprobs, reference
+from helpers.engines.pair import EOS, hf_logprobs, reference
+from helpers.engines.replica_stand import Replica, replica_of_turns
+from helpers.models.chats import SEPARATED
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.messages.data import PromptGroup, Sample
 from laminar_hpc.messages.rollouts import Generated, Grant, Scored, WeightsOpened

@@ -5,8 +5,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
 
 import pytest
-from said import Line
 
+from helpers.engines.said import Line
 from laminar_hpc.messages.data import Partial, PromptGroup
 from laminar_hpc.messages.moves import Answer, MoveOrder
 from laminar_hpc.rollout import answers

@@ -12,7 +12,10 @@ import psutil
 import pytest
 import torch
 import zmq
-from prompts import (
+from safetensors.torch import load_file
+
+from helpers.engines.pair import file_sums, fill_slot, hf_logprobs, reference
+from helpers.engines.prompts import (
     PROMPTS,
     Ended,
     before_its_end,
@@ -22,9 +25,6 @@ from prompts import (
     sampling,
     until_decoding,
 )
-from safetensors.torch import load_file
-
-from engines import file_sums, fill_slot, hf_logprobs, reference
 from laminar_hpc.config.models import WEIGHTS_FILE
 from laminar_hpc.engine.sglang.plugin import protocol
 from laminar_hpc.engine.sglang.replies import REPORTS_SPANS

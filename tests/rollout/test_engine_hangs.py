@@ -5,9 +5,9 @@ import signal
 import sys
 
 import pytest
-from replica_stand import Replica
 
-from engines import fill_slot
+from helpers.engines.pair import fill_slot
+from helpers.engines.replica_stand import Replica
 from laminar_hpc.cluster.channel import StopReceived
 from laminar_hpc.messages.rollouts import EngineHung, Generated, Unfinished
 from laminar_hpc.rollout import engine_watch

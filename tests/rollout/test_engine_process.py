@@ -14,7 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from engines import ended, engine_config, make_model
+from helpers.engines.pair import engine_config, make_model
+from helpers.processes import ended
 from laminar_hpc.cluster import leftovers
 from laminar_hpc.cluster.folders import ENGINE_FOLDER_PREFIX, OWNER_FILE
 from laminar_hpc.cluster.shared_memory import noted

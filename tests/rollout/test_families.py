@@ -2,13 +2,14 @@
 drawn are transformers'."""
 
 import asyncio
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from engines import LoopThread, engine_config, file_sums, fill_slot, hf_logprobs
+from helpers.engines.pair import engine_config, file_sums, fill_slot, hf_logprobs
+from helpers.processes import LoopThread
+from helpers.trainer.tiny import FAMILIES, VOCAB, make_model, transformers_model
 from laminar_hpc.engine.interface import sampling_parameters
 from laminar_hpc.engine.sglang.server import SglangServer
 from laminar_hpc.observability.trace import Trace
@@ -16,10 +17,6 @@ from laminar_hpc.rollout.engine_lives import EngineLives
 from laminar_hpc.rollout.weight_loader import WeightLoader
 from laminar_hpc.weights.probe import probe_sequences
 from laminar_hpc.weights.slots import SlotReader, SlotWriter
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "trainer"))
-
-from tiny import FAMILIES, VOCAB, make_model, transformers_model
 
 PROMPTS = [
     [7],

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers.paths import HELPERS
 from laminar_hpc.config.check import check, derive, memory_need
 from laminar_hpc.config.load import conf_directory, group_names, load_config
 from laminar_hpc.config.memory import USABLE, shared_engines
@@ -14,7 +15,7 @@ from laminar_hpc.config.models import known_models
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.engine.sglang.command_line import arguments
 
-PROGRAM = Path(__file__).with_name("resolved_arguments.py")
+PROGRAM = HELPERS / "engines/resolved_arguments.py"
 EXPERIMENTS = group_names(conf_directory() / "experiment")
 GPUS = ("A100", "H100", "B200")
 # of bfloat16 with heads of 64 or 128

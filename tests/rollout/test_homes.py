@@ -5,8 +5,8 @@ import asyncio
 from collections.abc import Callable, Coroutine
 
 import pytest
-from said import Line
 
+from helpers.engines.said import Line
 from laminar_hpc.config.schema import EnvironmentConfig
 from laminar_hpc.environments.workers.protocol import Call, CallResult
 from laminar_hpc.messages.data import Partial, PromptGroup

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from prompts import Ended, before_its_end, paused, until_decoding
 
-from engines import LoopThread, engine_config, hf_logprobs, make_model, reference
+from helpers.engines.pair import engine_config, hf_logprobs, make_model, reference
+from helpers.engines.prompts import Ended, before_its_end, paused, until_decoding
+from helpers.processes import LoopThread
 from laminar_hpc.engine.sglang.server import SglangServer
 from laminar_hpc.messages.data import Partial
 from laminar_hpc.payload.layout import Logprobs, Tokens

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from moving import decoding, detached, greedy, in_its_middle, moved, prompt_of, same_answers
 
-from engines import Pair
+from helpers.engines.moving import decoding, detached, greedy, in_its_middle, moved, prompt_of, same_answers
+from helpers.engines.pair import Pair
 from laminar_hpc.engine.interface import Generation
 from laminar_hpc.engine.sglang import move_calls
 from laminar_hpc.engine.sglang.plugin.kv_cache import _objection, pool_of

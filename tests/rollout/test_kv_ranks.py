@@ -14,8 +14,7 @@ from laminar_hpc.engine.sglang.plugin.platform import activate
 
 activate()  # before SGLang is imported, as its own processes do
 
-from ranks_stand import SIZE, Engine  # noqa: E402
-
+from helpers.engines.ranks_stand import SIZE, Engine  # noqa: E402
 from laminar_hpc.engine.sglang.plugin import kv_cache, kv_source, lockstep, protocol  # noqa: E402
 from laminar_hpc.kv.errors import KvRefused  # noqa: E402
 

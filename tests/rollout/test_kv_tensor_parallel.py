@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 import psutil
 import pytest
-from moving import decoding, detached, greedy, in_its_middle, prompt_of, same_answers
-from prompts import before_its_end
 
-from engines import Pair, start_pair
+from helpers.engines.moving import decoding, detached, greedy, in_its_middle, prompt_of, same_answers
+from helpers.engines.pair import Pair, start_pair
+from helpers.engines.prompts import before_its_end
 from laminar_hpc.engine.interface import EngineDied, Generation
 from laminar_hpc.engine.sglang import move_calls
 from laminar_hpc.kv.errors import KvRefused

@@ -6,10 +6,10 @@ import shutil
 from pathlib import Path
 
 import pytest
-from prompts import PROMPTS, generate_all, judged, paused, sampling
 from safetensors.torch import load_file, save_file
 
-from engines import Pair, fill_slot, make_model
+from helpers.engines.pair import Pair, fill_slot, make_model
+from helpers.engines.prompts import PROMPTS, generate_all, judged, paused, sampling
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.models import WEIGHTS_FILE
 from laminar_hpc.engine.sglang.plugin import protocol

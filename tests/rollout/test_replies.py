@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from prompts import PROMPTS, Ended, before_its_end, sampling, until_decoding
 
-from engines import Pair
+from helpers.engines.pair import Pair
+from helpers.engines.prompts import PROMPTS, Ended, before_its_end, sampling, until_decoding
 from laminar_hpc.engine.interface import RequestFailed
 from laminar_hpc.engine.sglang.plugin import columns as plugin
 from laminar_hpc.engine.sglang.replies import Reply, columns, decode, parse_generation

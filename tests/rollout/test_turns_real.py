@@ -9,10 +9,10 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from chats import SEPARATED
-from replica_stand import Replica, replica_of_turns
 
-from engines import EOS, hf_logprobs, reference
+from helpers.engines.pair import EOS, hf_logprobs, reference
+from helpers.engines.replica_stand import Replica, replica_of_turns
+from helpers.models.chats import SEPARATED
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.messages.data import Partial, Sample, Trajectory
 from laminar_hpc.messages.moves import Answer

@@ -15,9 +15,11 @@ from collections.abc import Callable, Iterator
 import psutil
 import pytest
 import torch
-from replica_stand import Replica
 
-from engines import ended, fill_slot, hf_logprobs, reference
+from helpers.engines.pair import fill_slot, hf_logprobs, reference
+from helpers.engines.replica_stand import Replica
+from helpers.made import Made, stored
+from helpers.processes import ended
 from laminar_hpc.cluster.channel import StopReceived
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.engine.sglang.server import SglangServer
@@ -38,7 +40,6 @@ from laminar_hpc.payload.reader import read
 from laminar_hpc.rollout import worker
 from laminar_hpc.rollout.work import Work, columns, tokens_of, works
 from laminar_hpc.weights.probe import probe_sequences
-from made import Made, stored
 
 
 @pytest.fixture(scope="module")

@@ -9,11 +9,11 @@ import shlex
 import sqlite3
 import subprocess
 import sys
-from pathlib import Path
 
 import psutil
 import pytest
 
+from helpers.paths import ROOT
 from laminar_hpc import cli
 from laminar_hpc.cli import COMMANDS
 from laminar_hpc.config.errors import LaminarError
@@ -94,7 +94,7 @@ def test_the_first_example_of_the_help_is_done_within_a_minute_and_says_how_far_
     """In seconds of one core, so that others on the machine do not count: the first line within 5, a line for
     each of at most 15 after it, all within 60. It is what README shows, too."""
     example = next(iter(COMMANDS["sim"].examples))
-    assert f"`{example}`" in (Path(__file__).parents[2] / "README.md").read_text()
+    assert f"`{example}`" in (ROOT / "README.md").read_text()
     _, *words = shlex.split(example)
     program = [sys.executable, "-m", "laminar_hpc.cli", *words, f"out_dir={tmp_path}"]
     with subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:

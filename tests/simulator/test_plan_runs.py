@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from audits import assert_clean
+from helpers.runs import assert_clean
+from helpers.small_plans import SMALL, WORK
 from laminar_hpc.simulator import plan_command
 from laminar_hpc.simulator.plan import Plan, Planned, candidates, evaluate
 from laminar_hpc.simulator.plan_files import rollout_machines
 from laminar_hpc.simulator.settings import load_plan
-from small_plans import SMALL, WORK
 
 POOLS = "pools=[{gpu: H100, count: 1}, {gpu: H20, count: 2}, {gpu: A100, count: 1}]"
 

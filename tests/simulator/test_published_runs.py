@@ -1,10 +1,10 @@
 """Whole published runs, simulated from their recipes alone (bench/simulator_runs.py)."""
 
 import importlib
-from pathlib import Path
 
 import pytest
 
+from helpers.paths import BENCH
 from laminar_hpc.simulator.constants import DEFAULT
 from laminar_hpc.simulator.tables import MODELS
 
@@ -12,7 +12,7 @@ from laminar_hpc.simulator.tables import MODELS
 @pytest.fixture
 def load(monkeypatch):
     """Imports a bench as its own command line would."""
-    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "bench"))
+    monkeypatch.syspath_prepend(str(BENCH))
     return importlib.import_module
 
 

@@ -16,8 +16,9 @@ from pathlib import Path
 
 import pytest
 
+from helpers.paths import ROOT
+
 HERE = Path(__file__).parent
-REPOSITORY = HERE.parents[1]
 ENDED = {
     "COMPLETED",
     "FAILED",
@@ -44,7 +45,7 @@ class SlurmCluster:
         done = subprocess.run(
             words,
             env={**self.environment, **environment},
-            cwd=REPOSITORY,
+            cwd=ROOT,
             capture_output=True,
             text=True,
             timeout=seconds,

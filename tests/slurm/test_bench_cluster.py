@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from helpers.paths import BENCH
 from laminar_hpc.cluster.processes import process_is_alive
 
-BENCH = Path(__file__).resolve().parents[2] / "bench"
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(600)]
 UP = """
 import sys, time

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 from test_separate_jobs import SMALL
 
+from helpers.paths import ROOT
+
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(900)]
-HERE = Path(__file__).parent
+
 # enter IMAGE COMMAND...: a stand-in for a container's runtime: IMAGE is the root of what it starts, with the
 # host's folders in it
 ENTER = """#!/bin/bash
@@ -38,7 +40,7 @@ def test_each_part_is_started_in_its_container(three_nodes, tmp_path: Path) -> N
     if three_nodes.mode() == "plain":
         pytest.skip("another root needs CAP_SYS_ADMIN")
     scripts, image, enter = tmp_path / "slurm", tmp_path / "image", tmp_path / "enter"
-    shutil.copytree(HERE.parents[1] / "slurm", scripts)
+    shutil.copytree(ROOT / "slurm", scripts)
     make_image(image)
     enter.write_text(ENTER)
     enter.chmod(0o755)

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from audits import assert_clean
+from helpers.runs import assert_clean
+from helpers.small_plans import SMALL, WORK
 from laminar_hpc.simulator import plan_command
 from laminar_hpc.simulator.plan import Plan, Planned, candidates, evaluate
 from laminar_hpc.simulator.settings import load_plan
-from small_plans import SMALL, WORK
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(900)]
 RUN_SECONDS = 400  # start-up of a trainer on a busy machine, then some steps

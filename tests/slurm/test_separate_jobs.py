@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers.runs import steps_done
 from laminar_hpc.cli import COMMANDS
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -25,13 +26,6 @@ def submit(cluster, run_dir: Path, *words: str) -> dict[str, str]:
     said = cluster.command(*command, f"run_dir={run_dir}", *SMALL, *words, seconds=120, **environment)
     lines = [line.split() for line in said.splitlines() if line.startswith("submitted")]
     return {name: job for _, _, job, name in lines}
-
-
-def steps_done(run_dir: Path) -> int:
-    path = run_dir / "metrics.jsonl"
-    text = path.read_text() if path.exists() else ""
-    lines = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
-    return max((line["step"] for line in lines if line["kind"] == "step"), default=0)
 
 
 def restarts(cluster, job: str) -> int:

@@ -11,14 +11,15 @@ import termios
 from pathlib import Path
 
 import pytest
-from runs import SHORT, metrics
 
-from audits import assert_clean
+from helpers.paths import ROOT
+from helpers.runs import SHORT, assert_clean, metrics
 from laminar_hpc.cluster import checkpoints
 
-ROOT = Path(__file__).parents[2]
+TRAIN = "laminar train"
 LAMINAR = [sys.executable, "-m", "laminar_hpc.cli", "train"]
-WORDS = [*SHORT, "evaluation.problems=8"]
+# what generates does not matter here, and an emulated engine is there at once
+WORDS = [*SHORT, "evaluation.files=[]", "rollout.engine=emulated", "emulation.median_response_tokens=20"]
 
 
 def read_until(descriptor: int, words: bytes) -> None:
@@ -80,6 +81,6 @@ def test_the_terminal_is_closed(start, tmp_path):
     read_until(ours, b"step  1/")
     run_id = json.loads((run_dir / "controller.json").read_text())["run_id"]
     os.close(ours)
-    reason = "SIGHUP" if start == "laminar train" else "laminar stop"
+    reason = "SIGHUP" if start == TRAIN else "laminar stop"
     assert_stopped_in_order(process, run_dir, reason)
     assert not Path("/dev/shm", f"laminar-{run_id}").exists()

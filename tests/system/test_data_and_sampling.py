@@ -7,8 +7,8 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from runs import Run, metrics, summary
 
+from helpers.runs import Run, metrics, summary
 from laminar_hpc.config.load import examples_directory
 
 REWARD = """

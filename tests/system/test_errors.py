@@ -11,9 +11,9 @@ import time
 from pathlib import Path
 
 import pytest
-from runs import Run
 from safetensors.torch import load_file, save_file
 
+from helpers.runs import Run
 from laminar_hpc.config.load import examples_directory
 
 

@@ -2,17 +2,13 @@
 trainer has, at every step."""
 
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
-from runs import Run, metrics, summary
 
+from helpers.runs import Run, metrics, summary
+from helpers.trainer.tiny import FAMILIES, make_model
 from laminar_hpc.config.load import examples_directory
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "trainer"))
-
-from tiny import FAMILIES, make_model
 
 STEPS = 4
 # random weights earn some

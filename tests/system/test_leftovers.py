@@ -10,8 +10,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from runs import Run
 
+from helpers.runs import Run
 from laminar_hpc.cluster.folders import ENGINE_FOLDER_PREFIX, OWNER_FILE
 from laminar_hpc.cluster.shared_memory import noted
 

@@ -1,8 +1,8 @@
 """Every pipeline, and repack both ways, in short runs of the demo on real SGLang and real Megatron."""
 
 import pytest
-from runs import Run, metrics, summary
 
+from helpers.runs import Run, metrics, summary
 from laminar_hpc.report import rundata
 
 STEPS = 6

@@ -12,11 +12,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-from runs import SHORT, consumed, metrics, summary
 
-from audits import assert_clean
+from helpers.paths import ROOT
+from helpers.runs import SHORT, assert_clean, consumed, metrics, summary
 
-ROOT = Path(__file__).parents[2]
 STEPS = 10
 
 

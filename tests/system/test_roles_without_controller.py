@@ -12,11 +12,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from runs import SHORT, consumed, metrics, summary
 
-from audits import assert_clean
-
-ROOT = Path(__file__).parents[2]
+from helpers.paths import ROOT
+from helpers.runs import SHORT, assert_clean, consumed, metrics, summary
 
 
 def wait(condition: Callable[[], object], what: str, seconds: float = 200) -> None:

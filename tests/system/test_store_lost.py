@@ -4,7 +4,8 @@ import shutil
 import sqlite3
 
 import pytest
-from runs import Run, consumed, summary
+
+from helpers.runs import Run, consumed, summary
 
 STEPS = 10
 

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import Run, metrics, summary
 
-from engines import hf_logprobs, reference
+from helpers.engines.pair import hf_logprobs, reference
+from helpers.runs import Run, metrics, summary
 from laminar_hpc.config.load import examples_directory
 from laminar_hpc.data.tokens import TextDecoder
 from laminar_hpc.payload.whole import Whole

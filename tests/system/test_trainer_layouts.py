@@ -2,8 +2,8 @@
 at every layout."""
 
 import pytest
-from runs import Run, metrics, summary
 
+from helpers.runs import Run, metrics, summary
 from laminar_hpc.cluster.checkpoints import checkpoint_path, read_state
 
 STEPS = 4

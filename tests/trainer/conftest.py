@@ -4,11 +4,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import tiny
 import torch
 import torch.distributed as dist
-from ranks import Ranks
 from torch.distributed.distributed_c10d import _world
+
+from helpers.trainer import tiny
+from helpers.trainer.ranks import Ranks
 
 
 @pytest.fixture(scope="session")

@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import pytest
-import tiny
 import torch
 
+from helpers.trainer import tiny
 from laminar_hpc.config.models import trainer_bytes
 from laminar_hpc.trainer.megatron.cpu import cuda_as_cpu
 from laminar_hpc.trainer.megatron.packs import make_pack

@@ -7,9 +7,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import tiny
 
-import made
+from helpers import made
+from helpers.trainer import tiny
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.messages.data import Message

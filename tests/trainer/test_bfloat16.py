@@ -3,17 +3,19 @@ training works at every layout."""
 
 import asyncio
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-import tiny
 import torch
 import torch.nn.functional as F
-from ranks import Ranks
 from tokenizers import Tokenizer
 
+from helpers.engines.pair import engine_config
+from helpers.paths import EXAMPLES
+from helpers.processes import LoopThread
+from helpers.trainer import tiny
+from helpers.trainer.ranks import Ranks
 from laminar_hpc.engine.interface import sampling_parameters
 from laminar_hpc.engine.sglang.command_line import arguments
 from laminar_hpc.engine.sglang.server import SglangServer
@@ -23,11 +25,7 @@ from laminar_hpc.trainer.megatron.packs import make_pack
 from laminar_hpc.trainer.megatron.policy import MegatronPolicy
 from laminar_hpc.weights.probe import probe_sequences
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from engines import LoopThread, engine_config
-
-EXAMPLE = Path(__file__).parents[2] / "examples" / "arithmetic"
+EXAMPLE = EXAMPLES / "arithmetic"
 BASE = EXAMPLE / "base"
 
 

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import tiny
 import torch
 
+from helpers.trainer import tiny
 from laminar_hpc.messages.data import VersionSpan
 from laminar_hpc.payload.layout import Response, drawn
 from laminar_hpc.trainer.megatron.packs import make_pack

@@ -14,16 +14,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpointing import Trainer
 
+from helpers.paths import HELPERS, environment
+from helpers.trainer.checkpointing import Trainer
 from laminar_hpc.cluster.checkpoints import checkpoint_path, fence, read_state, reading, steps
 from laminar_hpc.cluster.durable import sync_folder
 from laminar_hpc.cluster.full_disk import NO_ROOM, full_disk_text
 from laminar_hpc.config.errors import PermanentFailure
 from laminar_hpc.messages.membership import Welcome
 from laminar_hpc.trainer.checkpointing.hf_files import HfFiles
-
-HERE = Path(__file__).parent
 
 
 @pytest.mark.parametrize(
@@ -230,8 +229,8 @@ def test_a_gang_that_was_stopped_in_a_checkpoint_wakes_up_replaced(tied_model: P
     run_dir = tmp_path / "run"
     fence(run_dir, 1)
     many = [str(step) for step in range(1, 1000)]
-    command = [sys.executable, HERE / "save_checkpoint.py", tied_model, run_dir, "1", *many]
-    zombie = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    command = [sys.executable, HELPERS / "trainer/save_checkpoint.py", tied_model, run_dir, "1", *many]
+    zombie = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment())
     try:
         deadline = time.monotonic() + 60
         while not (steps(run_dir) and list((run_dir / "checkpoints").glob(".step_*/rng/*"))):
@@ -263,8 +262,8 @@ def test_all_is_on_the_disk_before_the_checkpoint_has_its_name(tied_model: Path,
         "-e",
         "trace=fsync,fdatasync,rename,renameat,renameat2",
     ]
-    save = [sys.executable, HERE / "save_checkpoint.py", tied_model, run_dir, "0", "1"]
-    subprocess.run([*command, "-o", calls, *save], check=True, timeout=200)
+    save = [sys.executable, HELPERS / "trainer/save_checkpoint.py", tied_model, run_dir, "0", "1"]
+    subprocess.run([*command, "-o", calls, *save], check=True, timeout=200, env=environment())
     path = checkpoint_path(run_dir, 1)
     lines = calls.read_text().splitlines()
     renamed = next(i for i, line in enumerate(lines) if "rename" in line and f'"{path}"' in line)

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from checkpointing import Trainer
 
+from helpers.trainer.checkpointing import Trainer
 from laminar_hpc.cluster import checkpoints
 from laminar_hpc.cluster.checkpoints import checkpoint_path, fence, read_state, steps
 from laminar_hpc.cluster.durable import FileSum

@@ -6,15 +6,15 @@ import shutil
 from pathlib import Path
 
 import pytest
-import tiny
 import torch
-from checkpointing import Trainer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.core import parallel_state
-from ranks import Ranks
 from test_layouts import settings_of, world_of
 
+from helpers.trainer import tiny
+from helpers.trainer.checkpointing import Trainer
+from helpers.trainer.ranks import Ranks
 from laminar_hpc.cluster.checkpoints import checkpoint_path
 from laminar_hpc.trainer.canonical.files import plan_files
 from laminar_hpc.trainer.canonical.plan import HeldSlice

@@ -1,6 +1,6 @@
 """The trainer ranks' words to each other: over one group, each wait bounded."""
 
-from ranks import Ranks
+from helpers.trainer.ranks import Ranks
 
 
 def test_all_is_said_over_one_group(ranks: Ranks) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpointing import Trainer
 
+from helpers.trainer.checkpointing import Trainer
 from laminar_hpc.cluster.checkpoints import read_state, steps
 from laminar_hpc.config.errors import PermanentFailure
 

@@ -2,7 +2,6 @@
 one trains."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,11 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from helpers.paths import HELPERS, environment
 from laminar_hpc.cluster.checkpoints import checkpoint_path, read_state, steps
 from laminar_hpc.observability.trace import read_spans
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() == 1, reason="two ranks of NCCL need two GPUs")
-HERE = Path(__file__).parent
 SETTINGS = {
     "steps": 4,
     "algorithm__minibatches_per_step": 2,
@@ -62,12 +61,11 @@ def run(
     }
     job["settings"] = {**SETTINGS, "trainer__data_parallel": ranks, **settings}
     (run_dir / "job.json").write_text(json.dumps(job))
-    environment = {**os.environ, "WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    environment["PYTHONPATH"] = str(HERE.parent)  # tests/made.py
+    here = environment(WORLD_SIZE=str(ranks), OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
     processes = [
         subprocess.Popen(
-            [sys.executable, HERE / "rank.py", run_dir / "job.json"],
-            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            [sys.executable, HELPERS / "trainer/rank.py", run_dir / "job.json"],
+            env={**here, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -4,13 +4,13 @@ arrives is what was published, whatever the trainer does as soon as it may."""
 from pathlib import Path
 
 import pytest
-import tiny
 import torch
-from device_cases import Rows
-from publishing import linked, slot_bytes, start
-from ranks import Ranks
 
-from fake_device import FakeDevice, used
+from helpers.links.fake_device import FakeDevice, used
+from helpers.trainer import tiny
+from helpers.trainer.device_cases import Rows
+from helpers.trainer.publishing import linked, slot_bytes, start
+from helpers.trainer.ranks import Ranks
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.messages.chain import RelayHas

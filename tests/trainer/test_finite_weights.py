@@ -6,10 +6,10 @@ import shutil
 from pathlib import Path
 
 import pytest
-import tiny
 import torch
 from safetensors.torch import load_file, save_file
 
+from helpers.trainer import tiny
 from laminar_hpc.cluster.context import RoleContext
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.messages.membership import Welcome

@@ -9,8 +9,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from checkpointing import Trainer
 
+from helpers.trainer.checkpointing import Trainer
 from laminar_hpc.cluster import durable, signatures
 from laminar_hpc.cluster.checkpoints import steps
 from laminar_hpc.config.errors import PermanentFailure

@@ -4,9 +4,9 @@ import math
 from pathlib import Path
 
 import pytest
-import tiny
 import torch
 
+from helpers.trainer import tiny
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.trainer.algorithms.advantages import group_advantages
 from laminar_hpc.trainer.algorithms.groups import by_group, estimated_advantages

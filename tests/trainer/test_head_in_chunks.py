@@ -5,10 +5,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import tiny
-from cases import ROWS
-from ranks import Ranks
 
+from helpers.trainer import tiny
+from helpers.trainer.cases import ROWS
+from helpers.trainer.ranks import Ranks
 from laminar_hpc.config.models import LOGITS_BYTES, head_in_chunks, known_models, trainer_bytes
 from laminar_hpc.config.system_schema import TrainerConfig
 

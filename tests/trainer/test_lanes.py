@@ -5,10 +5,10 @@ import time
 from pathlib import Path
 
 import pytest
-import tiny
-from publishing import linked, scratch, slot_bytes, spoil, start, whole
-from ranks import Ranks
 
+from helpers.trainer import tiny
+from helpers.trainer.publishing import linked, scratch, slot_bytes, spoil, start, whole
+from helpers.trainer.ranks import Ranks
 from laminar_hpc.cluster.channel import StopReceived
 from laminar_hpc.messages.chain import LinkDown, RelayHas
 from laminar_hpc.messages.publication import LaneSenders, NewWeightId, Published

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import tiny
 import torch
-from ranks import Ranks
 from safetensors.torch import load_file
 
+from helpers.trainer import tiny
+from helpers.trainer.ranks import Ranks
 from laminar_hpc.cluster.checkpoints import checkpoint_path
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.models import first_stage_layers
@@ -175,9 +175,20 @@ MORE_RESUMES = [
 
 def check_resume(before: str, after: str, ranks: Ranks, models, reference, run_dir: Path) -> None:
     arguments = {"model": str(models["qwen2-tied"]), "texts": texts(), "run_dir": str(run_dir)}
-    ranks.run(world_of(before), "cases:train", **arguments, settings=settings_of(before), steps=(0, 2))
+    ranks.run(
+        world_of(before),
+        "cases:train",
+        **arguments,
+        settings=settings_of(before),
+        steps=(0, 2),
+    )
     resumed = ranks.run(
-        world_of(after), "cases:train", **arguments, settings=settings_of(after), steps=(2, 5), resume=True
+        world_of(after),
+        "cases:train",
+        **arguments,
+        settings=settings_of(after),
+        steps=(2, 5),
+        resume=True,
     )
     losses, norms, *_ = reference("qwen2-tied")
     assert [m["loss"] for m in resumed[0]["metrics"]] == pytest.approx(losses[2:5], abs=1e-5)

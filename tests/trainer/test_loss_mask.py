@@ -5,13 +5,13 @@ import math
 from pathlib import Path
 
 import pytest
-import tiny
 import torch
 
+from helpers.made import Made
+from helpers.trainer import tiny
 from laminar_hpc.trainer.megatron.policy import MegatronPolicy
 from laminar_hpc.trainer.step.learner import Learner
 from laminar_hpc.trainer.step.microbatch import make_microbatch, trained
-from made import Made
 
 OPTIONS: dict[str, dict[str, object]] = {
     "grpo": {},

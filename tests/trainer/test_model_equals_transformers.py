@@ -5,18 +5,19 @@ import json
 from pathlib import Path
 
 import pytest
-import tiny
 import torch
-from checkpointing import save_hf
 from safetensors.torch import load_file, save_file
 
+from helpers.paths import EXAMPLES
+from helpers.trainer import tiny
+from helpers.trainer.checkpointing import save_hf
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.trainer.megatron.policy import MegatronPolicy
 from laminar_hpc.trainer.step.learner import Learner
 from laminar_hpc.trainer.step.microbatch import make_microbatch
 from laminar_hpc.weights.probe import probe_sequences
 
-SHIPPED = Path(__file__).parents[2] / "examples" / "arithmetic" / "base"
+SHIPPED = EXAMPLES / "arithmetic" / "base"
 LENGTHS = (13, 40, 7, 4, 7, 29)
 
 

@@ -4,11 +4,10 @@ independent trainer."""
 import dataclasses
 from pathlib import Path
 
-import plain
 import pytest
-import tiny
 import torch
 
+from helpers.trainer import plain, tiny
 from laminar_hpc.config.bounds import Choices, allowed
 from laminar_hpc.config.schema import AlgorithmConfig
 from laminar_hpc.trainer.megatron.policy import MegatronPolicy

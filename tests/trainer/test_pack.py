@@ -3,8 +3,9 @@
 from pathlib import Path
 
 import pytest
-import tiny
-from ranks import Ranks
+
+from helpers.trainer import tiny
+from helpers.trainer.ranks import Ranks
 
 # tensor, pipeline, data parallel, dtype
 LAYOUTS = {
@@ -31,7 +32,11 @@ def test_bucket_holds_the_canonical_tensors(family: str, ranks: Ranks, tmp_path:
             "model__dtype": dtype,
         }
         result = ranks.run(
-            tensor * pipeline * data, "cases:packed", model=str(model), settings=settings, sizes=SIZES
+            tensor * pipeline * data,
+            "cases:packed",
+            model=str(model),
+            settings=settings,
+            sizes=SIZES,
         )[0]
         for size in SIZES:
             assert (result["buckets"][size] == result["whole"]).all(), (name, size)

@@ -10,7 +10,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import tiny
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies import filesystem_async
@@ -24,6 +23,7 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.optim.optimizer import _default_to_fused_or_foreach
 
+from helpers.trainer import tiny
 from laminar_hpc.cluster.checkpoints import Damaged
 from laminar_hpc.trainer.checkpoint import Checkpointer
 from laminar_hpc.trainer.checkpointing import live_state

@@ -19,12 +19,14 @@ TRL has no counterpart of REINFORCE++, of the geometric sequence mask, nor of k1
 
 import math
 from collections import defaultdict
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 import laminar_hpc.compat.torchvision  # noqa: F401 (before transformers)
+from laminar_hpc.compat.optional import left_out
 from laminar_hpc.config.schema import AlgorithmConfig
 from laminar_hpc.trainer.algorithms.advantages import token_advantages
 from laminar_hpc.trainer.algorithms.kl import kl_estimate
@@ -32,7 +34,7 @@ from laminar_hpc.trainer.algorithms.objective import objective
 from laminar_hpc.trainer.algorithms.shaping import overlong_punishment
 from laminar_hpc.trainer.algorithms.tokens import Tokens
 
-pytestmark = pytest.mark.slow  # TRL takes half a minute to import
+pytestmark = pytest.mark.slow  # TRL takes seconds to import
 
 LENGTHS, SAMPLES, LONGEST = [5, 3, 1, 4, 5, 2], 3, 6
 MASK = torch.tensor([[1.0] * n + [0.0] * (max(LENGTHS) - n) for n in LENGTHS])
@@ -135,6 +137,13 @@ def stand_in(**settings: object) -> SimpleNamespace:
     for key, value in settings.items():
         setattr(trainer.args if key == "delta" else trainer, key, value)
     return trainer
+
+
+@pytest.fixture(autouse=True)
+def without_wandb() -> Iterator[None]:
+    """TRL would import it: half a minute of a processor."""
+    with left_out("wandb"):
+        yield
 
 
 def by_trl(**settings: object) -> tuple[torch.Tensor, float, torch.Tensor]:

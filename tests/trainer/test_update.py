@@ -6,9 +6,9 @@ import math
 from pathlib import Path
 
 import pytest
-import tiny
 import torch
 
+from helpers.trainer import tiny
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.messages.data import VersionSpan
 from laminar_hpc.policies.metrics import batch_metrics, merged

@@ -6,11 +6,11 @@ import shutil
 from pathlib import Path
 
 import pytest
-import tiny
 import torch
 from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from helpers.trainer import tiny
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.trainer.megatron import logprobs
 from laminar_hpc.trainer.megatron.policy import MegatronPolicy

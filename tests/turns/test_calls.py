@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-from chats import SEPARATED, save
 
+from helpers.models.chats import SEPARATED, save
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.turns.calls import CallParser, Malformed, ToolCall
 from laminar_hpc.turns.model import with_tools

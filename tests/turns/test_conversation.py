@@ -4,10 +4,10 @@ model's template; a template that rewrites them is refused."""
 from pathlib import Path
 
 import pytest
-from chats import CLEARED, FORGETFUL, ROLE_MARKED, SEPARATED, WITHOUT_TOOLS, save
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from helpers.models.chats import CLEARED, FORGETFUL, ROLE_MARKED, SEPARATED, WITHOUT_TOOLS, save
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.data.tokens import load_tokenizer
 from laminar_hpc.turns.conversation import ToolResult

@@ -4,8 +4,8 @@ branch where that rewrites earlier turns; or all that was drawn is kept."""
 from pathlib import Path
 
 import pytest
-from chats import CLEARED, FORGETFUL, SEPARATED, save
 
+from helpers.models.chats import CLEARED, FORGETFUL, SEPARATED, save
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.data.tokens import TextDecoder, load_tokenizer
 from laminar_hpc.turns.conversation import Conversation, ToolResult

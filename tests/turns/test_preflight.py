@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-from chats import CLEARED, SEPARATED, save, vocabulary_size
 
+from helpers.models.chats import CLEARED, SEPARATED, save, vocabulary_size
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.turns.preflight import check_environment, prompt_render

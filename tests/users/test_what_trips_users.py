@@ -19,6 +19,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from helpers.paths import ROOT
 from laminar_hpc import __main__ as rank_main
 from laminar_hpc import cli
 from laminar_hpc.cluster.processes import oom_kills
@@ -30,8 +31,6 @@ from laminar_hpc.controller.evaluations import Evaluations
 from laminar_hpc.controller.probes import Probes
 from laminar_hpc.data.prompts import Prompt
 from laminar_hpc.doctor import packages
-
-REPOSITORY = Path(__file__).parents[2]
 
 
 def dry_run(capsys, *words: str) -> str:
@@ -61,7 +60,7 @@ def test_is_it_really_asynchronous(capsys):
 def test_one_meaning_of_batch(capsys):
     """No five batch sizes: prompts x samples make a step, updates share it, one token budget packs it; and
     that is printed."""
-    keys = (REPOSITORY / "tests/config/keys.txt").read_text().split()
+    keys = (ROOT / "tests/config/keys.txt").read_text().split()
     assert [key for key in keys if "batch" in key] == [
         "algorithm.minibatches_per_step",
         "cluster.batch_timeout_seconds",
@@ -144,9 +143,9 @@ def test_nothing_is_patched(package):
 def test_no_ray():
     """Slurm or torchrun start a run as they are: nothing of Ray is required, and the job script is one file
     that a shell can read."""
-    pins = "".join(path.read_text() for path in (REPOSITORY / "requirements").glob("*.txt"))
+    pins = "".join(path.read_text() for path in (ROOT / "requirements").glob("*.txt"))
     assert not [line for line in pins.splitlines() if line.split("==")[0] == "ray"]
-    script = REPOSITORY / "slurm" / "laminar_single.sbatch"
+    script = ROOT / "slurm" / "laminar_single.sbatch"
     assert subprocess.run(["bash", "-n", str(script)], capture_output=True, check=False).returncode == 0
 
 
@@ -172,11 +171,9 @@ def test_started_without_torchrun(environment, cause):
 def test_the_head_node_is_asked_of_slurm():
     """The rendezvous is at the first node of the allocation, not at the login node, which
     SLURM_LAUNCH_NODE_IPADDR names."""
-    script = (REPOSITORY / "slurm" / "common.sh").read_text()
+    script = (ROOT / "slurm" / "common.sh").read_text()
     assert 'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST")' in script and "${head%%" in script
-    assert not [
-        path for path in (REPOSITORY / "slurm").iterdir() if "SLURM_LAUNCH_NODE_IPADDR" in path.read_text()
-    ]
+    assert not [path for path in (ROOT / "slurm").iterdir() if "SLURM_LAUNCH_NODE_IPADDR" in path.read_text()]
 
 
 # ---- memory ------------------------------------------------------------------------------------------------

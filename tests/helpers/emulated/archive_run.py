@@ -1,0 +1,141 @@
+"""A run as the archive sees it: a real store, real payload files and checkpoints' folders, steps that are
+generated and trained at once."""
+
+import json
+import shutil
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+
+from helpers.made import Made
+from laminar_hpc.cluster.checkpoints import checkpoint_path, steps
+from laminar_hpc.controller.archiving import Archiving
+from laminar_hpc.controller.gone_writers import GoneWriters
+from laminar_hpc.controller.journal import Journal
+from laminar_hpc.controller.store import Store
+from laminar_hpc.messages.data import ScorePart
+from laminar_hpc.payload.layout import pack
+from laminar_hpc.payload.writer import FOLDER, PayloadWriter
+
+GROUPS, SAMPLES, KEEP = 2, 2, 2  # groups of a step, trajectories of a group, checkpoints
+
+
+class EmulatedRun:
+    """`said`: lines for the user."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        rule: str = "all",
+        tokens: int = 50,
+        every: int = 2,
+        store_dir: Path | None = None,
+    ) -> None:
+        self.run_dir, self.tokens, self.every = run_dir, tokens, every
+        self.said: list[str] = []
+        self.state = SimpleNamespace(trainer_step=0)
+        config = SimpleNamespace(run_dir=str(run_dir), archive=rule, checkpoint=SimpleNamespace(keep=KEEP))
+        metrics = SimpleNamespace(write=lambda kind, **fields: None)
+        self.shared = SimpleNamespace(config=config, state=self.state, say=self.said.append, metrics=metrics)
+        self.writer = PayloadWriter(run_dir, "rollout0")
+        self.store = Store(run_dir) if store_dir is None else self._store_apart(store_dir)
+        self.gone = GoneWriters(run_dir, False, 60.0, 0.0)
+        self.archiving = Archiving(self.shared, self.store, self.gone)
+
+    def _store_apart(self, store_dir: Path) -> Store:
+        journal = Journal(self.run_dir / "journal", store_dir / "store.sqlite", self.said.append)
+        return Store(store_dir, journal=journal)
+
+    def made(self, step: int, number: int) -> Made:
+        """Trajectory `number` of a step; others with each step."""
+        trajectory_id = step * GROUPS * SAMPLES + number
+        tokens = np.random.default_rng(trajectory_id).integers(0, 1000, self.tokens)
+        group, logprobs = trajectory_id // SAMPLES, (-(tokens + 1) / 1024).tolist()
+        return Made(trajectory_id, group, [group % 100] * 5, tokens.tolist(), logprobs, weight_step=step)
+
+    def train(self, count: int = 1) -> None:
+        """So many steps more, and what the archive has to do afterwards."""
+        for step in range(self.state.trainer_step, self.state.trainer_step + count):
+            self._generate(step)
+            self.store.rows.consume(range(step * GROUPS, (step + 1) * GROUPS), step)
+            self.state.trainer_step = step + 1
+            if (step + 1) % self.every == 0:
+                self.checkpoint(step + 1)
+            self.settle()
+
+    def _generate(self, step: int) -> None:
+        batch = [self.made(step, number) for number in range(GROUPS * SAMPLES)]
+        places = [self.writer.append(pack(made.response)) for made in batch]
+        for made, place in zip(batch, places, strict=True):
+            if made.trajectory_id % SAMPLES == 0:
+                self.store.rows.add_group(made.group_id, 0, 0, step, made.group_id + 1, 1.0)
+                self.store.rows.add_prompt(made.group_id, made.prompt_tokens)
+            ids = range(made.trajectory_id, made.trajectory_id + 1)
+            self.store.rows.add_trajectories(ids, made.group_id, made.trajectory_id % SAMPLES, 0, 0, step)
+            self.store.rows.store_response(made.record(place.result(10.0)))
+            self.store.rows.finish_trajectory(made.trajectory_id, ScorePart(3.0, 1.0), 1.0)
+            self.store.rows.finish_group(made.group_id, step, made.group_id + 1, 2.0)
+
+    def checkpoint(self, step: int) -> None:
+        """Of the KEEP newest, and what is older goes."""
+        folder = checkpoint_path(self.run_dir, step)
+        folder.mkdir(parents=True)
+        (folder / "state.json").write_text(json.dumps({"step": step}))
+        for old in steps(self.run_dir)[:-KEEP]:
+            shutil.rmtree(checkpoint_path(self.run_dir, old))
+        self.archiving.checkpointed()
+
+    def settle(self, seconds: float = 30.0) -> None:
+        """The loop's turns until the archive has nothing to do, or has failed."""
+        deadline, said = time.monotonic() + seconds, len(self.said)
+        while True:
+            self.archiving.tick()
+            self.store.commit()
+            job = self.archiving._job
+            if job is None and (self.archiving._done >= self._limit() or len(self.said) > said):
+                return
+            assert time.monotonic() < deadline, "the archive does not come to an end"
+            if job is not None:
+                job.exception(seconds)
+
+    def _limit(self) -> int:
+        return min(self.archiving._limit, self.state.trainer_step)
+
+    def restore(self, step: int) -> None:
+        """As trainers do that start on the weights of this step."""
+        self.archiving.put_back(step)
+        self.store.rows.restore(step)
+        self.state.trainer_step = step
+        self.store.commit()
+
+    def again(self) -> "EmulatedRun":
+        """Another controller over the same store."""
+        self.store.close()
+        other = EmulatedRun(self.run_dir, self.shared.config.archive, self.tokens, self.every)
+        other.state.trainer_step = self.state.trainer_step
+        return other
+
+    def payload_files(self) -> list[Path]:
+        return sorted((self.run_dir / FOLDER).iterdir())
+
+
+def archive(run_dir: Path) -> None:
+    """Two of three steps that a run has trained, as the controller does when two later checkpoints are
+    there."""
+    for step in (2, 3):
+        checkpoint_path(run_dir, step).mkdir(parents=True, exist_ok=True)
+        (checkpoint_path(run_dir, step) / "state.json").write_text(json.dumps({"step": step}))
+    run = SimpleNamespace(said=[], state=SimpleNamespace(trainer_step=3), store=Store(run_dir))
+    shared = SimpleNamespace(
+        config=SimpleNamespace(run_dir=str(run_dir), archive="all", checkpoint=SimpleNamespace(keep=2)),
+        state=run.state,
+        say=run.said.append,
+        metrics=SimpleNamespace(write=lambda *_, **__: None),
+    )
+    run.archiving = Archiving(shared, run.store, GoneWriters(run_dir, False, 60.0, 0.0))
+    run._limit = lambda: min(run.archiving._limit, 3)
+    EmulatedRun.settle(run)
+    assert not run.said and run.store.archived_steps == 2
+    run.store.close()

@@ -1,0 +1,150 @@
+"""The trainer's step once more, written from the papers in plain torch and transformers: one sequence and one
+token at a time, no packs, no micro-batches, no shared code but the shuffle of mini-batches. What tests hold
+the Learner against."""
+
+import math
+
+import torch
+
+from helpers.made import Made
+from helpers.trainer.tiny import token_logprobs
+from laminar_hpc.config.schema import RunConfig
+from laminar_hpc.trainer.step.packing import split_minibatches
+
+
+def kl(logprobs: torch.Tensor, reference: torch.Tensor, estimator: str) -> torch.Tensor:
+    ratio = torch.exp(reference - logprobs)
+    return {"k1": -ratio.log(), "k2": ratio.log() ** 2 / 2, "k3": ratio - 1 - ratio.log()}[estimator]
+
+
+def selected(values: torch.Tensor, t: Made) -> torch.Tensor:
+    return values[torch.tensor(t.loss_mask, dtype=torch.bool)]
+
+
+class PlainTrainer:
+    """AdamW without weight decay; `reference` is a frozen copy of the initial model."""
+
+    def __init__(self, config: RunConfig, model: torch.nn.Module, reference: torch.nn.Module) -> None:
+        self.config, self.model, self.reference = config, model, reference
+        c = config.optimizer
+        self.adam = torch.optim.AdamW(
+            model.parameters(), lr=c.lr, betas=(c.beta1, c.beta2), eps=c.eps, weight_decay=0.0
+        )
+
+    def logprobs(self, model: torch.nn.Module, t: Made) -> torch.Tensor:
+        return selected(token_logprobs(model, t, self.config.sampling.temperature)[0], t)
+
+    def train(self, batch: list[Made], step: int) -> tuple[list[float], list[float]]:
+        """Losses and gradient norms of the mini-batches."""
+        a = self.config.algorithm
+        with torch.no_grad():
+            proximal = [self.logprobs(self.model, t) for t in batch]
+            reference = [self.logprobs(self.reference, t) for t in batch]
+        behaviour = [selected(torch.tensor(t.logprobs), t) for t in batch]
+        if a.proximal == "behaviour":
+            proximal = behaviour
+        advantages = self.advantages(
+            batch, [kl(p, r, a.kl_estimator) for p, r in zip(proximal, reference, strict=True)]
+        )
+        losses, norms = [], []
+        for members in split_minibatches(len(batch), a.minibatches_per_step, self.config.seed, step):
+            self.adam.zero_grad()
+            numerator, tokens = torch.zeros(()), sum(len(behaviour[i]) for i in members)
+            for i in members:
+                per_token = self.token_losses(
+                    self.logprobs(self.model, batch[i]),
+                    proximal[i],
+                    behaviour[i],
+                    reference[i],
+                    advantages[i],
+                )
+                scale = {
+                    "tokens": 1 / tokens,
+                    "sequences": 1 / (len(members) * len(behaviour[i])),
+                    "constant": 1 / (len(members) * self.config.sampling.max_response_tokens),
+                }[a.loss_aggregation]
+                numerator = numerator + per_token.sum() * scale
+            numerator.backward()
+            norms.append(
+                float(
+                    torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optimizer.clip_grad)
+                )
+            )
+            self.adam.step()
+            losses.append(numerator.item())
+        return losses, norms
+
+    def advantages(self, batch: list[Made], penalty: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Per trained token."""
+        a, longest = self.config.algorithm, self.config.sampling.max_response_tokens
+        rewards = []
+        for t in batch:
+            overlong = 0.0
+            if a.overlong_buffer_tokens:
+                free = longest - a.overlong_buffer_tokens
+                overlong = max(-1.0, min(0.0, (free - len(t.loss_mask)) / a.overlong_buffer_tokens))
+            rewards.append(t.reward + overlong)
+        beta = a.kl_coefficient if a.kl_in_reward else 0.0
+        if a.advantage.startswith("reinforce_pp"):
+            returns = []
+            for i, t in enumerate(batch):
+                group = [r for r, other in zip(rewards, batch, strict=True) if other.group_id == t.group_id]
+                base = sum(group) / len(group) if a.advantage == "reinforce_pp_baseline" else 0.0
+                returns.append(
+                    [rewards[i] - base - beta * float(penalty[i][j:].sum()) for j in range(len(penalty[i]))]
+                )
+            every = [x for own in returns for x in own]
+            mean = sum(every) / len(every)
+            std = math.sqrt(sum((x - mean) ** 2 for x in every) / len(every))
+            return [(torch.tensor(own) - mean) / (std + 1e-4) for own in returns]
+        found, whole = [], [r - beta * float(p.sum()) for r, p in zip(rewards, penalty, strict=True)]
+        for i, t in enumerate(batch):
+            group = [j for j, other in enumerate(batch) if other.group_id == t.group_id]
+            values = torch.tensor([whole[j] for j in group])
+            if a.advantage == "rloo":
+                value = whole[i] - sum(whole[j] for j in group if j != i) / (len(group) - 1)
+            else:
+                value = float(
+                    (whole[i] - values.mean()) / ((values.std() + 1e-4) if a.normalize_std else 1.0)
+                )
+            found.append(torch.full((len(penalty[i]),), value))
+        return found
+
+    def token_losses(
+        self,
+        logprobs: torch.Tensor,
+        proximal: torch.Tensor,
+        behaviour: torch.Tensor,
+        reference: torch.Tensor,
+        advantages: torch.Tensor,
+    ) -> torch.Tensor:
+        a = self.config.algorithm
+        ratio = (logprobs - proximal).exp()
+        if a.loss == "gspo":
+            ratio = (logprobs - proximal).mean().exp().expand(len(logprobs))
+        if a.loss in ("cispo", "aipo"):
+            low, high = (
+                (1 - a.clip_low, 1 + a.clip_high) if a.loss == "cispo" else (0.0, a.importance_weight_cap)
+            )
+            loss = -ratio.detach().clamp(low, high) * advantages * logprobs
+        else:
+            surrogate = torch.min(
+                ratio * advantages, ratio.clamp(1 - a.clip_low, 1 + a.clip_high) * advantages
+            )
+            if a.clip_dual is not None:
+                surrogate = torch.where(
+                    advantages < 0, torch.max(surrogate, a.clip_dual * advantages), surrogate
+                )
+            loss = -surrogate
+        if a.proximal == "recomputed":
+            weight = (proximal - behaviour).exp()
+            loss = loss * (
+                weight if a.importance_weight_cap is None else weight.clamp(max=a.importance_weight_cap)
+            )
+        numerator = proximal if a.proximal == "recomputed" else logprobs.detach()
+        mean = float((numerator - behaviour).mean().exp())
+        if mean < (a.sequence_ratio_min or 0.0) or mean > (a.sequence_ratio_max or math.inf):
+            loss = loss * 0.0
+        if a.kl_coefficient and not a.kl_in_reward:
+            loss = loss + a.kl_coefficient * kl(logprobs, reference, a.kl_estimator)
+        return loss
