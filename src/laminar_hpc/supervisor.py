@@ -26,6 +26,7 @@ from laminar_hpc.controller.store_check import check_store
 from laminar_hpc.observability import console, jsonl
 from laminar_hpc.policies.restarts import Restarts
 
+GO_ON = ", then go on with the same command and resume=auto"
 _STORE_CHECK_SECONDS = 0.5  # a first look: the controller takes the time to read all of it
 
 
@@ -53,12 +54,14 @@ class WholeRun(WorkerGroup):
     """All ranks of a run on this machine. A restart goes on with the run unless only an earlier one is there,
     which this one was to move aside."""
 
-    advice = ", then go on with the same command and resume=auto"
-
     def __init__(self, config: RunConfig, words: list[str], world: int) -> None:
         self._world = world
         self._earlier = newest_start(config)
-        super().__init__(config, words, Ranks(range(world), world), Restarts(config.restarts or 0))
+        restarts, advice = (
+            Restarts(config.restarts or 0),
+            ", then go on with the same command and resume=auto",
+        )
+        super().__init__(config, words, Ranks(range(world), world), restarts, advice=advice)
 
     def name(self, rank: int) -> str:
         derived, lanes = derive(self.config), self.config.relay.lanes

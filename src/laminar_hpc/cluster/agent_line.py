@@ -30,8 +30,7 @@ class RankOrders(msgspec.Struct, frozen=True):
 
 class RankReport(msgspec.Struct, omit_defaults=True):
     """What a rank tells its agent: an error, or a mistake in what it was asked for (`refused`), one line for
-    each; `joined_as`: "rollout 3", when it has joined the run, or as a controller has it; a rollout gets its number
-    then."""
+    each; `joined_as`: "rollout 3", when it has joined the run; of a controller when it has the run."""
 
     error: str = ""
     refused: bool = False

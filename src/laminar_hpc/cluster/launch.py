@@ -37,13 +37,11 @@ _LIVE_SECONDS, _DEAD_SECONDS = 10.0, 2.0
 _GONE_SECONDS = 20.0  # ranks that were told to end are killed after this
 _ALONE_SECONDS = 20.0  # of relays after their rollouts: at the end of a run they leave by themselves
 _LOOK_SECONDS = 0.1
+_NO_ORDERS = RankOrders()
 
 
 class WorkerGroup:
     """Ranks that end together, and are started together again if that may be."""
-
-    role = "all"
-    advice = ""  # behind how a rank died
 
     def __init__(
         self,
@@ -51,11 +49,15 @@ class WorkerGroup:
         words: list[str],
         ranks: Ranks,
         restarts: Restarts,
-        orders: RankOrders | None = None,
+        orders: RankOrders = _NO_ORDERS,
         run_id: str = "",
+        advice: str = "",
     ) -> None:
-        """`run_id`: equal on all machines of one world."""
+        """`run_id`: equal on all machines of one world. `advice`: behind how a rank died."""
         self.config = config
+        self.role = config.role
+        self.orders = orders
+        self.advice = advice
         self.run_dir = Path(config.run_dir)
         self.logs = self.run_dir / "logs"
         self.restarts = restarts
@@ -63,7 +65,7 @@ class WorkerGroup:
         self.is_told = False  # of their end, or the run's
         self._is_ended = False  # at once
         self._words = words
-        self._begin = partial(Life, ranks=ranks, orders=orders or RankOrders(), run_id=run_id)
+        self._begin = partial(Life, ranks=ranks, orders=orders, run_id=run_id)
         self._room_until: float | None = None
         self.start([])
 
@@ -89,12 +91,9 @@ class WorkerGroup:
         """How a rank has ended that could not say so itself; "" if nobody needs to be told."""
         if self._is_ended:
             return ""
-        name = self.name(rank)
-        how = (
-            f"was killed by {signal.Signals(-number).name}"
-            if number < 0
-            else f"ended with exit code {number}"
-        )
+        name, how = self.name(rank), f"ended with exit code {number}"
+        if number < 0:
+            how = f"was killed by {signal.Signals(-number).name}"
         log = self.logs / f"{name.replace(' ', '')}.log"
         return f"{name} {how}; see {log if log.exists() else self.logs}{self.advice}"
 
@@ -120,14 +119,12 @@ class WorkerGroup:
         life.close(self.log())
         remove_dead_slots(self.config.relay.shm_dir)
         remove_abandoned(Path(tempfile.gettempdir()), ENGINE_FOLDER_PREFIX)
+        rank, number = life.failed or (0, int(self._is_ended))
         left = self.role in LEAVES and self.is_told and not self._is_ended
-        if (left and life.failed and life.failed[1] == -signal.SIGTERM) or not (
-            life.failed or self._is_ended
-        ):
+        if number == 0 or (left and number == -signal.SIGTERM):
             self.code = 0  # also where it was told before it could hear of it
             return
-        number = life.failed[1] if life.failed else 1
-        if life.failed and not life.causes and (why := self.explain(*life.failed)):
+        if not life.causes and (why := self.explain(rank, number)):
             life.causes.append(why)
         self._code = REFUSED if life.is_refused or number == REFUSED else 1
         # another rank may have ended before the one whose disk is full
@@ -221,18 +218,16 @@ class Agent:
                 self._alone_at = math.inf
                 self._leave("relay", "rollout")
             time.sleep(_LOOK_SECONDS)
-        codes = self.codes().values()
-        return REFUSED if REFUSED in codes else max(codes, default=0)
+        return max(self.codes().values(), default=0)
 
     def codes(self) -> dict[str, int]:
         """By role, exit codes of those that have ended as a whole."""
-        found: dict[str, list[int | None]] = {}
+        going_on = {group.role for group in self.groups if group.code is None}
+        found: dict[str, int] = {}
         for group in self.groups:
-            found.setdefault(group.role, []).append(group.code)
-        ended = {
-            role: [c for c in codes if c is not None] for role, codes in found.items() if None not in codes
-        }
-        return {role: REFUSED if REFUSED in codes else max(codes) for role, codes in ended.items()}
+            if group.role not in going_on and group.code is not None:
+                found[group.role] = max(found.get(group.role, 0), group.code)
+        return found
 
     def _after(self, group: WorkerGroup, code: int) -> None:
         """What the end of one is to the others here."""
@@ -288,12 +283,11 @@ class Agent:
             print(f"laminar: {reason}: {text}", file=sys.stderr, flush=True)
 
     def _patience(self) -> float:
-        try:
+        with suppress(Refused):
             refuse_if_held(self._run_dir)
-        except Refused:
-            address = read_address(self._run_dir)
-            return _LIVE_SECONDS if address and address.store_id else _DEAD_SECONDS
-        return _DEAD_SECONDS
+            return _DEAD_SECONDS
+        address = read_address(self._run_dir)
+        return _LIVE_SECONDS if address and address.store_id else _DEAD_SECONDS
 
     def leave(self) -> None:
         self._leave(*(group.role for group in self.groups))

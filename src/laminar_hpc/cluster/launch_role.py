@@ -21,7 +21,6 @@ from laminar_hpc.cluster.ranks import Ranks
 from laminar_hpc.cluster.run_end import goes_on
 from laminar_hpc.config.errors import LaminarError, print_lines
 from laminar_hpc.config.load import load_config
-from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.observability import console, output
 from laminar_hpc.policies.restarts import Restarts
 
@@ -38,14 +37,6 @@ PER_HOUR = 10  # restarts, where `restarts` does not say
 
 class RoleGroup(WorkerGroup):
     """All ranks of a role on this machine, or one rollout."""
-
-    def __init__(
-        self, config: RunConfig, words: list[str], ranks: Ranks, restarts: Restarts, orders: RankOrders
-    ) -> None:
-        self.role = config.role
-        self.advice = f"; {AGAIN[config.role]}"
-        self._one_terminal = orders.one_terminal
-        super().__init__(config, words, ranks, restarts, orders)
 
     def name(self, rank: int) -> str:
         if self.role == "rollout":
@@ -65,7 +56,7 @@ class RoleGroup(WorkerGroup):
         return ["resume=auto"] if self.role == "controller" else []
 
     def explain(self, rank: int, number: int) -> str:
-        if self.is_told or (number == FAILED_ELSEWHERE and self._one_terminal):
+        if self.is_told or (number == FAILED_ELSEWHERE and self.orders.one_terminal):
             return ""
         if number == FAILED_ELSEWHERE:
             return f"{self.name(rank)} has left, as the controller told it to, which says why"
@@ -90,7 +81,10 @@ class RolePart:
         else:
             restarts = Restarts(PER_HOUR if tended else 0)
         each = [[place] for place in range(count)] if self.role == "rollout" else [range(count)]
-        return [RoleGroup(config, words, Ranks(here, count), restarts, orders) for here in each]
+        advice = f"; {AGAIN[self.role]}"
+        return [
+            RoleGroup(config, words, Ranks(here, count), restarts, orders, advice=advice) for here in each
+        ]
 
 
 def main(arguments: list[str]) -> int:
