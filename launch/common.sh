@@ -1,9 +1,8 @@
 # launch/common.sh   Sourced by the scripts beside it: start_role ROLE PROCESSES RUN_DIR [overrides].
 #
-# Becomes a torchrun of its own for one role: its own rendezvous in a file of this machine and an id of its own, so
-# that the death of one role's torchrun touches no other; for rollouts a plain process for each. The roles find each other
-# through the run folder. What torchrun says goes to RUN_DIR/logs/torchrun-<role><index>.log, errors to the terminal, one
-# line each.
+# Becomes the agent of one role on this machine, which starts its ranks, and for rollouts each by itself, so that the death of one
+# role touches no other. The roles find each other through the run folder. What ranks print before they have logs of their own
+# goes to RUN_DIR/logs/launch-<role><index>.log, errors to the terminal, one line each.
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 if [ -d "$root/.venv" ]; then PATH=$root/.venv/bin:$PATH; fi
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# launch/controller.sh RUN_DIR [overrides]   Starts the controller of a run, in a torchrun of its own.
+# launch/controller.sh RUN_DIR [overrides]   Starts the controller of a run.
 #
 # Start it first: it writes its address into RUN_DIR, where the others look for it. For roles on several machines give every
 # role cluster.host=ADDRESS, an address of this machine that the others can reach, and a RUN_DIR on a file system that all

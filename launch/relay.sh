@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# launch/relay.sh RUN_DIR [overrides]   Starts the relays of this machine, in a torchrun of their own.
+# launch/relay.sh RUN_DIR [overrides]   Starts the relays of this machine.
 #
 # One per machine that has rollouts, on that machine: rollouts read the weights from its shared memory. With relay.lanes=L
 # there are L, as LANES says (default 1), and machine number n starts them with first_index = n x L.

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# launch/trainer.sh RUN_DIR [overrides]   Starts the trainers of a run, in a torchrun of their own.
+# launch/trainer.sh RUN_DIR [overrides]   Starts the trainers of a run.
 #
 # TRAINERS is the number of trainer processes: tensor x pipeline x data parallel size, one GPU each (default 1).
 # After the death of any of them: the others of this script end, and all are started again here, restarts=N times an hour

@@ -1,4 +1,4 @@
-"""What torchrun starts: rank -> role -> run.
+"""What an agent (cluster/launch.py), or the user's own torchrun, starts: rank -> role -> run.
 
     torchrun --nproc-per-node=4 -m laminar_hpc experiment=demo            one world with all roles
     torchrun --nproc-per-node=1 -m laminar_hpc role=relay run_dir=...     a torchrun per role
@@ -20,14 +20,13 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
-from laminar_hpc.cluster import terminal
 from laminar_hpc.cluster.address import keep_to_loopback, launch_id
+from laminar_hpc.cluster.agent_line import FAILED_ELSEWHERE, PERMANENT, REFUSED, RankReport, report
 from laminar_hpc.cluster.channel import RUN_FAILED, Channel, GangReplaced, StopReceived, Terminated
 from laminar_hpc.cluster.context import RoleContext
 from laminar_hpc.cluster.devices import use_devices
 from laminar_hpc.cluster.full_disk import full_disk_text
 from laminar_hpc.cluster.gpu_memory import check_gpus, gigabytes_of_gpus
-from laminar_hpc.cluster.launch import JOINED_AS, PERMANENT, REFUSED
 from laminar_hpc.cluster.leaving import leave_at_once, watch_signals
 from laminar_hpc.cluster.placement import place
 from laminar_hpc.cluster.processes import die_with_parent, machine_name
@@ -69,12 +68,10 @@ class UserTerminal:
     def say(self, text: str) -> None:
         print(text, file=self._out, flush=True)
 
-    def print_error(self, text: str) -> None:
-        print(f"laminar: error: {text}", file=self._error, flush=True)
-
-    def note(self, text: str) -> None:
-        """For whoever started this process."""
-        print(text, file=self._error, flush=True)
+    def print_error(self, text: str, refused: bool = False) -> None:
+        """Through the agent that has forked this process, if one has."""
+        if not report(RankReport(text, refused)):
+            print(f"laminar: error: {'refused: ' * refused}{text}", file=self._error, flush=True)
 
 
 # imported when the role is known: a role that needs no torch does not wait for it
@@ -177,7 +174,7 @@ def cure(error: BaseException) -> str:
 
 
 def wait_for_rank_0() -> None:
-    """Until torchrun signals the end of rank 0, which says what all ranks see; at most SPEAK_SECONDS."""
+    """Until the end of rank 0 is signalled, which says what all ranks see; at most SPEAK_SECONDS."""
     signals = {signal.SIGTERM, signal.SIGINT}
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     signal.sigtimedwait(signals, SPEAK_SECONDS)
@@ -223,8 +220,7 @@ class Rank:
 
     def _joined(self, mine: RoleOfRank) -> None:
         self._mine = mine
-        if self._config is not None and self._config.role in ("rollout", "trainer"):
-            self._user.note(f"{JOINED_AS} {mine.role} {mine.index}")
+        report(RankReport(joined_as=f"{mine.role} {mine.index}"))
 
     def _speaks(self) -> bool:
         """Whether it is for this rank to say an error: one of its own, or, for rank 0, one that all see."""
@@ -235,14 +231,14 @@ class Rank:
             wait_for_rank_0()
             return REFUSED
         for line in str(error).splitlines():
-            self._user.print_error(f"refused: {line}")  # the launcher knows it by this word
+            self._user.print_error(line, refused=True)
         return REFUSED
 
     def failed(self, error: LaminarError) -> int:
         """An error with a text of ours."""
         mine = self._mine
         if str(error) == "a worker has failed":  # it has said itself why
-            return terminal.FAILED_ELSEWHERE
+            return FAILED_ELSEWHERE
         if self._speaks():
             named = mine is not None and mine.role != "controller"
             self._user.print_error(f"{mine.role} {mine.index}: {error}" if mine and named else str(error))
@@ -258,9 +254,9 @@ class Rank:
             case Terminated():  # it has left in order
                 return 0
             case GangReplaced():  # the controller has said why
-                return terminal.FAILED_ELSEWHERE
+                return FAILED_ELSEWHERE
             case StopReceived():
-                return terminal.FAILED_ELSEWHERE if error.reason == RUN_FAILED else 0
+                return FAILED_ELSEWHERE if error.reason == RUN_FAILED else 0
             case Refused():
                 return self.refused(error)
             case LaminarError():

@@ -7,15 +7,17 @@ noted in the metrics (kind `restart`).
 """
 
 import sqlite3
-import time
 from contextlib import suppress
 from pathlib import Path
 
 from laminar_hpc.cluster import checkpoints
-from laminar_hpc.cluster.launch import GO_ON, Launch
+from laminar_hpc.cluster.launch import Agent, WorkerGroup
 from laminar_hpc.cluster.processes import on_stop_signals
+from laminar_hpc.cluster.ranks import Ranks
+from laminar_hpc.cluster.roles import assign_roles
 from laminar_hpc.cluster.run_lock import refuse_if_held
 from laminar_hpc.cluster.signatures import refuse_foreign
+from laminar_hpc.config.check import derive
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.controller.ending import close_completed
 from laminar_hpc.controller.rundir import journal_folder, note_restart, store_directory, try_out
@@ -24,6 +26,7 @@ from laminar_hpc.controller.store_check import check_store
 from laminar_hpc.observability import console, jsonl
 from laminar_hpc.policies.restarts import Restarts
 
+GO_ON = ", then go on with the same command and resume=auto"
 _STORE_CHECK_SECONDS = 0.5  # a first look: the controller takes the time to read all of it
 
 
@@ -47,45 +50,40 @@ def nothing_to_start(config: RunConfig) -> bool:
     return False
 
 
-def run(config: RunConfig, overrides: list[str], world_size: int) -> int:
+class WholeRun(WorkerGroup):
+    """All ranks of a run on this machine. A restart goes on with the run unless only an earlier one is there,
+    which this one was to move aside."""
+
+    def __init__(self, config: RunConfig, words: list[str], world: int) -> None:
+        self._world = world
+        self._earlier = newest_start(config)
+        restarts, advice = (
+            Restarts(config.restarts or 0),
+            ", then go on with the same command and resume=auto",
+        )
+        super().__init__(config, words, Ranks(range(world), world), restarts, advice=advice)
+
+    def name(self, rank: int) -> str:
+        derived, lanes = derive(self.config), self.config.relay.lanes
+        mine = assign_roles(derived.trainer_ranks, derived.rollout_ranks, 1, self._world, lanes)[rank]
+        return f"{mine.role} {mine.index}"
+
+    def again(self, cause: str, step: int) -> list[str]:
+        restored = note_restart(self.config, cause, step)
+        origin = f"from the checkpoint of step {restored}" if restored is not None else "from the beginning"
+        count = f"{len(self.restarts.times)} of {self.config.restarts} within an hour"
+        print(console.line("restart", f"{count}, {origin}: {cause}"), flush=True)
+        return ["resume=auto"] if newest_start(self.config) not in ({}, self._earlier) else []
+
+
+def run(config: RunConfig, words: list[str], world: int) -> int:
     """Runs the job to its end. Exit code 0 when it is done or was stopped in order, 2 when it was refused,
     else 1."""
-    restarts, signals, earlier = Restarts(config.restarts or 0), list[int](), newest_start(config)
-    launch = Launch(config, overrides, world_size)
-
-    def on_signal(number: int, _: object) -> None:
-        signals.append(number)
-        launch.on_signal(number)
-
-    on_stop_signals(on_signal)
-    while True:
-        code = launch.wait()
-        if code == 0:
-            return 0
-        step = last_step(Path(config.run_dir))
-        why_not = restarts.refusal(launch.cause, step, time.time())
-        if signals or launch.is_permanent or why_not:
-            launch.print_error(
-                f"; not started again: {why_not}" if why_not and config.restarts and not signals else ""
-            )
-            return code
-        cause = launch.cause.removesuffix(GO_ON)
-        restored = note_restart(config, cause, step)
-        origin = f"from the checkpoint of step {restored}" if restored is not None else "from the beginning"
-        count = f"{len(restarts.times)} of {config.restarts} within an hour"
-        print(console.line("restart", f"{count}, {origin}: {cause}"), flush=True)
-        # else there is only an earlier run, which this job was to move aside
-        resume = ["resume=auto"] if newest_start(config) not in ({}, earlier) else []
-        launch = Launch(config, [*overrides, *resume], world_size)
-        if signals:  # it came between two lives
-            launch.end()
+    agent = Agent(Path(config.run_dir), [WholeRun(config, words, world)])
+    on_stop_signals(agent.on_signal)
+    return agent.run()
 
 
 def newest_start(config: RunConfig) -> dict:
     """The record of the newest launch in run_dir; empty where there was none."""
     return [{}, *jsonl.read(Path(config.run_dir) / "metrics.jsonl", "start")][-1]
-
-
-def last_step(run_dir: Path) -> int:
-    """The newest step done; 0 before the first."""
-    return next((r["step"] for r in reversed(list(jsonl.read(run_dir / "metrics.jsonl", "step")))), 0)

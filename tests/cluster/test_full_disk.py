@@ -5,17 +5,18 @@ import errno
 import os
 import signal
 import sqlite3
+import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from laminar_hpc.cluster import launch_role
-from laminar_hpc.cluster.full_disk import NO_ROOM, await_room, full_disk_text, is_full_disk, put
-from laminar_hpc.cluster.launch import Launch
+from laminar_hpc.cluster import launch, launch_role, ranks
+from laminar_hpc.cluster.agent_line import REFUSED, RankOrders
+from laminar_hpc.cluster.full_disk import NO_ROOM, full_disk_text, is_full_disk, put
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.controller.store import Store
 from laminar_hpc.observability.metrics import MetricsWriter
+from stand_ins import STAND_IN, one_rank
 
 
 def config_of(run_dir: Path) -> RunConfig:
@@ -68,20 +69,6 @@ def test_what_a_job_leaves_is_made_as_soon_as_there_is_room(tmp_path, monkeypatc
         put(tmp_path / "again", sleep=lambda _: None)
 
 
-@pytest.mark.parametrize(("limit", "end_at", "got"), [(60.0, 99, True), (4.0, 99, False), (60.0, 2, False)])
-def test_room_is_awaited_as_long_as_the_others_wait(tmp_path, monkeypatch, limit, end_at, got):
-    """Promise: until there is room again, for cluster.join_timeout_seconds, and no longer than the user
-    lets it."""
-    looks = list[float]()
-    monkeypatch.setattr(
-        "laminar_hpc.cluster.full_disk._room", lambda path: 4096 if len(looks) < 5 else 1 << 30
-    )
-    config = config_of(tmp_path)
-    config.cluster.join_timeout_seconds = limit
-    assert await_room(config, lambda: len(looks) >= end_at, looks.append) is got
-    assert len(looks) == (5 if got else 2)
-
-
 def test_a_store_that_cannot_grow_keeps_what_it_committed(tmp_path):
     """Promise: SQLite's own error is recognised, closing does not hide it, and what was committed is
     whole."""
@@ -101,14 +88,19 @@ def test_a_store_that_cannot_grow_keeps_what_it_committed(tmp_path):
     assert Store(tmp_path).get("kept", 0) == 1
 
 
-def test_the_launcher_ends_without_a_traceback(tmp_path):
-    """Promise: torchrun's chatter, which is written last, finds no room, and nobody has to read about it."""
+def test_the_launcher_ends_without_a_traceback(tmp_path, monkeypatch):
+    """Promise: what ranks have printed, which is written last, finds no room, and nobody has to read about
+    it."""
     (tmp_path / "logs").mkdir()
-    log = tmp_path / "logs" / "torchrun.log"
+    log = tmp_path / "logs" / "launch.log"
     log.symlink_to("/dev/full")
     with pytest.raises(OSError, match="No space left"):
         log.write_text("x" * 100_000)
-    Launch._write_log(SimpleNamespace(_config=config_of(tmp_path), _chatter=["x" * 100_000]))  # type: ignore[arg-type]
+    monkeypatch.setattr(ranks, "_RANK", STAND_IN)
+    life = ranks.Life(["import sys; sys.stderr.write('x' * 100_000)"], ranks.Ranks([0], 1), RankOrders(), "")
+    while not life.look():
+        time.sleep(0.02)
+    life.close(log)
 
 
 @pytest.mark.timeout(60)
@@ -149,33 +141,46 @@ def test_curves_that_can_no_longer_be_written_do_not_block_the_controller(tmp_pa
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
 
 
-@pytest.mark.parametrize(("room", "code", "started"), [(True, 0, 4), (False, 2, 1)])
-def test_a_controller_starts_again_whenever_there_is_room(tmp_path, monkeypatch, room, code, started):
-    """Promise (docs/architecture.md#failure-domains): however often a disk fills up after the same step, a
-    spare of Slurm's stays one; without room in time it ends."""
-    lives: list[object] = []
+@pytest.fixture
+def lives(tmp_path, monkeypatch) -> list[object]:
+    """Those of a controller that finds no room three times."""
+    found: list[object] = []
 
     class Life:
-        """Finds no room three times."""
+        causes, is_refused = [f"{NO_ROOM} run_dir={tmp_path}: make room, or choose another"], False
 
-        cause, is_final = f"{NO_ROOM} run_dir={tmp_path}: make room, or choose another", True
+        def __init__(self, words: list[str], **_: object) -> None:
+            found.append(self)
+            self.failed = (0, REFUSED) if len(found) < 4 else None
 
-        def __init__(self, *_: object) -> None:
-            lives.append(self)
+        def look(self) -> bool:
+            return True
 
-        def wait(self) -> int:
-            return launch_role.REFUSED if len(lives) < 4 else 0
+        def close(self, log: Path) -> None: ...
 
-        def awaits_room(self) -> bool:
-            return room
+    monkeypatch.setattr(launch, "Life", Life)
+    monkeypatch.setattr(launch, "ROOM_LOOK_SECONDS", 0.0)
+    return found
 
-        def hear_late(self, before: "Life") -> None:
-            assert before is lives[-2]
 
-        def print_error(self, more: str = "") -> None:
-            assert not more
-
-    monkeypatch.setattr(launch_role, "RoleLaunch", Life)
+@pytest.mark.parametrize(("room", "code", "started"), [(1 << 30, 0, 4), (4096, 2, 1)])
+def test_a_controller_starts_again_whenever_there_is_room(tmp_path, monkeypatch, lives, room, code, started):
+    """Promise (docs/architecture.md#failure-domains): however often a disk fills up after the same step, a
+    spare of Slurm's stays one; without room in time it ends."""
+    monkeypatch.setattr("laminar_hpc.cluster.full_disk._room", lambda path: room)
     monkeypatch.setattr(signal, "signal", lambda *_: None)  # the test's own process keeps its handlers
-    assert launch_role.main(["controller", "1", "experiment=demo", f"run_dir={tmp_path}"]) == code
+    words = ["experiment=demo", f"run_dir={tmp_path}", "cluster.join_timeout_seconds=1"]
+    assert launch_role.main(["controller", "1", *words]) == code
     assert len(lives) == started
+
+
+def test_room_is_awaited_no_longer_than_the_user_lets_it(tmp_path, monkeypatch, lives):
+    """Promise: a controller that waits for room ends as soon as it is told to."""
+    monkeypatch.setattr("laminar_hpc.cluster.full_disk._room", lambda path: 4096)
+    group = one_rank("controller", tmp_path, "", per_hour=10)
+    for _ in range(5):
+        group.look()
+    assert group.code is None
+    group.is_told = True
+    group.look()
+    assert group.code == REFUSED and len(lives) == 1

@@ -14,8 +14,11 @@ import pytest
 
 from laminar_hpc import __main__ as rank_main
 from laminar_hpc import __version__, cli
-from laminar_hpc.cluster.launch import Launch
+from laminar_hpc.cluster import ranks
+from laminar_hpc.cluster.launch import Agent
 from laminar_hpc.config.load import load_config
+from laminar_hpc.supervisor import WholeRun
+from stand_ins import STAND_IN
 
 
 def laminar(*words: str, **environment: str) -> tuple[list[str], list[str], int]:
@@ -124,30 +127,23 @@ def test_torchrun_without_us_refuses_alike():
     )
 
 
+SPEAKS = """import os, sys
+from laminar_hpc.cluster.agent_line import RankReport, report
+refused = sys.argv[1] == "refused"
+report(RankReport("a.jsonl, row 701: no field" if refused else "the trainer died", refused))
+report(RankReport("trainer 0: told to end"))
+sys.exit(1)"""
+
+
 def test_what_the_controller_refuses_ends_laminar_train_with_2(tmp_path, monkeypatch, capfd):
     """Promise: a refusal that only a rank can give, far down in a data file, has exit code 2 too; others have
-    1.
-
-    torchrun itself (exit code 1 for whatever its ranks say) is stood in for by a shell script of its two
-    lines."""
-    program = tmp_path / "python"
-    program.write_text(
-        '#!/bin/sh\necho "$WORDS" >&2\necho "laminar: error: trainer 0: told to end" >&2\nexit 1\n'
-    )
-    program.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(program))
+    1."""
+    monkeypatch.setattr(ranks, "_RANK", STAND_IN)
     config = load_config(["experiment=demo", f"run_dir={tmp_path}/run"])
-    for words, shown_as, code in (
-        (
-            "laminar: error: refused: a.jsonl, row 701: no field",
-            "laminar: error: a.jsonl, row 701: no field",
-            2,
-        ),
-        ("laminar: error: the trainer died", "laminar: error: the trainer died", 1),
-    ):
-        monkeypatch.setenv("WORDS", words)
-        assert Launch(config, [], 4).wait() == code
-        assert capfd.readouterr().err.splitlines() == [shown_as]
+    for word, text, code in (("refused", "a.jsonl, row 701: no field", 2), ("fails", "the trainer died", 1)):
+        group = WholeRun(config, [SPEAKS, word], 1)
+        assert Agent(tmp_path / "run", [group]).run() == code
+        assert capfd.readouterr().err.splitlines() == [f"laminar: error: {text}"]
 
 
 def blocks_term(pid: int) -> bool:

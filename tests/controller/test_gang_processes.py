@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from laminar_hpc.cluster.agent_line import FAILED_ELSEWHERE
 from laminar_hpc.cluster.channel import Channel, GangReplaced
 from laminar_hpc.cluster.checkpoints import newest_gang
-from laminar_hpc.cluster.terminal import FAILED_ELSEWHERE
 from laminar_hpc.messages.chain import CutLink, EpochProposed, JoinEpoch, StoreOpened
 from laminar_hpc.messages.membership import Failure, Hello, TrainerProgress
 from laminar_hpc.messages.publication import NewWeightId, WeightId

@@ -91,11 +91,17 @@ def test_signals(tmp_path, capfd) -> None:
 
 MACHINE = """
 import sys
+from functools import partial
 from pathlib import Path
-from laminar_hpc.jobs.host import HostRun, Orders, Output
-output = Output(Path(sys.argv[1]))
-script = "trap 'echo leaving; exit 0' USR1; while :; do echo here; sleep 0.1; done"
-code = HostRun(Path(sys.argv[1]), {"rollout": ["bash", "-c", script]}, Orders(sys.argv[2] == "tied")).run()
+from laminar_hpc.cluster import ranks
+from laminar_hpc.cluster.launch import Agent
+from laminar_hpc.jobs.host import Orders, Output
+from stand_ins import one_rank
+output, orders = Output(Path(sys.argv[1])), Orders(sys.argv[2] == "tied")
+ranks._RANK = ("bash", "-c")
+script = "trap 'echo leaving; exit 0' TERM; while :; do echo here; sleep 0.1; done"
+agent = Agent(Path(sys.argv[1]), [one_rank("rollout", Path(sys.argv[1]), script)])
+code = agent.run(partial(orders.obey, agent))
 output.close()
 sys.exit(code)
 """
@@ -105,7 +111,9 @@ def machine(run_dir: Path, tied: str) -> subprocess.Popen[str]:
     """A machine's part, of which the replica is a stand-in that says so all the time; it has said so once."""
     (run_dir / "logs").mkdir()
     command = [sys.executable, "-c", MACHINE, str(run_dir), tied]
-    found = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    found = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[1]
+    )
     assert found.stdout is not None and found.stdout.readline() == "here\n"
     return found
 

@@ -12,12 +12,13 @@ from pathlib import Path
 import pytest
 
 from helpers.paths import ROOT
+from laminar_hpc.cluster import launch, ranks
 from laminar_hpc.cluster.address import ADDRESS_FILE
-from laminar_hpc.cluster.launch import DEAF, reason_of
 from laminar_hpc.cluster.run_end import goes_on
 from laminar_hpc.jobs.ending import Ended, controller_since, has_more_to_do, lead_seconds, seconds_to_go_on
 from laminar_hpc.jobs.machine_number import MachineNumber
-from laminar_hpc.jobs.node import Child, Node, Place
+from laminar_hpc.jobs.node import Node, Place
+from stand_ins import JOINED, STAND_IN, one_rank
 
 
 def write(run_dir: Path, *records: dict) -> Path:
@@ -111,7 +112,7 @@ def test_the_controller_s_last_record_is_awaited(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("word", "code", "again"), [("SIGTERM", 0, True), ("laminar stop", 0, False), ("SIGTERM", 3, False)]
+    ("word", "code", "again"), [("SIGTERM", 0, True), ("laminar stop", 0, False), ("SIGTERM", 1, False)]
 )
 def test_a_run_that_stops_while_a_process_starts_has_the_job_back(
     word: str, code: int, again: bool, tmp_path: Path, handlers: None
@@ -122,8 +123,8 @@ def test_a_run_that_stops_while_a_process_starts_has_the_job_back(
     run_dir = write(tmp_path / "run", {"kind": "start"}, {"kind": "end", "reason": word})
     (run_dir / "jobs").mkdir()
     place = Place("rollouts", 0, 1, run_dir, "5.0", None)
-    relay, rollout = CHILD, f"raise SystemExit({code})"
-    node = Node(place, {"relay": [sys.executable, "-c", relay], "rollout": [sys.executable, "-c", rollout]})
+    programs = {"relay": CHILD, "rollout": f"raise SystemExit({code})"}
+    node = Node(place, [one_rank(role, run_dir, text, per_hour=9) for role, text in programs.items()])
 
     def next_controller() -> None:
         write(run_dir, {"kind": "start"}, {"kind": "end", "reason": word}, {"kind": "start"})
@@ -150,14 +151,15 @@ def test_machines_have_the_lowest_free_number(tmp_path: Path) -> None:
 
 CHILD = """
 import signal, sys, time
-signal.signal(signal.SIGUSR1, lambda *_: sys.exit(0))
-print("up", flush=True)
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
 while True: time.sleep(0.05)
 """
 
 
 @pytest.fixture
-def handlers():
+def handlers(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(ranks, "_RANK", STAND_IN)
+    monkeypatch.setattr(launch, "_ALONE_SECONDS", 4.0)
     kept = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
     yield
     for number, handler in kept.items():
@@ -166,10 +168,10 @@ def handlers():
 
 def test_a_node_leaves_when_the_job_is_told(tmp_path: Path, handlers: None) -> None:
     """Promise: TERM is the script's to judge; the file that it then writes becomes one signal to the node's
-    processes; one that ended before it could hear of it has not failed."""
+    ranks; one that ended before it could hear of it has not failed."""
     (tmp_path / "jobs").mkdir()
     place = Place("rollouts", 0, 1, tmp_path, "5.0", None)
-    node = Node(place, {"relay": [sys.executable, "-c", CHILD], "rollout": [sys.executable, "-c", CHILD]})
+    node = Node(place, [one_rank(role, tmp_path, CHILD) for role in ("relay", "rollout")])
     os.kill(os.getpid(), signal.SIGTERM)
     assert place.file("term").exists()
     place.file("end").write_text("now\n")
@@ -180,28 +182,19 @@ def test_a_preemption_while_it_goes_on_ends_it_at_once(tmp_path: Path, handlers:
     """Promise: before its time limit a job goes on while it can; TERM after that is heard too."""
     (tmp_path / "jobs").mkdir()
     place = Place("trainer", 0, 1, tmp_path, "5.0", time.time() + 500)
-    node = Node(place, {"trainer": [sys.executable, "-c", CHILD]})
+    node = Node(place, [one_rank("trainer", tmp_path, CHILD)])
     place.file("end").write_text("limit\n")
     threading.Timer(2.0, lambda: place.file("end").write_text("now\n")).start()
     started = time.monotonic()
-    assert node.run() == 0 and 2.0 <= time.monotonic() - started < 60
-
-
-TELLS = """
-import os, pathlib, signal, sys
-signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
-said = pathlib.Path(sys.argv[1])
-said.touch()
-signal.sigwait([signal.SIGUSR1])
-said.write_text(pathlib.Path(os.environ[sys.argv[2]]).read_text())
-"""
+    node.run()
+    assert 2.0 <= time.monotonic() - started < 60 and node.ended and node.ended.told
 
 
 @pytest.mark.parametrize(
     ("told", "reason"),
     [
         ("limit", "SIGUSR1"),
-        ("now", "SIGTERM"),  # of a preemption, of which the processes hear by USR1 too
+        ("now", "SIGTERM"),  # of a preemption
         ("failed: trainer ended with exit code 2", "failed: trainer ended with exit code 2"),
     ],
 )
@@ -209,30 +202,36 @@ def test_the_reason_of_a_stop_is_what_happened(
     told: str, reason: str, tmp_path: Path, handlers: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Promise (docs/architecture.md#failure-domains): the run's last record tells a preemption from the end
-    of the time, though the launchers of a job hear of both by one signal; by another one it is that."""
+    of the time."""
     (tmp_path / "jobs").mkdir()
-    place, said = Place("trainer", 0, 1, tmp_path, "5.0", None), tmp_path / "said"
-    node = Node(place, {"trainer": [sys.executable, "-c", TELLS, str(said), DEAF]})
-    while not said.exists():  # it would not hear the signal
+    place, said = Place("controller", 0, 1, tmp_path, "5.0", None), list[str]()
+    monkeypatch.setattr("laminar_hpc.jobs.node.spare_of", lambda _: "")
+    group = one_rank("controller", tmp_path, f"{JOINED}{CHILD}")
+
+    def ask(run_dir: Path, reason: str, seconds: float) -> bool:
+        said.append(reason)
+        group.life.signal(signal.SIGKILL)
+        return True
+
+    monkeypatch.setattr(launch, "request_stop", ask)
+    node = Node(place, [group])
+    while not group.life.joined_as:
+        group.look()
         time.sleep(0.02)
     place.file("end").write_text(f"{told}\n")
-    assert node.run() == 0 and said.read_text() == reason
-    monkeypatch.setenv(DEAF, str(said))
-    assert [reason_of(number) for number in (signal.SIGUSR1, signal.SIGINT)] == [reason, "SIGINT"]
-    monkeypatch.delenv(DEAF)
-    assert reason_of(signal.SIGUSR1) == "SIGUSR1"
+    assert node.run() == 1 and said == [reason]
 
 
-def test_a_relay_that_dies_is_started_again_while_the_run_goes_on() -> None:
+@pytest.mark.parametrize(("goes_on", "code"), [(True, 1), (False, 1), (True, 2)])
+def test_a_relay_that_dies_is_started_again_while_the_run_goes_on(
+    goes_on: bool, code: int, tmp_path: Path, handlers: None
+) -> None:
     """Promise: nobody sits in front of a Slurm job; a refusal, and an end of the run, are not tried again."""
-    child = Child("relay", ["false"])
-    child._process.wait()
-    assert child.code(left=False, again=lambda: True) is None  # another one runs
-    child._process.wait()
-    assert child.code(left=False, again=lambda: False) == 1
-    refused = Child("rollout", ["sh", "-c", "exit 2"])
-    refused._process.wait()
-    assert refused.code(left=False, again=lambda: True) == 2
+    if goes_on:
+        write(tmp_path / "run", {"kind": "start"})
+    group = one_rank("relay", tmp_path / "run", f"raise SystemExit({code})", per_hour=3)
+    assert launch.Agent(tmp_path / "run", [group]).run() == code
+    assert len(group.restarts.times) == (3 if goes_on and code == 1 else 0)
 
 
 def test_a_run_goes_on_while_its_controller_starts_again(tmp_path: Path) -> None:

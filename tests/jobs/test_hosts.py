@@ -121,7 +121,8 @@ def test_the_ssh_lines(tmp_path, capsys, monkeypatch) -> None:
     for remote in (first, second):
         options, settings = host.parsed(remote[remote.index("laminar_hpc.jobs.host") + 1 :])
         assert settings == [f"run_dir={tmp_path}/r x", "experiment=demo", "steps=3"] and options.tied
-        started.append(host.started_by(options, settings, tmp_path, 4))
+        found = host.parts_of(options, settings, tmp_path, 4)
+        started.append({part.role: part.words for part in found})
     assert [list(each) for each in started] == [["controller", "trainer"], ["relay", "rollout"]]
     assert "first_index=4" in started[1]["relay"] and "first_index=0" in started[0]["trainer"]
 

@@ -19,7 +19,7 @@ from laminar_hpc.config.load import conf_directory, group_names, load_config
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.jobs import submit
 from laminar_hpc.jobs.layout import layout
-from laminar_hpc.jobs.node import Place, commands, local_store
+from laminar_hpc.jobs.node import Place, local_store, parts
 from laminar_hpc.jobs.patience import patience
 
 FOLDER = conf_directory() / "experiment"
@@ -152,7 +152,7 @@ def test_what_has_no_place_is_refused() -> None:
         layout(replay, replayed, 8, False, True)
     place = Place("trainer", 0, 2, Path("run"), "1.0", None)
     with pytest.raises(LaminarError, match=r"1 trainers .* do not divide into 2 nodes"):
-        commands(place, config, [], "10.0.0.1")
+        parts(place, config, [], "10.0.0.1")
 
 
 def test_each_node_starts_its_part(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -167,8 +167,8 @@ def test_each_node_starts_its_part(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
     def start(role: str, node: int = 0, machine: int = 0) -> dict[str, str]:
         place = Place(role, node, 2, tmp_path, "7.0", None)
-        made = commands(place, config, ["steps=3"], "10.0.0.9", machine)
-        return {name: " ".join(command[3:]) for name, command in made.items()}
+        made = parts(place, config, ["steps=3"], "10.0.0.9", machine)
+        return {part.role: f"{part.role} {part.processes} {' '.join(part.words)}" for part in made}
 
     common = f"run_dir={tmp_path} cluster.host=10.0.0.9"
     assert start("trainer", 1) == {"trainer": f"trainer 4 {common} first_index=4 steps=3 resume=auto"}

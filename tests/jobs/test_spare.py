@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,21 +10,29 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from laminar_hpc.cluster.launch import DEAF
+from laminar_hpc.cluster import launch, ranks
+from laminar_hpc.cluster.agent_line import VARIABLE
+from laminar_hpc.cluster.endings import StopReceived
+from laminar_hpc.cluster.launch_role import RoleGroup
 from laminar_hpc.cluster.lock_owner import Owner
 from laminar_hpc.cluster.run_lock import LOCK_FILE, refuse_if_held
+from laminar_hpc.cluster.turn import await_turn
 from laminar_hpc.cluster.waiting import Sign
-from laminar_hpc.config.errors import Refused
+from laminar_hpc.config.errors import LaminarError, Refused
+from laminar_hpc.config.load import load_config
+from laminar_hpc.controller import beginning
 from laminar_hpc.controller.run import hear
 from laminar_hpc.jobs import node
 from laminar_hpc.jobs.ending import is_final
-from laminar_hpc.jobs.node import Place, run_in_turn
-from laminar_hpc.jobs.spare import Turn, await_turn, other_lives, spare_of
+from laminar_hpc.jobs.node import Place, run_node
+from laminar_hpc.jobs.spare import spare_of
+from stand_ins import JOINED, STAND_IN, one_rank
 
 
 @pytest.fixture(autouse=True)
-def signals() -> Iterator[None]:
+def signals(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A node has handlers of its own."""
+    monkeypatch.setattr(ranks, "_RANK", STAND_IN)
     numbers = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1
     before = [signal.getsignal(number) for number in numbers]
     yield
@@ -54,16 +61,17 @@ def sign_of_a_spare(run_dir: Path) -> Sign:
     return sign
 
 
-def wait(run_dir: Path, look: Callable[[int], None], told: Callable[[], bool] = lambda: False) -> Turn:
-    """`look(n)`: what happens after the n-th look."""
-    looks = list[float]()
+def wait(run_dir: Path, look: Callable[[int], None]) -> list[str]:
+    """What is said; `look(n)`: what happens after the n-th look."""
+    looks, said = list[float](), list[str]()
 
     def sleep(seconds: float) -> None:
         looks.append(seconds)
         assert len(looks) < 1000
         look(len(looks))
 
-    return await_turn(run_dir, told, sleep=sleep, sign=Sign(run_dir / "jobs" / "spare.8.0"))
+    await_turn(run_dir, said.append, Sign(run_dir / "jobs" / "spare.8.0"), sleep=sleep)
+    return said
 
 
 def end(run_dir: Path, reason: str) -> None:
@@ -87,11 +95,11 @@ def test_the_lock_of_a_lost_node_is_waited_for(tmp_path: Path, lock: Path) -> No
         looks.append(n)
         time.sleep(0.06)
 
-    assert wait(tmp_path, look) is Turn.START
+    wait(tmp_path, look)
     assert looks and lock.exists()  # for the controller to take over
 
 
-def test_the_spare_takes_over(tmp_path: Path, lock: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_spare_takes_over(tmp_path: Path, lock: Path) -> None:
     """Promise (docs/architecture.md#failure-domains): a second controller's job waits as long as the first
     one's lives, and starts when that has died without a word."""
 
@@ -100,10 +108,7 @@ def test_the_spare_takes_over(tmp_path: Path, lock: Path, capsys: pytest.Capture
         if n == 200:
             lock.unlink()
 
-    assert wait(tmp_path, look) is Turn.START
-    assert capsys.readouterr().out.splitlines() == [
-        f"spare        {tmp_path} is in use by a live run (pid 4711 of ann on n7"
-    ]
+    assert wait(tmp_path, look) == [f"spare        {tmp_path} is in use by a live run (pid 4711 of ann on n7"]
 
 
 def test_a_lock_that_was_renewed_and_is_no_more(tmp_path: Path, lock: Path) -> None:
@@ -119,7 +124,8 @@ def test_a_lock_that_was_renewed_and_is_no_more(tmp_path: Path, lock: Path) -> N
             os.utime(lock, times=(renewed, renewed))
         time.sleep(0.06)
 
-    assert wait(tmp_path, look) is Turn.START and lock.exists()
+    wait(tmp_path, look)
+    assert lock.exists()
 
 
 @pytest.mark.parametrize(("word", "again"), [("done", False), ("failed: no room", False), ("SIGUSR1", True)])
@@ -130,7 +136,9 @@ def test_a_spare_is_not_needed_any_more(tmp_path: Path, lock: Path, word: str, a
         end(tmp_path, word)
         lock.unlink()
 
-    assert wait(tmp_path, look) is Turn.OVER and is_final(word) is not again
+    with pytest.raises(StopReceived):
+        wait(tmp_path, look)
+    assert is_final(word) is not again
 
 
 def test_a_spare_that_is_told_to_end_is_requeued(tmp_path: Path, lock: Path) -> None:
@@ -138,28 +146,27 @@ def test_a_spare_that_is_told_to_end_is_requeued(tmp_path: Path, lock: Path) -> 
     place = Place("controller", 0, 1, tmp_path, "7.0", None)
     place.file("end").parent.mkdir()
     place.file("end").write_text("now\n")
-    assert run_in_turn(place, lambda: pytest.fail("it has started")) == (0, True)
+    assert run_node(place, [one_rank("controller", tmp_path, "import time; time.sleep(100)")]) == (0, True)
 
 
-def test_two_that_begin_at_once(tmp_path: Path, lock: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Promise: the one whose controller was refused, as that of the other job was faster, is the spare."""
-    held, starts = lock.read_bytes(), list[int]()
-    lock.unlink()
+def test_two_that_begin_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Promise: the one whose controller found the lock taken, as that of the other job was faster, is the
+    spare."""
+    waits, refusals = list[object](), [Refused(["in use"]), LaminarError("tried again")]
 
-    def started() -> dict[str, list[str]]:
-        starts.append(len(starts))
-        if starts == [0]:
-            lock.write_bytes(held)
-        return {"controller": [sys.executable, "-c", f"raise SystemExit({2 if starts == [0] else 0})"]}
+    def lock(*_: object, **__: object) -> None:
+        raise refusals.pop(0)
 
-    def dies(run_dir: Path) -> bool:
-        lived = other_lives(run_dir)
-        lock.unlink()
-        return lived
-
-    monkeypatch.setattr(node, "other_lives", dies)
-    assert run_in_turn(Place("controller", 0, 1, tmp_path, "7.0", None), started) == (0, False)
-    assert starts == [0, 1]
+    monkeypatch.setattr(beginning, "RunLock", lock)
+    monkeypatch.setattr(beginning, "await_turn", lambda *_: waits.append(None) or {})
+    config = load_config(["experiment=demo", "role=controller", f"run_dir={tmp_path}"])
+    for spare, count in (("jobs/spare.7.0", 2), ("", 0)):
+        monkeypatch.setenv(VARIABLE, json.dumps({"spare": spare}))
+        with pytest.raises(LaminarError, match="tried again"):
+            beginning.start_up(config, lambda _: None)
+        assert len(waits) == count
+        waits.clear()
+        refusals.append(LaminarError("tried again"))
 
 
 ENDS = """
@@ -176,12 +183,11 @@ def test_a_run_that_is_over_keeps_nobody_waiting(tmp_path: Path) -> None:
     place, failed = Place("controller", 0, 1, tmp_path, "7.0", None), tmp_path / "jobs/failed"
     failed.parent.mkdir()
     end(tmp_path, "failed: earlier")
-    dies = {"controller": [sys.executable, "-c", "raise SystemExit(1)"]}
-    assert run_in_turn(place, lambda: dies) == (1, False)
+    assert run_node(place, [one_rank("controller", tmp_path, "raise SystemExit(1)")]) == (1, False)
     assert not failed.exists()
     for reason, code, again in ("failed: no rollout", 1, False), ("SIGUSR1", 0, True), ("done", 0, False):
-        ends = {"controller": [sys.executable, "-c", ENDS, str(tmp_path / "metrics.jsonl"), reason]}
-        assert run_in_turn(place, lambda ends=ends: ends) == (code, again)
+        ends = one_rank("controller", tmp_path, ENDS, str(tmp_path / "metrics.jsonl"), reason)
+        assert run_node(place, [ends]) == (code, again)
         assert failed.exists() and (failed.parent / "ended").exists() == (reason == "done")
 
 
@@ -193,7 +199,7 @@ def test_a_spare_shows_a_sign_as_long_as_it_waits(tmp_path: Path, lock: Path) ->
         seen.append(spare_of(tmp_path, sleep=lambda _: None))
         lock.unlink()
 
-    assert wait(tmp_path, look) is Turn.START
+    wait(tmp_path, look)
     assert seen == [f"spare 8 (pid {os.getpid()}{seen[0].partition(str(os.getpid()))[2]}"]
     assert spare_of(tmp_path, sleep=lambda _: None) == ""
 
@@ -204,7 +210,7 @@ def test_a_spare_whose_time_is_over_as_well_is_none(tmp_path: Path) -> None:
     assert spare_of(tmp_path, sleep=lambda _: sign.take_away()) == ""
 
 
-HOLDER = """
+HOLDER = f"""{JOINED}
 import sys, time
 from pathlib import Path
 from laminar_hpc.cluster.run_lock import RunLock
@@ -214,35 +220,32 @@ time.sleep(1000)
 """
 
 
-def holder(place: Place) -> dict[str, list[str]]:
-    """Takes the lock as a controller does, then has its job told to end."""
-    return {"controller": [sys.executable, "-c", HOLDER, str(place.run_dir), str(place.file("end"))]}
-
-
 def test_a_controller_leaves_the_run_to_a_spare(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Promise (docs/architecture.md#failure-domains): when only its own job is to end, no other job is; its
-    controller ends, the lock is free for the spare, and the job is requeued, to be the spare."""
+    controller, which has taken the lock, ends, the lock is free for the spare, and the job is requeued, to be
+    the spare."""
     monkeypatch.setattr("laminar_hpc.jobs.spare._TOLD_AS_WELL_SECONDS", 0.0)
     sign_of_a_spare(tmp_path)
     place = Place("controller", 0, 1, tmp_path, "7.0", None)
-    assert run_in_turn(place, lambda: holder(place)) == (0, True)
+    holder = one_rank("controller", tmp_path, HOLDER, str(tmp_path), str(place.file("end")))
+    assert run_node(place, [holder]) == (0, True)
     assert not (tmp_path / LOCK_FILE).exists() and "spare 8 (pid" in capsys.readouterr().out
 
 
 def test_a_controller_s_own_ear(monkeypatch: pytest.MonkeyPatch) -> None:
     """Promise: where Slurm sends TERM to all processes of a job the controller leaves it to its node to say
     what that means; elsewhere TERM stops the run."""
-    for deaf in ("", "/proc/1/fd/3"):
+    for deaf in (False, True):
         heard = list[str]()
-        monkeypatch.setenv(DEAF, deaf)
+        monkeypatch.setenv(VARIABLE, '{"deaf_to_term":true}' if deaf else "{}")
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
             hear(number, heard)
         assert heard == [*([] if deaf else ["SIGTERM"]), "SIGUSR1", "SIGINT"]
 
 
-def test_near_the_limit_the_run_is_stopped(tmp_path: Path) -> None:
+def test_near_the_limit_the_run_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Promise: the time of jobs that were submitted together is over together; there, and where a job has
     several components, a controller stops the run although there is a spare."""
     sign_of_a_spare(tmp_path)
@@ -251,7 +254,19 @@ def test_near_the_limit_the_run_is_stopped(tmp_path: Path) -> None:
         Place("controller", 0, 1, tmp_path, "7.0", time.time() + 60, False),
         Place("controller", 0, 1, tmp_path, "9.0", None, True),
     ):
+        told, asked = f"{JOINED}import pathlib, sys, time; pathlib.Path(sys.argv[1]).touch()", list[object]()
+        group = one_rank("controller", tmp_path, f"{told}; time.sleep(100)", str(tmp_path / "up"))
+
+        def ask(*words: object, group: RoleGroup = group, asked: list[object] = asked) -> bool:
+            asked.append(words)
+            group.life.signal(signal.SIGKILL)
+            return True
+
+        monkeypatch.setattr(launch, "request_stop", ask)
+        while not (tmp_path / "up").exists():
+            time.sleep(0.02)
+        (tmp_path / "up").unlink()
+        group.look()
         place.file("end").write_text("limit" if place.ends_at else "now")
-        told = {"controller": [sys.executable, "-c", "import signal; signal.sigwait({signal.SIGUSR1})"]}
-        started = node.Node(place, told)
-        assert started.run() == 0 and not started.handed_over
+        started = node.Node(place, [group])
+        assert started.run() == 1 and len(asked) == 1 and not started.gave_way

@@ -1,4 +1,4 @@
-"""launch/: a torchrun per role, started and stopped together."""
+"""launch/: an agent per role, or one for all of them, started and stopped together."""
 
 import json
 import os
@@ -55,8 +55,7 @@ def environment() -> dict[str, str]:
 
 
 def test_the_death_of_a_role_is_one_line(tmp_path: Path) -> None:
-    """Promise: kill -9 of a rank leaves one line on its script's terminal, with what to do; torchrun's words
-    lie in a log."""
+    """Promise: kill -9 of a rank leaves one line on its script's terminal, with what to do."""
     run_dir = tmp_path / "run"
     script = subprocess.Popen(
         [ROOT / "launch/controller.sh", run_dir, "experiment=demo", "restarts=0"],
@@ -77,11 +76,10 @@ def test_the_death_of_a_role_is_one_line(tmp_path: Path) -> None:
         "the others go on and wait for it (cluster.join_timeout_seconds); start it again with "
         "launch/controller.sh, the same arguments and resume=auto\n"
     )
-    assert "SIGKILL" in (run_dir / "logs/torchrun-controller0.log").read_text()
 
 
 def test_what_all_roles_would_refuse_is_said_once(tmp_path: Path) -> None:
-    """Exit code 2 and one line, before any torchrun."""
+    """Exit code 2 and one line, before anything starts."""
     words = [ROOT / "launch/all_roles.sh", tmp_path / "run", "experiment=demo", "nonsense=1"]
     done = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=30, check=False)
     assert (
@@ -97,9 +95,8 @@ def start(run_dir: Path, *overrides: str) -> subprocess.Popen[bytes]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_four_torchruns_make_one_run(tmp_path: Path) -> None:
-    """The roles find each other without a common rendezvous, train all steps, and every torchrun exits with
-    0."""
+def test_four_roles_make_one_run(tmp_path: Path) -> None:
+    """The roles find each other without a common rendezvous, train all steps, and every role exits with 0."""
     launched = start(tmp_path / "run", "steps=2")
     assert launched.wait(300) == 0
     summary = json.loads((tmp_path / "run/summary.json").read_text())

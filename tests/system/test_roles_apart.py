@@ -20,12 +20,10 @@ STEPS = 10
 
 
 def ranks_of(run_dir: Path, role: str) -> list[psutil.Process]:
-    """All that are not torchrun itself."""
     return [
         p
         for p in psutil.process_iter(["cmdline"])
         if {f"role={role}", f"run_dir={run_dir}", "laminar_hpc"} <= set(p.info["cmdline"] or [])
-        and "--rdzv-backend=c10d" not in p.info["cmdline"]
     ]
 
 
@@ -251,16 +249,6 @@ def test_a_controller_that_stands_still_is_waited_for(tmp_path):
     assert_clean(run_dir)
 
 
-def launchers(run_dir: Path, role: str) -> list[psutil.Process]:
-    """What the launch scripts of a role have become, the oldest first."""
-    found = [
-        p
-        for p in psutil.process_iter(["cmdline"])
-        if {"laminar_hpc.cluster.launch_role", role, f"run_dir={run_dir}"} <= set(p.info["cmdline"] or [])
-    ]
-    return sorted(found, key=lambda p: p.create_time())
-
-
 def wait_for_pulls(run_dir: Path, replicas: set[int], seconds: float = 200) -> None:
     deadline = time.monotonic() + seconds
     while not replicas <= {r["replica"] for r in metrics(run_dir, "pull")}:
@@ -272,9 +260,8 @@ def wait_for_pulls(run_dir: Path, replicas: set[int], seconds: float = 200) -> N
 @pytest.mark.timeout(900)
 def test_rollouts_come_and_go(tmp_path):
     """docs/architecture.md#come-and-go and #drains, with real engines: a run of two replicas starts with one,
-    a second and a third join; TERM to the first one's launch script lets it leave in order with exit code 0
-    within 20 s, and no token is lost; kill -9 of the second takes nothing from the third, its neighbour in
-    one script."""
+    a second and a third join; TERM to the first one lets it leave in order with exit code 0 within 20 s, and
+    no token is lost; kill -9 of the second takes nothing from the third, its neighbour in one script."""
     run_dir = tmp_path / "run"
     words = [str(run_dir), *SHORT, "steps=40", "rollout.replicas=2", "rollout.replicas_min=1"]
     words += ["pipeline.repack=kv", "evaluation.files=[]"]
@@ -291,7 +278,7 @@ def test_rollouts_come_and_go(tmp_path):
         started = [start("all_roles")]
         try:
             wait_for_step(run_dir, 1)
-            (first,) = launchers(run_dir, "rollout")
+            first = rank_of("rollout", run_dir)
             started.append(start("rollout", ROLLOUTS="2"))
             wait_for_pulls(run_dir, {0, 1, 2})
             for _ in range(2):  # as `timeout` and some terminals do

@@ -7,8 +7,8 @@ import logging
 import time
 from pathlib import Path
 
-from laminar_hpc.cluster import terminal
 from laminar_hpc.cluster.address import ControllerAddress, read_address
+from laminar_hpc.cluster.agent_line import orders
 from laminar_hpc.cluster.endings import RUN_FAILED, ControllerLost, StopReceived
 from laminar_hpc.cluster.processes import process_is_alive
 from laminar_hpc.cluster.waiting import sign_of
@@ -123,7 +123,7 @@ class ControllerWatch:
         return address
 
     def _loss(self, died: bool, limit: float) -> Exception:
-        if died and terminal.shared():
+        if died and orders().one_terminal:
             return StopReceived(RUN_FAILED)  # who started the controller says how it died
         how = f"(pid {self.neighbour}) has died" if died else f"has been silent for {limit:.0f} s"
         return ControllerLost(

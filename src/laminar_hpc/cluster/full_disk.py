@@ -15,7 +15,7 @@ from laminar_hpc.observability.console import size
 _WORDS = ("No space left on device", "Disk quota exceeded", "database or disk is full")
 _HINTS = ("write", "iostream")  # of libraries that do not tell why: believed if a disk is full
 _NO_ROOM_BYTES = 1 << 20
-_LOOK_SECONDS = 2.0
+ROOM_LOOK_SECONDS = 2.0
 NO_ROOM = "no room on the disk of"
 
 
@@ -56,19 +56,10 @@ def full_disk_text(error: BaseException, config: RunConfig) -> str:
     )
 
 
-def await_room(
-    config: RunConfig, over: Callable[[], bool], sleep: Callable[[float], None] = time.sleep
-) -> bool:
-    """Until run_dir and store_dir have room again, and not at once: a quota cannot be looked at. False after
-    cluster.join_timeout_seconds, for which the other roles wait, and as soon as it is `over`."""
-    folders, waited = [Path(config.run_dir), Path(config.store_dir or config.run_dir)], 0.0
-    while waited < config.cluster.join_timeout_seconds and not over():
-        sleep(_LOOK_SECONDS)
-        waited += _LOOK_SECONDS
-        room = [free for path in folders if (free := _room(path)) is not None]
-        if min(room, default=_NO_ROOM_BYTES) >= _NO_ROOM_BYTES:
-            return True
-    return False
+def has_room(config: RunConfig) -> bool:
+    """Whether run_dir and store_dir have room again, as far as one can see: a quota cannot be looked at."""
+    rooms = [_room(Path(path)) for path in (config.run_dir, config.store_dir or config.run_dir)]
+    return all(free is None or free >= _NO_ROOM_BYTES for free in rooms)
 
 
 def put(file: Path, sleep: Callable[[float], None] = time.sleep) -> None:
@@ -79,7 +70,7 @@ def put(file: Path, sleep: Callable[[float], None] = time.sleep) -> None:
         except OSError as error:
             if not is_full_disk(error):
                 raise
-        sleep(_LOOK_SECONDS)
+        sleep(ROOM_LOOK_SECONDS)
 
 
 def _room(path: Path) -> int | None:

@@ -1,222 +1,298 @@
-"""One torchrun with all roles on this machine, in a session of its own, watched over until everything has
-ended.
+"""The agent of a machine: it forks the ranks of its part of a run, waits for them, and starts those again
+that may be.
 
-Ctrl-C, TERM, USR1 and HUP become a stop message to the controller, so that the ranks leave by themselves and
-the exit code is 0; a second one ends the session at once. torchrun's own chatter goes to a log, our one-line
-errors to the terminal.
+`laminar train` (supervisor.py), the scripts of launch/ (launch_role.py), each node of a Slurm job
+(jobs/node.py) and each machine that `laminar launch` reaches by ssh (jobs/host.py) are one. They differ in
+what they start, and in where their orders come from: signals, a file, or the connection.
 """
 
-import os
-import re
+import math
 import signal
-import subprocess
 import sys
 import tempfile
-import threading
 import time
-import uuid
-from collections import deque
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from laminar_hpc.cluster.address import read_address
+from laminar_hpc.cluster.agent_line import PERMANENT, REFUSED, RankOrders
 from laminar_hpc.cluster.folders import ENGINE_FOLDER_PREFIX, remove_abandoned, remove_dead_slots
-from laminar_hpc.cluster.full_disk import NO_ROOM
-from laminar_hpc.cluster.processes import die_with_parent
-from laminar_hpc.cluster.roles import assign_roles
+from laminar_hpc.cluster.full_disk import NO_ROOM, ROOM_LOOK_SECONDS, has_room
+from laminar_hpc.cluster.leaving import LEAVES
+from laminar_hpc.cluster.ranks import Life, Ranks
 from laminar_hpc.cluster.run_lock import refuse_if_held
 from laminar_hpc.cluster.stop import request_stop
-from laminar_hpc.config.check import derive
 from laminar_hpc.config.errors import LaminarError, Refused
 from laminar_hpc.config.schema import RunConfig
+from laminar_hpc.jobs.ending import BY_THE_USER
+from laminar_hpc.observability import console, jsonl
+from laminar_hpc.policies.restarts import Restarts
 
-_ERROR = "laminar: error:"
-_REFUSED = f"{_ERROR} refused:"  # an error seen before anything began
-GO_ON = ", then go on with the same command and resume=auto"
-REFUSED, PERMANENT = 2, 3  # exit codes of a rank: before the run began; failed, and would fail again
-# in the environment of launchers that jobs/node.py starts: the file that says what its USR1 is for. They do
-# not hear TERM, which a Slurm may send to all processes of a job
-DEAF = "LAMINAR_DEAF_TO_TERM"
-# there too: its trainers leave a run that goes on, as their job is its own
-LEAVES_ALONE = "LAMINAR_LEAVES_ALONE"
-JOINED_AS = "laminar: joined as"  # ROLE INDEX, by a process that did not know its number when it started
 REPEAT_SECONDS = 2.0  # `timeout` and some terminals send the same signal twice at once
 # for a controller to take a stop: turns of seconds are normal, and the shared file system may stand still;
 # and for one that is dead, or not ready yet
 _LIVE_SECONDS, _DEAD_SECONDS = 10.0, 2.0
-GONE_SECONDS = 20.0  # a session that was told to end is gone after this
+_GONE_SECONDS = 20.0  # ranks that were told to end are killed after this
+_ALONE_SECONDS = 20.0  # of relays after their rollouts: at the end of a run they leave by themselves
+_LOOK_SECONDS = 0.1
+_NO_ORDERS = RankOrders()
 
 
-def reason_of(number: int) -> str:
-    """What is recorded as the reason of a stop by this signal: its name, or what jobs/node.py was told."""
-    told_in = os.environ.get(DEAF)
-    if told_in and number == signal.SIGUSR1:
-        with suppress(OSError):
-            return Path(told_in).read_text() or signal.Signals(number).name
-    return signal.Signals(number).name
+class WorkerGroup:
+    """Ranks that end together, and are started together again if that may be."""
 
+    def __init__(
+        self,
+        config: RunConfig,
+        words: list[str],
+        ranks: Ranks,
+        restarts: Restarts,
+        orders: RankOrders = _NO_ORDERS,
+        run_id: str = "",
+        advice: str = "",
+    ) -> None:
+        """`run_id`: equal on all machines of one world. `advice`: behind how a rank died."""
+        self.config = config
+        self.role = config.role
+        self.orders = orders
+        self.advice = advice
+        self.run_dir = Path(config.run_dir)
+        self.logs = self.run_dir / "logs"
+        self.restarts = restarts
+        self.code: int | None = None  # when they have ended for good
+        self.is_told = False  # of their end, or the run's
+        self._is_ended = False  # at once
+        self._words = words
+        self._begin = partial(Life, ranks=ranks, orders=orders, run_id=run_id)
+        self._room_until: float | None = None
+        self.start([])
 
-class Launch:
-    """A running torchrun and what it says."""
+    # ---- what kinds of groups differ in --------------------------------------------------------------------
 
-    def __init__(self, config: RunConfig, overrides: list[str], world_size: int) -> None:
-        """With config.restarts the first error is kept for `print_error`, as it may not be the end."""
-        self._config, self._world = config, world_size
-        self._causes: list[str] = []  # of a failure: one line, or one per mistake of a refused configuration
-        self._told = 0  # how many of them the user has seen
-        self.is_permanent = False  # it would fail again for sure
-        self.joined_as = ""  # "rollout 3": what a rollout says of itself, once the controller has numbered it
-        self._stops, self._asked, self._is_told = 0, 0.0, False
-        self._chatter: deque[str] = deque(maxlen=2000)
-        self._refused = False
-        # torchrun's own store in place of a TCP one, which listens on all interfaces
-        self._meeting = os.memfd_create("torchrun")
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", *self._runner(), "laminar_hpc", *overrides],
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            env={"OMP_NUM_THREADS": "1", **os.environ, **self._environment()},
-            start_new_session=True,
-            preexec_fn=die_with_parent,
-        )
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
+    def name(self, rank: int) -> str:
+        """As the user knows it."""
+        return f"rank {rank}"
 
-    def _runner(self) -> list[str]:
-        """What runs the module laminar_hpc."""
-        return [
-            "torch.distributed.run",
-            "--nnodes=1",
-            "--rdzv-backend=c10d",
-            # nobody else listens for it, and each sign of life stays in the file
-            "--rdzv-conf=store_type=file,keep_alive_interval=3600",
-            f"--rdzv-endpoint=/proc/{os.getpid()}/fd/{self._meeting}",
-            f"--rdzv-id={uuid.uuid4()}",
-            "--local-addr=127.0.0.1",
-            f"--nproc-per-node={self._world}",
-            "-m",
-        ]
+    def log(self) -> Path:
+        """For what ranks print before they have logs of their own."""
+        return self.logs / "launch.log"
 
-    def _environment(self) -> dict[str, str]:
-        return {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    def may_go_on(self) -> bool:
+        """Whether there is a run for them to go on with."""
+        return True
 
-    def _read(self) -> None:
-        assert self._process.stderr is not None
-        for line in self._process.stderr:
-            if line.startswith(_REFUSED) and (self._refused or not self._causes):
-                self._refused = True  # each line is a mistake of its own
-                self._failed(line.removeprefix(_REFUSED))
-            elif line.startswith(_ERROR) and not self._causes:  # what follows the first are its consequences
-                self._failed(line.removeprefix(_ERROR))
-            elif line.startswith(JOINED_AS):
-                self.joined_as = line.removeprefix(JOINED_AS).strip()
-            else:
-                self._chatter.append(line)
+    def again(self, cause: str, step: int) -> list[str]:
+        """Says that they are started again, after this step; more words for them."""
+        raise NotImplementedError
+
+    def explain(self, rank: int, number: int) -> str:
+        """How a rank has ended that could not say so itself; "" if nobody needs to be told."""
+        if self._is_ended:
+            return ""
+        name, how = self.name(rank), f"ended with exit code {number}"
+        if number < 0:
+            how = f"was killed by {signal.Signals(-number).name}"
+        log = self.logs / f"{name.replace(' ', '')}.log"
+        return f"{name} {how}; see {log if log.exists() else self.logs}{self.advice}"
+
+    # ---- their lives ---------------------------------------------------------------------------------------
+
+    def start(self, more: list[str]) -> None:
+        self.life = self._begin([*self._words, *more])
+        self._told = 0  # how many of the causes of its end the user has seen
+        if self._is_ended:  # it came between two lives
+            self.end()
+
+    def look(self) -> None:
+        """Notices what has happened; sets `code` at the end of the last life."""
+        if self._room_until is not None:
+            self._look_for_room(self._room_until)
+        elif self.life.look():
+            self._end_life()
+        elif not self.restarts.per_hour:
+            self.print_error()
+
+    def _end_life(self) -> None:
+        life = self.life
+        life.close(self.log())
+        remove_dead_slots(self.config.relay.shm_dir)
+        remove_abandoned(Path(tempfile.gettempdir()), ENGINE_FOLDER_PREFIX)
+        rank, number = life.failed or (0, int(self._is_ended))
+        left = self.role in LEAVES and self.is_told and not self._is_ended
+        if number == 0 or (left and number == -signal.SIGTERM):
+            self.code = 0  # also where it was told before it could hear of it
+            return
+        if not life.causes and (why := self.explain(rank, number)):
+            life.causes.append(why)
+        self._code = REFUSED if life.is_refused or number == REFUSED else 1
+        # another rank may have ended before the one whose disk is full
+        if NO_ROOM in self.cause and self.role != "all" and self.restarts.per_hour and not self.is_told:
+            print(console.line("waits", f"{self.role}: {self.cause.partition(': make room')[0]}"), flush=True)
+            self._room_until = time.monotonic() + self.config.cluster.join_timeout_seconds
+            self._room_look = time.monotonic() + ROOM_LOOK_SECONDS  # a quota cannot be looked at
+            return
+        is_permanent = self._code == REFUSED or number == PERMANENT or NO_ROOM in self.cause
+        self._go_on_or_end(self.is_told or is_permanent or not self.may_go_on())
+
+    def _look_for_room(self, until: float) -> None:
+        now = time.monotonic()
+        if now >= self._room_look or self.is_told:
+            self._room_look = now + ROOM_LOOK_SECONDS
+            is_over = self.is_told or now > until
+            if is_over or has_room(self.config):
+                self._room_until = None
+                self._go_on_or_end(is_over, gone=True)
+
+    def _go_on_or_end(self, is_final: bool, gone: bool = False) -> None:
+        step, why_not = last_step(self.run_dir), ""
+        if not is_final:
+            # without a relay or a rollout the run goes on, however often it has died meanwhile
+            gone = gone or self.role in LEAVES
+            why_not = self.restarts.refusal(self.cause, step, time.time(), gone)
+        if is_final or why_not:
+            self.print_error(f"; not started again: {why_not}" if why_not and self.restarts.per_hour else "")
+            self.code = self._code
+        else:
+            self.start(self.again(self.cause.removesuffix(self.advice), step))
 
     @property
     def cause(self) -> str:
         """Of a failure, in one line."""
-        return "; ".join(self._causes)
-
-    def _failed(self, text: str) -> None:
-        self._causes.append(text.strip())
-        if not self._config.restarts:
-            self.print_error()
-
-    def on_signal(self, number: int) -> None:
-        if number == signal.SIGTERM and os.environ.get(DEAF):
-            return
-        now = time.monotonic()
-        if self._stops and now - self._asked < REPEAT_SECONDS:
-            return
-        self._stops, self._asked = self._stops + 1, now
-        name = reason_of(number)
-        if self._stops == 1:
-            try:
-                if not request_stop(Path(self._config.run_dir), name, self._patience()):
-                    text = "there is no controller now, the next one gets the request"
-                    print(f"laminar: {name}: {text}", file=sys.stderr, flush=True)
-                return
-            except (LaminarError, OSError):
-                print(f"laminar: {name} before the run was up: ending it", file=sys.stderr, flush=True)
-        self.end()
-
-    def _patience(self) -> float:
-        run_dir = Path(self._config.run_dir)
-        try:
-            refuse_if_held(run_dir)
-        except Refused:
-            address = read_address(run_dir)
-            return _LIVE_SECONDS if address and address.store_id else _DEAD_SECONDS
-        return _DEAD_SECONDS
-
-    def end(self) -> None:
-        """Ends the session that this launch started, and nothing else."""
-        self._is_told = True
-        self._kill(signal.SIGTERM)
-        timer = threading.Timer(GONE_SECONDS, self._kill, [signal.SIGKILL])
-        timer.daemon = True
-        timer.start()
-
-    def _kill(self, number: int) -> None:
-        if self._process.returncode is None:
-            with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, number)
+        return "; ".join(self.life.causes)
 
     def print_error(self, more: str = "") -> None:
         """Tells the user why it failed, each line once."""
-        new, self._told = self._causes[self._told :], len(self._causes)
-        for text in new:
-            print(f"{_ERROR} {text}{more}", file=sys.stderr, flush=True)
+        for text in self.life.causes[self._told :]:
+            print(f"laminar: error: {text}{more}", file=sys.stderr, flush=True)
+        self._told = len(self.life.causes)
 
-    def wait(self) -> int:
-        """Until torchrun has ended; returns our exit code, and finds the cause if no rank could give it."""
-        while True:
-            try:
-                code = self._process.wait()
-                break
-            except InterruptedError:
-                continue
-        self._reader.join(2)
-        os.close(self._meeting)
-        self._write_log()
-        remove_dead_slots(self._config.relay.shm_dir)
-        remove_abandoned(Path(tempfile.gettempdir()), ENGINE_FOLDER_PREFIX)
-        if code == 0:
-            return 0
-        rank, number = self._root_cause(code)
-        if not self._causes and (why := self._explain(rank, number)):
-            self._causes.append(why)
-        # another rank may have ended before the one whose disk is full
-        self.is_permanent = self._refused or number in (REFUSED, PERMANENT) or NO_ROOM in self.cause
-        return REFUSED if self._refused or number == REFUSED else 1
+    def leave(self) -> None:
+        """Relays and rollouts leave the run, which goes on. Without the others there is none: they end."""
+        if self.role not in LEAVES:
+            return self.end()
+        self.is_told = True
+        return self.life.end(_GONE_SECONDS, alone=True)
 
-    def _write_log(self) -> None:
-        logs = Path(self._config.run_dir) / "logs"
-        with suppress(OSError):  # a full disk, which the run itself has named
-            if logs.is_dir():
-                with open(logs / "torchrun.log", "a") as file:
-                    file.writelines(self._chatter)
+    def end(self) -> None:
+        self.is_told = True
+        self._is_ended = True
+        self.life.end(_GONE_SECONDS)
 
-    def _root_cause(self, _: int) -> tuple[int | None, int]:
-        """The rank that ended first, and its exit code, by torchrun's report; (None, 1) without one."""
-        text = "".join(self._chatter)
-        root = text[text.find("Root Cause") :] if "Root Cause" in text else text
-        rank, code = re.search(r"rank\s*:\s*(\d+)", root), re.search(r"exitcode\s*:\s*(-?\d+)", root)
-        return (int(rank.group(1)), int(code.group(1))) if rank and code else (None, 1)
 
-    def _explain(self, rank: int | None, number: int) -> str:
-        """Which rank died first, and how; empty where nobody needs to be told."""
-        logs = Path(self._config.run_dir) / "logs"
-        if rank is None:
-            return f"the job ended without an error message; see {logs}"
-        derived = derive(self._config)
-        lanes = self._config.relay.lanes
-        role = assign_roles(derived.trainer_ranks, derived.rollout_ranks, 1, self._world, lanes)[rank]
-        how = (
-            f"was killed by {signal.Signals(-number).name}"
-            if number < 0
-            else f"ended with exit code {number}"
-        )
-        return f"{role.role} {role.index} {how}; see {logs / f'{role.role}{role.index}.log'}{GO_ON}"
+def last_step(run_dir: Path) -> int:
+    """The newest step done; 0 before the first."""
+    return next((r["step"] for r in reversed(list(jsonl.read(run_dir / "metrics.jsonl", "step")))), 0)
+
+
+class Agent:
+    """The groups of this machine."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        groups: Sequence[WorkerGroup],
+        one_terminal: bool = False,
+        ask: Callable[[str], None] | None = None,
+    ) -> None:
+        """`ask`: has the run stopped in order for a reason; raises LaminarError where there is none."""
+        self.groups = groups
+        self._run_dir = run_dir
+        self._one_terminal = one_terminal
+        self._ask = ask or self._ask_controller
+        self._signals = 0
+        self._asked = 0.0
+        self._alone_at = math.inf
+
+    def run(self, look: Callable[[], None] = lambda: None) -> int:
+        """Until all have ended for good; `look` takes orders. Exit code: 0 = done or left in order, 2 =
+        refused, 1 = failed."""
+        while going_on := [group for group in self.groups if group.code is None]:
+            look()
+            for group in going_on:
+                group.look()
+                if group.code is not None:
+                    self._after(group, group.code)
+            if time.monotonic() > self._alone_at:
+                self._alone_at = math.inf
+                self._leave("relay", "rollout")
+            time.sleep(_LOOK_SECONDS)
+        return max(self.codes().values(), default=0)
+
+    def codes(self) -> dict[str, int]:
+        """By role, exit codes of those that have ended as a whole."""
+        going_on = {group.role for group in self.groups if group.code is None}
+        found: dict[str, int] = {}
+        for group in self.groups:
+            if group.role not in going_on and group.code is not None:
+                found[group.role] = max(found.get(group.role, 0), group.code)
+        return found
+
+    def _after(self, group: WorkerGroup, code: int) -> None:
+        """What the end of one is to the others here."""
+        others = {other.role for other in self.groups if other.code is None}
+        if group.role == "controller" and code:
+            self.leave()
+        elif group.role == "trainer" and code and others:  # the run would wait for nobody
+            with suppress(LaminarError, OSError):
+                request_stop(self._run_dir, BY_THE_USER)
+        elif group.role == "rollout" and code == REFUSED:  # the others wait for this one to say so
+            self._leave("rollout")
+        # relays without replicas, or the other way round, are of no use where nobody starts them again
+        half = {"relay": "rollout", "rollout": "relay"}.get(group.role)
+        if half in others and group.role not in others and group.restarts.per_hour:
+            self._alone_at = min(self._alone_at, time.monotonic() + _ALONE_SECONDS)
+
+    def on_signal(self, number: int, _: object = None) -> None:
+        """The first is a stop in order; the next ones end what still runs."""
+        now = time.monotonic()
+        if self._signals and now - self._asked < REPEAT_SECONDS:
+            return
+        self._signals += 1
+        self._asked = now
+        if self._signals == 1:
+            self.stop(signal.Signals(number).name)
+        elif self._signals == 2 and self._is_essential:
+            self.leave()
+        else:
+            for group in self.groups:
+                group.end()
+
+    @property
+    def _is_essential(self) -> bool:
+        """Whether the run cannot go on without this machine."""
+        return any(group.role not in LEAVES for group in self.groups)
+
+    def stop(self, reason: str) -> None:
+        """Has the run stopped in order. A machine of relays and rollouts alone leaves it, as does one where
+        nobody can be told of it."""
+        if not self._is_essential:
+            return self.leave()
+        for group in self.groups:
+            group.is_told = group.is_told or not self._one_terminal
+        try:
+            return self._ask(reason)
+        except (LaminarError, OSError):
+            print(f"laminar: {reason} before the run was up: ending it", file=sys.stderr, flush=True)
+            return self.leave()
+
+    def _ask_controller(self, reason: str) -> None:
+        if not request_stop(self._run_dir, reason, self._patience()):
+            text = "there is no controller now, the next one gets the request"
+            print(f"laminar: {reason}: {text}", file=sys.stderr, flush=True)
+
+    def _patience(self) -> float:
+        with suppress(Refused):
+            refuse_if_held(self._run_dir)
+            return _DEAD_SECONDS
+        address = read_address(self._run_dir)
+        return _LIVE_SECONDS if address and address.store_id else _DEAD_SECONDS
+
+    def leave(self) -> None:
+        self._leave(*(group.role for group in self.groups))
+
+    def _leave(self, *roles: str) -> None:
+        for group in self.groups:
+            if group.role in roles and group.code is None:
+                group.leave()

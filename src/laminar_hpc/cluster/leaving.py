@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 
-from laminar_hpc.cluster import terminal
+from laminar_hpc.cluster.agent_line import FAILED_ELSEWHERE
 from laminar_hpc.cluster.channel import Channel, GangReplaced, Terminated
 
 LEAVE_SECONDS = 17.0  # a rank that was told to end is gone after this, whatever it waits for
@@ -66,4 +66,4 @@ def leave_at_once(replaced: GangReplaced) -> None:
     """Called by the channel's thread: whatever the main thread waits for, nothing it does counts any more."""
     logging.getLogger(__name__).error("leaving: %s", replaced)
     logging.shutdown()
-    os._exit(terminal.FAILED_ELSEWHERE)
+    os._exit(FAILED_ELSEWHERE)

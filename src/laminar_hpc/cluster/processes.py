@@ -41,7 +41,7 @@ def machine_name(shm_dir: str) -> str:
 
 
 def parent_process() -> str:
-    """Names this process's parent for good: of a rank, its torchrun."""
+    """Names this process's parent for good: of a rank, its agent or torchrun."""
     return f"{socket.gethostname()} {process_world()} {os.getppid()} {process_started(os.getppid())}"
 
 

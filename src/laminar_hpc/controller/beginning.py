@@ -6,10 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from laminar_hpc.cluster.address import read_address
+from laminar_hpc.cluster.agent_line import RankReport, orders, report
+from laminar_hpc.cluster.lock_owner import Watched
 from laminar_hpc.cluster.open_files import allow_connections
 from laminar_hpc.cluster.run_lock import RunLock, refuse_if_held
-from laminar_hpc.cluster.turn import await_turn
+from laminar_hpc.cluster.turn import ONE_WORLD_SECONDS, await_turn
+from laminar_hpc.cluster.waiting import Sign
 from laminar_hpc.config.check import Derived, check, check_machine, derived_values, warnings
+from laminar_hpc.config.errors import Refused
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.controller.recovery import own_era, retire, settle
 from laminar_hpc.controller.rundir import (
@@ -40,7 +44,7 @@ class Begun:
 
 def start_up(config: RunConfig, say: Callable[[str], None]) -> Begun:
     """Checks everything that can be checked without the others, then takes the run directory and its lock."""
-    run_dir, watched = Path(config.run_dir), await_turn()
+    run_dir, watched = Path(config.run_dir), _await_turn(config, say)
     refuse_if_held(run_dir, watched)
     derived = check(config)
     check_machine(config, derived)
@@ -59,11 +63,26 @@ def start_up(config: RunConfig, say: Callable[[str], None]) -> Begun:
         lock = RunLock(folders, lambda text: say(console.line("set-up", text)), watched=watched)
     except OSError as error:
         raise unusable(run_dir, error) from error
+    except Refused:
+        if orders().spare and config.role == "controller":  # another one has begun at the same moment
+            return start_up(config, say)
+        raise
+    report(RankReport(joined_as="controller 0"))
     try:
         return Begun(derived, *take_run_dir(config, lock, say))
     except BaseException:
         lock.release()
         raise
+
+
+def _await_turn(config: RunConfig, say: Callable[[str], None]) -> Watched:
+    """Returns at once where another controller refuses this one."""
+    if not (spare := orders().spare):
+        return Watched()
+    run_dir = Path(config.run_dir)
+    if config.role == "all":
+        return await_turn(run_dir, say, None, ONE_WORLD_SECONDS)
+    return await_turn(run_dir, say, Sign(Path(spare)))
 
 
 def take_run_dir(config: RunConfig, lock: RunLock, say: Callable[[str], None]) -> tuple[Start, RunLock, int]:

@@ -7,7 +7,7 @@ rollout, and wait for other trainers (controller/gang.py).
 import logging
 from collections.abc import Callable
 
-from laminar_hpc.cluster import terminal
+from laminar_hpc.cluster.agent_line import orders
 from laminar_hpc.cluster.channel import SAME_VERSION
 from laminar_hpc.cluster.processes import oom_kills, process_is_alive
 from laminar_hpc.config.errors import LaminarError
@@ -139,7 +139,7 @@ class Membership:
         if self._is_needed(member):
             raise LaminarError(text)
         self._leave(member)
-        if not terminal.shared():
+        if not orders().one_terminal:
             self._shared.say(f"{text}; the others go on")
 
     def _is_needed(self, member: Member) -> bool:
@@ -171,7 +171,7 @@ class Membership:
             return
         text = f"{member.name} failed: {failure.text}"
         log.error(text)
-        if not terminal.shared():
+        if not orders().one_terminal:
             self._shared.say(f"{text}; the others go on")
         self._forget(member)
 
@@ -196,7 +196,7 @@ class Membership:
         if ends_gang:
             return self._gang.end(text)
         on_this_machine = hello.machine == self._members.machine
-        has_been_said = terminal.shared() and on_this_machine and not process_is_alive(hello.pid)
+        has_been_said = orders().one_terminal and on_this_machine and not process_is_alive(hello.pid)
         if has_been_said and hello.role == "trainer":
             raise LaminarError("a worker has failed")
         if self._is_needed(member):

@@ -6,7 +6,6 @@ work is done or someone asks to stop, tells everybody to leave, and writes summa
 
 import dataclasses
 import logging
-import os
 import secrets
 import shutil
 import signal
@@ -19,11 +18,11 @@ from pathlib import Path
 
 from laminar_hpc.cluster import durable
 from laminar_hpc.cluster.address import ADDRESS_FILE, read_address
+from laminar_hpc.cluster.agent_line import orders
 from laminar_hpc.cluster.channel import RUN_FAILED
 from laminar_hpc.cluster.folders import slots_root
 from laminar_hpc.cluster.full_disk import is_full_disk
 from laminar_hpc.cluster.hub import Hub
-from laminar_hpc.cluster.launch import DEAF
 from laminar_hpc.cluster.processes import on_stop_signals
 from laminar_hpc.cluster.run_lock import RunLock
 from laminar_hpc.cluster.stop import forget_request, left_request, request_is_left
@@ -231,9 +230,9 @@ def run(
 
 
 def hear(number: int, received: list[str]) -> None:
-    """A signal. TERM is for this process only where no launcher of a Slurm job says what it means: that may
+    """A signal. TERM is for this process only where no agent of a Slurm job says what it means: that may
     leave the run to a spare (jobs/spare.py)."""
-    if number != signal.SIGTERM or not os.environ.get(DEAF):
+    if number != signal.SIGTERM or not orders().deaf_to_term:
         received.append(signal.Signals(number).name)
 
 

@@ -18,7 +18,8 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from laminar_hpc.cluster.launch import REFUSED, REPEAT_SECONDS
+from laminar_hpc.cluster.agent_line import REFUSED
+from laminar_hpc.cluster.launch import REPEAT_SECONDS
 from laminar_hpc.cluster.processes import die_with_parent
 from laminar_hpc.jobs.hosts import Part
 

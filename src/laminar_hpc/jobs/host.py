@@ -17,24 +17,22 @@ import sys
 import tempfile
 import threading
 import time
+from collections import deque
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 from laminar_hpc import __version__
-from laminar_hpc.cluster.launch import REFUSED
-from laminar_hpc.cluster.run_end import goes_on
-from laminar_hpc.cluster.stop import request_stop
-from laminar_hpc.cluster.terminal import SHARED_VARIABLE
+from laminar_hpc.cluster.agent_line import REFUSED, RankOrders
+from laminar_hpc.cluster.launch import Agent
+from laminar_hpc.cluster.launch_role import RolePart
 from laminar_hpc.config.errors import LaminarError, Refused, print_lines
 from laminar_hpc.config.load import load_config
 from laminar_hpc.jobs.machine_number import MachineNumber
 from laminar_hpc.jobs.network import INTERFACE, addresses, own_address, use_interface
-from laminar_hpc.jobs.node import Child, Place, commands
+from laminar_hpc.jobs.node import Place, parts
 from laminar_hpc.observability import console, output
 
-_LOOK_SECONDS = 0.5
-_ALONE_SECONDS = 20.0  # of relays after their replicas: at the end of a run they leave by themselves
 _CLOSE_SECONDS = 5.0
 _SEEN_SECONDS = 15.0  # for a network file system to show what the launcher has written
 _CTRL_C = "SIGINT"  # of the launcher, as the run records it
@@ -76,7 +74,7 @@ class Orders:
     """What the launcher says, as it comes: the words of `stop` and `leave`."""
 
     def __init__(self, tied: bool) -> None:
-        self.given: list[str] = []
+        self._given: deque[str] = deque()
         self._tied = tied
         self._lines = os.fdopen(os.dup(0))
         nothing = os.open(os.devnull, os.O_RDONLY)
@@ -87,53 +85,17 @@ class Orders:
     def _listen(self) -> None:
         with suppress(OSError, ValueError):
             for line in self._lines:
-                self.given.append(line.strip())
+                self._given.append(line.strip())
         if self._tied:
-            self.given.append("stop")
+            self._given.append("stop")
 
-
-class HostRun:
-    """The processes of this machine."""
-
-    def __init__(self, run_dir: Path, started: dict[str, list[str]], orders: Orders) -> None:
-        self._run_dir, self._orders, self._done, self._left = run_dir, orders, 0, False
-        self._children = [Child(role, command) for role, command in started.items()]
-
-    def run(self) -> int:
-        """Until all have ended; the first exit code that is not 0, the replicas' before the relays'."""
-        codes: dict[str, int] = {}
-        ends: dict[str, float] = {}
-        again = partial(goes_on, self._run_dir)
-        while len(codes) < len(self._children):
-            self._obey()
-            for child in self._children:
-                if child.role not in codes and (code := child.code(self._left, again)) is not None:
-                    codes[child.role], ends[child.role] = code, time.monotonic()
-            for one, other in (("relay", "rollout"), ("rollout", "relay")):
-                if one in ends and other not in ends and time.monotonic() > ends[one] + _ALONE_SECONDS:
-                    self._leave()
-            time.sleep(_LOOK_SECONDS)
-        return codes.get("rollout") or next((code for code in codes.values() if code), 0)
-
-    def _obey(self) -> None:
-        for order in self._orders.given[self._done :]:
-            self._done += 1
-            if order == "leave" or (order == "stop" and not self._stop()):
-                self._leave()
-
-    def _stop(self) -> bool:
-        """Whether somebody has the request; machines of replicas alone leave."""
-        if {child.role for child in self._children} <= {"relay", "rollout"}:
-            return False
-        with suppress(LaminarError):
-            request_stop(self._run_dir, _CTRL_C)
-            return True
-        return False
-
-    def _leave(self) -> None:
-        self._left = True
-        for child in self._children:
-            child.leave(_CTRL_C)
+    def obey(self, agent: Agent) -> None:
+        """Does what has been said since the last time."""
+        while self._given:
+            if (order := self._given.popleft()) == "stop":
+                agent.stop(_CTRL_C)
+            elif order == "leave":
+                agent.leave()
 
 
 def own_address_for_others() -> str:
@@ -178,21 +140,20 @@ def parsed(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     return parser.parse_known_args(arguments)
 
 
-def started_by(
-    options: argparse.Namespace, words: list[str], run_dir: Path, machine: int
-) -> dict[str, list[str]]:
-    """What this machine starts, by role."""
+def parts_of(options: argparse.Namespace, words: list[str], run_dir: Path, machine: int) -> list[RolePart]:
+    """What this machine starts."""
     config, address = load_config(words), own_address_for_others()
     use_interface(address)
     os.environ.setdefault("STORE_DIR", str(Path(tempfile.gettempdir()) / f"laminar-{getpass.getuser()}"))
     os.environ["ROLLOUTS"] = options.replicas
     node, _, nodes = options.trainers.partition("/")
     wanted = {"controller": options.controller, "trainer": options.trainers, "rollouts": options.replicas}
-    found: dict[str, list[str]] = {}
-    for role in (role for role, here in wanted.items() if here):
-        place = Place(role, int(node or 0), int(nodes or 1), run_dir, options.launch, None)
-        found |= commands(place, config, words, address, machine)
-    return found
+    places = [
+        Place(role, int(node or 0), int(nodes or 1), run_dir, options.launch, None)
+        for role, here in wanted.items()
+        if here
+    ]
+    return [part for place in places for part in parts(place, config, words, address, machine)]
 
 
 def main(arguments: list[str]) -> int:
@@ -204,12 +165,15 @@ def main(arguments: list[str]) -> int:
         config = load_config(words)
         run_dir = Path(config.run_dir)
         check_here(run_dir, options.launch)
-        os.environ[SHARED_VARIABLE] = "1"
         passed_on = Output(run_dir)
         machine = MachineNumber(run_dir, config.relay.lanes) if options.replicas else None
-        started = started_by(options, words, run_dir, machine.number if machine else 0)
-        print(console.line("machine", f"{socket.gethostname()}  {', '.join(started)}"), flush=True)
-        return HostRun(run_dir, started, Orders(options.tied)).run()
+        found = parts_of(options, words, run_dir, machine.number if machine else 0)
+        roles = ", ".join(part.role for part in found)
+        print(console.line("machine", f"{socket.gethostname()}  {roles}"), flush=True)
+        orders = Orders(options.tied)  # before anything starts that would read them
+        groups = [each for part in found for each in part.start(RankOrders(one_terminal=True), tended=True)]
+        agent = Agent(run_dir, groups, one_terminal=True)
+        return agent.run(partial(orders.obey, agent))
     except LaminarError as error:
         print_lines(error)
         return REFUSED

@@ -1,7 +1,6 @@
 """At which address a node of a job is reached by the others, and how they learn it."""
 
 import os
-import random
 import socket
 import time
 from contextlib import suppress
@@ -13,8 +12,6 @@ from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.observability import console
 
 INTERFACE = "LAMINAR_INTERFACE"
-# below what the kernel hands out by itself: no connection gets such a port before its owner listens there
-_PORTS = range(20_000, 32_768)
 
 
 class NetworkDown(LaminarError):
@@ -88,15 +85,6 @@ def use_interface(address: str) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
     if name and os.environ.get(INTERFACE):
         os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
-
-
-def free_port(address: str) -> int:
-    """A port at this address at which nobody listens. Raises LaminarError when there is none."""
-    for port in random.sample(_PORTS, 100):
-        with suppress(OSError), socket.socket() as listener:
-            listener.bind((address, port))
-            return port
-    raise LaminarError(f"no free port at {address} from {_PORTS.start} to {_PORTS.stop - 1}")
 
 
 def await_file(path: Path, seconds: float) -> str:

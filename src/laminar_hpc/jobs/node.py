@@ -2,38 +2,35 @@
 
     python -m laminar_hpc.jobs.node trainer|controller|rollouts|all [overrides]
 
-Starts the node's processes of that role, each as launch/ROLE.sh would (`all`: its part of one torchrun
-world), and waits until all have ended. The job's folder RUN_DIR/jobs holds what its nodes and its script
+Is the agent of the node: it starts the ranks of that role, as launch/ROLE.sh would (`all`: the node's part of
+one world), and waits until all have ended. The job's folder RUN_DIR/jobs holds what its nodes and its script
 tell each other: `end.LIFE`, that it is to end, `term.LIFE`, that a node was sent TERM, and `again.LIFE`, that
 it is to be requeued.
 
 Slurm sends TERM at preemption, and also when another node of the job has died; the script finds out which.
-The processes are told to leave once, by USR1 and a file that says why: a second signal would end them at
-once. Exit code: 0 = done or left in order, 2 = refused, 1 = failed.
+Exit code: 0 = done or left in order, 2 = refused, 1 = failed.
 """
 
 import hashlib
-import math
 import os
 import signal
-import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
-from itertools import count
 from pathlib import Path
 
+from laminar_hpc.cluster.agent_line import REFUSED, RankOrders
 from laminar_hpc.cluster.full_disk import put
-from laminar_hpc.cluster.launch import DEAF, LEAVES_ALONE, REFUSED
-from laminar_hpc.cluster.lock_owner import Watched
+from laminar_hpc.cluster.launch import Agent, WorkerGroup
+from laminar_hpc.cluster.launch_role import RolePart
 from laminar_hpc.cluster.processes import die_with_parent, on_stop_signals
-from laminar_hpc.cluster.run_end import goes_on, last_word
-from laminar_hpc.cluster.turn import VARIABLE, give_turn
-from laminar_hpc.cluster.waiting import Sign
+from laminar_hpc.cluster.ranks import Ranks
+from laminar_hpc.cluster.run_end import last_word
+from laminar_hpc.cluster.stop import ask_trainers_to_leave
 from laminar_hpc.config.errors import LaminarError, print_lines
 from laminar_hpc.config.file_systems import NETWORK_FILE_SYSTEMS, file_system
 from laminar_hpc.config.load import load_config
@@ -48,19 +45,16 @@ from laminar_hpc.jobs.ending import (
 )
 from laminar_hpc.jobs.machine_number import MachineNumber
 from laminar_hpc.jobs.network import await_own_address, use_interface
-from laminar_hpc.jobs.spare import ONE_WORLD_SECONDS, Turn, await_turn, hand_over, other_lives, spare_of
-from laminar_hpc.jobs.world import world_command
+from laminar_hpc.jobs.spare import hand_over, spare_of
 from laminar_hpc.observability import console, output
 from laminar_hpc.policies.restarts import Restarts
 
 ROLES = ("trainer", "controller", "rollouts", "all")
 _LOOK_SECONDS = 0.5
-_RESTARTS_PER_HOUR = 10  # of a node's relays, and of its rollouts
-_ALONE_SECONDS = 20.0  # of relays after their rollouts: at the end of a run they leave by themselves
+_ASK_SECONDS = 3.0
 _LIMIT = "limit"  # what `end` says where time is left; else it says why there is none
 _NOW = "now"
 _REASONS = {_LIMIT: "SIGUSR1", _NOW: "SIGTERM"}  # as the run records them
-_AGAIN = ("relay", "rollout")  # a controller and trainers are started again by their own launcher
 
 
 @dataclass(frozen=True)
@@ -104,23 +98,22 @@ class Place:
         return self.run_dir / "jobs" / f"{kind}.{self.life}"
 
 
-def commands(
+def parts(
     place: Place, config: RunConfig, words: list[str], address: str, machine: int = 0
-) -> dict[str, list[str]]:
-    """By role, what to start on this node, which is number `machine` of those with rollouts. Raises
-    LaminarError where the trainers do not divide."""
-    if place.role == "all":
-        if file_system(place.run_dir) in NETWORK_FILE_SYSTEMS and not config.store_dir:
-            words = [f"store_dir={local_store(place.run_dir)}", *words]
-        return {"all": world_command(place.run_dir, place.life, place.node, place.nodes, address, words)}
+) -> list[RolePart]:
+    """What to start on this node, which is number `machine` of those with rollouts. Raises LaminarError where
+    the trainers do not divide."""
     common = [f"run_dir={place.run_dir}", f"cluster.host={address}"]
     words = [*words, "resume=auto"]  # whatever they say: a requeued job goes on
-    start = [sys.executable, "-m", "laminar_hpc.cluster.launch_role"]
+    if place.role == "all":
+        apart = file_system(place.run_dir) in NETWORK_FILE_SYSTEMS and not config.store_dir
+        own = [f"store_dir={local_store(place.run_dir)}"] if apart else []
+        return [RolePart("all", int(os.environ.get("NPROC_PER_NODE", "2")), [*common, *own, *words])]
     if place.role == "controller":
         own = [] if config.store_dir else [f"store_dir={local_store(place.run_dir)}"]
         if config.rollout.replicas_min is None:  # whoever leaves the queue later joins later
             own += ["rollout.replicas_min=1"]
-        return {"controller": [*start, "controller", "1", *common, *own, *words]}
+        return [RolePart("controller", 1, [*common, *own, *words])]
     if place.role == "trainer":
         trainer = config.trainer
         ranks = trainer.tensor_parallel * trainer.pipeline_parallel * trainer.data_parallel
@@ -130,13 +123,32 @@ def commands(
                 f"{ranks} trainers (trainer.tensor_parallel x pipeline_parallel x data_parallel) do not "
                 f"divide into {place.nodes} nodes: submit trainer.sbatch with another --nodes"
             )
-        first = f"first_index={place.node * here}"
-        return {"trainer": [*start, "trainer", str(here), *common, first, *words]}
+        return [RolePart("trainer", here, [*common, f"first_index={place.node * here}", *words])]
     lanes = max(1, config.relay.lanes)
-    return {
-        "relay": [*start, "relay", str(lanes), *common, f"first_index={machine * lanes}", *words],
-        "rollout": [*start, "rollout", str(replicas_here(config)), *common, *words],
-    }
+    return [
+        RolePart("relay", lanes, [*common, f"first_index={machine * lanes}", *words]),
+        RolePart("rollout", replicas_here(config), [*common, *words]),
+    ]
+
+
+class WorldGroup(WorkerGroup):
+    """This node's ranks of one world over all nodes of a job, whose death is the job's."""
+
+    def __init__(self, place: Place, part: RolePart, orders: RankOrders) -> None:
+        self._node = place.node
+        ranks = Ranks(range(part.processes), part.processes, place.node, place.nodes)
+        super().__init__(load_config(part.words), part.words, ranks, Restarts(0), orders, place.life)
+
+    def log(self) -> Path:
+        """Beside the run's folder, which may not be there yet."""
+        return self.run_dir.with_name(f"{self.run_dir.name}-launch{self._node}.log")
+
+
+def start(place: Place, found: list[RolePart]) -> list[WorkerGroup]:
+    orders = RankOrders(deaf_to_term=True, spare=str(place.file("spare")))
+    if place.role == "all":
+        return [WorldGroup(place, part, orders) for part in found]
+    return [group for part in found for group in part.start(orders, tended=True)]
 
 
 def local_store(run_dir: Path) -> Path:
@@ -155,52 +167,6 @@ def replicas_here(config: RunConfig) -> int:
     return max(1, int(gpus if gpus.isdigit() else 0) // max(1, config.rollout.tensor_parallel))
 
 
-class Child:
-    """One launcher of this node, started again after a death where nobody else does it."""
-
-    def __init__(self, role: str, command: list[str], turn: Path | None = None, alone: bool = False) -> None:
-        self._why = os.memfd_create("why")  # it is to leave
-        told_in = f"/proc/{os.getpid()}/fd/{self._why}"
-        own = {LEAVES_ALONE: "1"} if alone else {}
-        self._environment = {**os.environ, DEAF: told_in, **own, **({VARIABLE: str(turn)} if turn else {})}
-        self.role, self._command, self._restarts = role, command, Restarts(_RESTARTS_PER_HOUR)
-        self._start()
-
-    def _start(self) -> None:
-        self._process = subprocess.Popen(self._command, env=self._environment, preexec_fn=die_with_parent)
-
-    @property
-    def has_ended(self) -> bool:
-        return self._process.poll() is not None
-
-    def kill(self) -> None:
-        """With all that it has started, which die with their parents."""
-        self._process.kill()
-        self._process.wait()
-
-    def code(self, left: bool, again: Callable[[], bool]) -> int | None:
-        """Its exit code; None while it runs, or, if the run goes on (`again`), runs again. `left`: it was
-        told to leave."""
-        code = self._process.poll()
-        if left and code == -signal.SIGUSR1:  # before it could hear of it
-            return 0
-        if code is None or code in (0, REFUSED) or left or self.role not in _AGAIN or not again():
-            return code
-        why_not = self._restarts.refusal(f"exit code {code}", int(time.time()), time.time())
-        if why_not:
-            print(f"laminar: error: {self.role} is not started again: {why_not}", file=sys.stderr, flush=True)
-            return code
-        print(console.line("restart", f"{self.role}: it ended with exit code {code}"), flush=True)
-        self._start()
-        return None
-
-    def leave(self, reason: str) -> None:
-        """`reason`: what the run records of the stop."""
-        os.pwrite(self._why, reason.encode(), 0)
-        with suppress(ProcessLookupError):
-            self._process.send_signal(signal.SIGUSR1)
-
-
 def hear_orders(place: Place) -> None:
     """TERM and HUP are passed on to the script, which finds out what they mean. The others are heard too: the
     children would inherit that they are ignored."""
@@ -214,60 +180,49 @@ def hear_orders(place: Place) -> None:
 
 
 class Node:
-    """The processes of this node, and whether they were told to leave. `turn`: the file of which they wait
-    for their turn, if they do."""
+    """The agent of this node, and whether it was told of the job's end."""
 
-    def __init__(self, place: Place, started: dict[str, list[str]], turn: Path | None = None) -> None:
-        self._place, self._left, self.handed_over = place, False, False
-        self.ended = Ended(False, False)
+    def __init__(self, place: Place, groups: Sequence[WorkerGroup]) -> None:
+        self._place = place
+        self._groups = groups
+        self._agent = Agent(place.run_dir, groups)
+        self.ended: Ended | None = None  # once one of them has
+        self.gave_way = False  # to another controller, or before it had begun
+        self._left = False
+        self._look_at = 0.0
         self._stop_at: float | None = None
         self._alone = False  # only this job is to end, as far as one can know
         self._reason = "SIGUSR1"  # of the stop
         hear_orders(place)
-        alone = place.leaves_alone
-        self._children = [Child(role, command, turn, alone) for role, command in started.items()]
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether one of its processes has."""
-        return any(child.has_ended for child in self._children)
-
-    def kill(self) -> None:
-        for child in self._children:
-            child.kill()
 
     def run(self) -> int:
-        """Until all have ended; the first exit code that is not 0, the rollouts' before the relays'."""
-        codes, result = dict[str, int](), 0
-        alone_at, served_by = math.inf, None
-        while len(codes) < len(self._children):
+        """Until all have ended; the exit code, of rollouts theirs, whatever the relays'."""
+        self._agent.run(self._look)
+        return self._note_ends()
+
+    def _look(self) -> None:
+        if (now := time.monotonic()) >= self._look_at:
+            self._look_at = now + _LOOK_SECONDS
             self._look_for_the_end()
-            for child in self._children:
-                if child.role not in codes and (code := child.code(self._left, self._again)) is not None:
-                    if not codes:
-                        served_by = controller_since(self._place.run_dir)
-                    codes[child.role] = code
-                    alone_at = min(alone_at, time.monotonic() + _ALONE_SECONDS)
-            result = codes.get("rollout", next((code for code in codes.values() if code), 0))
-            if codes:
-                self.ended = Ended(result == 0, self._is_told, served_by, self._place.leaves_alone)
-            if self.ended.has_begun_again(self._place.run_dir) or time.monotonic() > alone_at:
-                self._leave()  # relays without replicas, or the other way round, are of no use
-            time.sleep(_LOOK_SECONDS)
-        return result
+            self._note_ends()
 
-    @property
-    def _is_told(self) -> bool:
-        return self._stop_at is not None
-
-    def _again(self) -> bool:
-        return not self._is_told and goes_on(self._place.run_dir)
+    def _note_ends(self) -> int:
+        """Those so far. Relays that were not there when the run stopped leave its next controller."""
+        place, codes = self._place, self._agent.codes()
+        code = codes.get("rollout", max(codes.values(), default=0))
+        if codes:
+            served_by = self.ended.served_by if self.ended else controller_since(place.run_dir)
+            self.ended = Ended(code == 0, self._stop_at is not None, served_by, place.leaves_alone)
+            if self.ended.has_begun_again(place.run_dir):
+                self._leave()
+        return code
 
     def _look_for_the_end(self) -> None:
         told = "" if self._left else self._told_by_the_script()
         self._reason = _REASONS.get(told, told) or self._reason
         if told and told != _LIMIT:
-            self._stop_at, self._alone = 0.0, told == _NOW
+            self._stop_at = 0.0
+            self._alone = told == _NOW
         elif told and self._stop_at is None:
             now, ends_at = time.time(), self._place.ends_at
             left = None if ends_at is None else ends_at - now
@@ -291,56 +246,53 @@ class Node:
             return
         self._left = True
         place, alone = self._place, self._alone and not self._place.is_component
-        if place.role == "controller" and alone and (spare := spare_of(place.run_dir)):
+        for group in self._groups:
+            group.is_told = True  # and not started again
+        if place.role in ("controller", "all") and not self._groups[0].life.joined_as:  # perhaps a spare
+            self._give_way()
+        elif place.role == "controller" and alone and (spare := spare_of(place.run_dir)):
             print(console.line("spare", f"{spare} takes over; the run goes on"), flush=True)
-            self.handed_over = True
-            self.kill()
+            self._give_way()
             hand_over(place.run_dir)
-        else:
-            told = place.node == 0 or (place.role == "trainer" and place.leaves_alone)
-            for child in self._children if told else []:
-                child.leave(self._reason)
+        elif place.role == "trainer" and place.leaves_alone:
+            for group in self._groups:
+                leave_run(group, self._reason)
+        elif place.node == 0:
+            self._agent.stop(self._reason)
+
+    def _give_way(self) -> None:
+        self.gave_way = True
+        for group in self._groups:
+            group.life.kill()
 
 
-def run_in_turn(place: Place, started: Callable[[], dict[str, list[str]]]) -> tuple[int, bool]:
-    """Starts what this node is for, as soon as no controller of another job lives, and waits for its end.
-    Exit code, and whether the job is to be requeued."""
-    with tempfile.TemporaryDirectory(prefix="laminar-turn-") as folder:
-        for number in count():
-            turn, node = _in_turn(place, started, Path(folder) / str(number))
-            if turn is not Turn.START:
-                return 0, not is_final(last_word(place.run_dir))
-            node, before = node or Node(place, started()), last_word(place.run_dir)
-            code, word = node.run(), last_word(place.run_dir)
-            if node.handed_over:
-                return 0, not is_final(word)
-            if place.role == "controller" and word != before and is_final(word):  # nobody waits for it
-                put(place.run_dir / "jobs" / ("failed" if word.startswith("failed") else "ended"))
-            if code != REFUSED:
-                return code, place.node == 0 and has_more_to_do(place.role, place.run_dir, node.ended)
-            if place.role != "controller" or not other_lives(place.run_dir):  # else both began at once
-                break
-    return REFUSED, False
+def leave_run(trainers: WorkerGroup, reason: str) -> None:
+    """Has the trainers of all nodes leave after their step; asks repeatedly, as controllers change. Trainers
+    that have not joined the run yet end at once."""
+
+    def ask() -> None:
+        while trainers.code is None and trainers.config.first_index == 0:
+            ask_trainers_to_leave(trainers.run_dir, reason)
+            time.sleep(_ASK_SECONDS)
+
+    trainers.is_told = True
+    if trainers.life.joined_as:
+        threading.Thread(target=ask, daemon=True).start()
+    else:
+        trainers.leave()
 
 
-def _in_turn(
-    place: Place, started: Callable[[], dict[str, list[str]]], file: Path
-) -> tuple[Turn, Node | None]:
-    """Returns when it is this job's turn, with the controller that was started meanwhile to be ready: it
-    waits for `file`."""
-    if place.role not in ("controller", "all") or place.node != 0:
-        return Turn.START, None
-    told, watched, ready = place.file("end").exists, Watched(), list[Node]()
-    if place.role == "all":  # the ranks on other nodes would wait for this one's torchrun
-        return await_turn(place.run_dir, told, ONE_WORLD_SECONDS), None
-    begin, sign = lambda: ready.append(Node(place, started(), file)), Sign(place.file("spare"))
-    turn = await_turn(place.run_dir, told, begin=begin, watched=watched, sign=sign)
-    if ready and turn is Turn.START and not ready[0].has_ended:
-        give_turn(file, watched)
-        return turn, ready[0]
-    for node in ready:
-        node.kill()
-    return turn, None
+def run_node(place: Place, groups: Sequence[WorkerGroup]) -> tuple[int, bool]:
+    """Waits for the end of these. Exit code, and whether the job is to be requeued."""
+    node, before = Node(place, groups), last_word(place.run_dir)
+    code, word = node.run(), last_word(place.run_dir)
+    if node.gave_way:
+        return 0, place.node == 0 and not is_final(word)
+    if place.role == "controller" and word != before and is_final(word):  # nobody waits for it
+        put(place.run_dir / "jobs" / ("failed" if word.startswith("failed") else "ended"))
+    if code == REFUSED or place.node != 0 or node.ended is None:
+        return code, False
+    return code, has_more_to_do(place.role, place.run_dir, node.ended)
 
 
 def main(arguments: list[str]) -> int:
@@ -357,8 +309,8 @@ def main(arguments: list[str]) -> int:
         address = await_own_address(config.cluster.join_timeout_seconds)
         use_interface(address)
         machine = MachineNumber(place.run_dir, config.relay.lanes) if place.role == "rollouts" else None
-        started = partial(commands, place, config, words, address, machine.number if machine else 0)
-        code, again = run_in_turn(place, started)
+        found = parts(place, config, words, address, machine.number if machine else 0)
+        code, again = run_node(place, start(place, found))
     except LaminarError as error:
         print_lines(error)
         return REFUSED
