@@ -15,7 +15,7 @@ import short_run
 from script import Script
 
 from laminar_hpc import cli
-from laminar_hpc.audit.checks import SHOWN, Finding, audit
+from laminar_hpc.audit.checks import SHOWN, CheckResult, audit
 from laminar_hpc.audit.records import read
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.controller.store import Store
@@ -37,7 +37,7 @@ def copy(run_dir, tmp_path) -> Path:
     return Path(shutil.copytree(run_dir, tmp_path / "copy"))
 
 
-def findings(run_dir: Path) -> dict[str, Finding]:
+def findings(run_dir: Path) -> dict[str, CheckResult]:
     with read(run_dir) as records:
         return {finding.name: finding for finding in audit(records)}
 

@@ -11,14 +11,14 @@ from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.simulator.ahead import Appointments
 from laminar_hpc.simulator.constants import DEFAULT
 from laminar_hpc.simulator.cost import engine_costs
-from laminar_hpc.simulator.replica import Replica
-from laminar_hpc.simulator.request import Admission, Request
+from laminar_hpc.simulator.replica import SimulatedReplica
+from laminar_hpc.simulator.request import EngineAdmission, SimulatedRequest
 from laminar_hpc.simulator.rules import PIPELINES
 from laminar_hpc.simulator.run import simulate
 from laminar_hpc.simulator.schema import WorkloadConfig
-from laminar_hpc.simulator.setup import Setup, setup
+from laminar_hpc.simulator.setup import SimulationSetup, setup
 from laminar_hpc.simulator.tables import GPUS, MODELS
-from laminar_hpc.simulator.tracker import TrajectoryTracker
+from laminar_hpc.simulator.tracker import SimulatedTracker
 from laminar_hpc.simulator.wide_area.link import Site
 from laminar_hpc.simulator.workload import Workload
 
@@ -26,7 +26,7 @@ SLOW = settings(max_examples=25, deadline=None, suppress_health_check=[HealthChe
 
 
 @st.composite
-def setups(draw, names=tuple(PIPELINES)) -> Setup:
+def setups(draw, names=tuple(PIPELINES)) -> SimulationSetup:
     """Small runs: 4 to 12 groups of 2 or 4, up to 6 replicas, tight or ample KV, with turns, failures and
     replicas in another place now and then."""
     rules = PIPELINES[draw(st.sampled_from(names))]
@@ -64,7 +64,7 @@ def setups(draw, names=tuple(PIPELINES)) -> Setup:
     return varied(draw, made, work.prompt_tokens + cap + 2 * work.turn_tokens + 1)
 
 
-def varied(draw, made: Setup, longest: int) -> Setup:
+def varied(draw, made: SimulationSetup, longest: int) -> SimulationSetup:
     """With another KV cache, admission, and replicas in another place. `longest`: tokens of a trajectory."""
     capacity = draw(st.sampled_from([longest, 3 * longest, made.engines[0].capacity]))
     engines = tuple(
@@ -87,13 +87,13 @@ def varied(draw, made: Setup, longest: int) -> Setup:
     )
 
 
-def run(made: Setup, monkeypatch: pytest.MonkeyPatch):
+def run(made: SimulationSetup, monkeypatch: pytest.MonkeyPatch):
     """The outcome with the replicas and the tracker as they were at the end, and every time that the clock
     showed."""
     seen: dict = {"times": [], "kv": 0.0}
     from laminar_hpc.simulator import run as module
 
-    class WatchedTracker(TrajectoryTracker):
+    class WatchedTracker(SimulatedTracker):
         def __init__(self, workload):
             super().__init__(workload)
             seen["tracker"] = self
@@ -122,7 +122,7 @@ def run(made: Setup, monkeypatch: pytest.MonkeyPatch):
             super().at(time, watched, *arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(module, "TrajectoryTracker", WatchedTracker)
+        patch.setattr(module, "SimulatedTracker", WatchedTracker)
         patch.setattr(module, "_replicas", replicas)
         patch.setattr(module, "Clock", WatchedClock)
         seen["outcome"] = module.simulate(made)
@@ -211,7 +211,7 @@ def test_one_policy_per_trajectory_and_the_bound(made):
     )
 
 
-def longest_wait(made: Setup) -> float:
+def longest_wait(made: SimulationSetup) -> float:
     """Seconds of the slowest answer of an environment."""
     groups = made.workload.prompts_per_step * made.steps
     workload = Workload(made.workload, made.seed, groups)
@@ -229,14 +229,14 @@ def test_deaths_mix_no_weights(made, mtbf):
     runs on those that it began with, the bound holds, and all steps end, unless an environment answers so
     late that hardly a replica lives to hear it: then the simulation says that it is stuck."""
     engines = tuple(dataclasses.replace(kind, mtbf=mtbf) for kind in made.engines)
-    fill = Replica.fill
+    fill = SimulatedReplica.fill
 
-    def watched(self: Replica) -> None:
+    def watched(self: SimulatedReplica) -> None:
         fill(self)
         assert all(request.weight_step == self.weight_id for request in self.running.values())
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Replica, "fill", watched)
+        patch.setattr(SimulatedReplica, "fill", watched)
         try:
             figures = simulate(dataclasses.replace(made, engines=engines, trainer_mtbf=None)).figures
         except LaminarError as stuck:
@@ -304,8 +304,8 @@ def test_doubling_every_rate_halves_the_time(made, factor):
 )
 def test_time_of_steps_and_steps_in_time_are_inverse(n, kv, seconds, gpu):
     """The closed forms, across the change from compute-bound to memory-bound."""
-    replica = Replica(
-        0, engine_costs(MODELS["32B"], GPUS[gpu], 4, DEFAULT), 1e9, 999, Admission.of(16384, DEFAULT), 4
+    replica = SimulatedReplica(
+        0, engine_costs(MODELS["32B"], GPUS[gpu], 4, DEFAULT), 1e9, 999, EngineAdmission.of(16384, DEFAULT), 4
     )
     replica.running = dict.fromkeys(range(n))
     replica.kv = kv
@@ -316,9 +316,9 @@ def test_closed_form_is_the_sum_over_steps():
     """Against a loop over single decode steps with the roofline formula; the continuous time differs by half
     a step of growth."""
     costs = engine_costs(MODELS["32B"], GPUS["H800"], 4, DEFAULT)
-    replica = Replica(0, costs, 1e9, 999, Admission.of(16384, DEFAULT), 4)
+    replica = SimulatedReplica(0, costs, 1e9, 999, EngineAdmission.of(16384, DEFAULT), 4)
     for i, length in enumerate((100, 700, 1500)):
-        replica.waiting.append(Request(i, None, [length], 1000, 0))
+        replica.waiting.append(SimulatedRequest(i, None, [length], 1000, 0))
     replica.fill()
     looped, kv, lengths = replica.stall_until, 3000.0, [100, 700, 1500]
     for step in range(1500):

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from laminar_hpc.messages.data import Trajectory, VersionSpan
-from laminar_hpc.payload.layout import Damaged, Response
+from laminar_hpc.payload.layout import DamagedResponse, Response
 from laminar_hpc.payload.whole import Whole
 
 _TOKENS = pa.list_(pa.int32())
@@ -54,7 +54,7 @@ def _pyarrow_errors() -> Iterator[None]:
     try:
         yield
     except pa.ArrowException as error:
-        raise Damaged(str(error)) from None
+        raise DamagedResponse(str(error)) from None
 
 
 @_pyarrow_errors()
@@ -111,7 +111,7 @@ def read(path: Path, only: Container[int] | None = None) -> Iterator[Whole]:
     is no such file."""
     with _pyarrow_errors(), pq.ParquetFile(path) as file:
         if not file.schema_arrow.equals(SCHEMA):
-            raise Damaged("it has other columns than a file of the archive")
+            raise DamagedResponse("it has other columns than a file of the archive")
         for group in range(file.num_row_groups):
             if only is not None:
                 [ids] = file.read_row_group(group, ["trajectory_id"]).to_pydict().values()
@@ -137,7 +137,7 @@ def _rows(batch: pa.RecordBatch) -> Iterator[Whole]:
         step, staleness = row.pop("step"), row.pop("staleness")
         if step is not None and staleness != step - 1 - row["weight_step"]:
             text = f"trajectory {row['trajectory_id']} of weight step {row['weight_step']}"
-            raise Damaged(f"{text} has staleness {staleness} at step {step}")
+            raise DamagedResponse(f"{text} has staleness {staleness} at step {step}")
         known: dict[str, Any] = {
             "length": len(tokens),
             "trained": response.trained,

@@ -6,7 +6,7 @@ import os
 from collections import Counter
 from pathlib import Path
 
-from laminar_hpc.audit.checks import Finding, audit
+from laminar_hpc.audit.checks import CheckResult, audit
 from laminar_hpc.audit.records import Records, read
 from laminar_hpc.audit.sealed import not_proven
 from laminar_hpc.config.errors import LaminarError
@@ -43,7 +43,7 @@ def main(argv: list[str]) -> int:
     return int(not summary["clean"])
 
 
-def _summary(records: Records, findings: list[Finding]) -> dict:
+def _summary(records: Records, findings: list[CheckResult]) -> dict:
     """What --json writes."""
     store = records.store
     states = Counter(t.state for t in store.trajectories) if store else Counter[str]()
@@ -73,7 +73,7 @@ def _summary(records: Records, findings: list[Finding]) -> dict:
     }
 
 
-def _lines(summary: dict, findings: list[Finding]) -> list[str]:
+def _lines(summary: dict, findings: list[CheckResult]) -> list[str]:
     newest = summary["newest_checkpoint"]
     head = (
         f"{Path(summary['run_dir']).resolve().name}  step {summary['steps']}  "

@@ -107,7 +107,7 @@ class WeightsRow(msgspec.Struct):
 
 
 @dataclass
-class Launch:
+class TrainerLaunch:
     """One start of the trainers from a checkpoint, and the steps that it reported. `restored`: 0 where there
     was no checkpoint."""
 
@@ -177,7 +177,7 @@ class Records:
 
     run_dir: Path
     config: dict
-    launches: list[Launch]
+    launches: list[TrainerLaunch]
     events: dict[str, list[dict]]
     checkpoints: dict[int, dict | None]  # step -> its state.json
     store: StoreRecords | None
@@ -234,19 +234,19 @@ def read(run_dir: Path) -> Iterator[Records]:
         yield records
 
 
-def _metrics(path: Path) -> tuple[list[Launch], dict[str, list[dict]]]:
-    launches: list[Launch] = []
+def _metrics(path: Path) -> tuple[list[TrainerLaunch], dict[str, list[dict]]]:
+    launches: list[TrainerLaunch] = []
     events: dict[str, list[dict]] = {}
     for record in jsonl.read(path):
         kind = str(record.get("kind"))
         if kind in ("start", "restored") or not launches:
             restored = max(0, record.get("restored_step") or 0)
-            before = launches[-1] if launches else Launch(0, None, {}, None)
+            before = launches[-1] if launches else TrainerLaunch(0, None, {}, None)
             derived = record.get("derived") or before.derived
             size = derived.get("trajectories_per_step", before.trajectories_per_step)
             if kind == "restored" and launches and not launches[-1].steps:
                 launches.pop()
-            launches.append(Launch(restored, size, derived, record.get("refresh", before.refresh)))
+            launches.append(TrainerLaunch(restored, size, derived, record.get("refresh", before.refresh)))
         if kind == "step":
             launches[-1].steps.append(record)
         else:

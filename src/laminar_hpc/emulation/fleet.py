@@ -33,7 +33,7 @@ def new_worker(context: RoleContext, pool: RewardPool) -> RolloutWorker:
     return RolloutWorker(context, engine_factory(context.config, context.index, context.run_dir), pool)
 
 
-class Replica:
+class EmulatedReplica:
     """One worker of the fleet and its line to the controller. With `index` UNNUMBERED the controller numbers
     it."""
 
@@ -77,6 +77,8 @@ async def run(config: RunConfig, first: int, count: int) -> None:
     pool = RewardPool(config.reward, config.data.prompt_field)
     await pool.start()
     try:
-        await asyncio.gather(*(Replica(config, index, pool).run() for index in range(first, first + count)))
+        await asyncio.gather(
+            *(EmulatedReplica(config, index, pool).run() for index in range(first, first + count))
+        )
     finally:
         await pool.close()

@@ -18,7 +18,7 @@ from laminar_hpc.controller.read_only import connect_read_only
 from laminar_hpc.controller.store_copy import readable_store
 from laminar_hpc.controller.store_layout import has_tables
 from laminar_hpc.export import rows
-from laminar_hpc.payload.layout import Damaged
+from laminar_hpc.payload.layout import DamagedResponse
 from laminar_hpc.report.run_files import config_of, metrics_of
 
 _STEPS = re.compile(r"(\d*):(\d*)|(\d+)")
@@ -44,7 +44,7 @@ def main(argv: list[str]) -> int:
         raise Refused([f"--out {target} exists; name another file"])
     try:
         count = _export(run_dir, config, kind, Path(target), first, last)
-    except (sqlite3.Error, Damaged) as error:
+    except (sqlite3.Error, DamagedResponse) as error:
         raise LaminarError(f"{run_dir} cannot be read ({error}); look at it with laminar audit") from None
     print(f"{target}: {count:,} trajectories")
     return 0

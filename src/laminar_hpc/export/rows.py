@@ -10,7 +10,7 @@ from pathlib import Path
 from laminar_hpc.archive import files
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.controller.stored import stored_groups
-from laminar_hpc.payload.layout import Damaged
+from laminar_hpc.payload.layout import DamagedResponse
 from laminar_hpc.payload.whole import Whole, wholes
 
 _AT_ONCE = 16  # groups that are read together
@@ -72,7 +72,7 @@ def _archived(run_dir: Path, step: int) -> Iterator[list[Whole]]:
             yield part
     except FileNotFoundError:
         return
-    except (OSError, Damaged) as error:
+    except (OSError, DamagedResponse) as error:
         raise LaminarError(f"{path} cannot be read ({error}); look at it with laminar audit") from None
 
 

@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 STATUS_FILE = "status.json"
 
 
-class Rank(msgspec.Struct, omit_defaults=True):
+class RankStatus(msgspec.Struct, omit_defaults=True):
     """A worker that is in the run. `load` of rollouts only; None = no verified weights yet."""
 
     role: str
@@ -52,7 +52,7 @@ class Status(msgspec.Struct):
     steps: int
     stopping: str
     newest_weight_id: int | None  # that some relay holds
-    ranks: list[Rank]
+    ranks: list[RankStatus]
     queues: Queues
     rewards_scored: int = 0  # of this launch, evaluations included
     reward_errors: int = 0

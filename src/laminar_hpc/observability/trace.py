@@ -55,7 +55,7 @@ BUSY = frozenset(
 )
 
 
-class Span(NamedTuple):
+class TraceSpan(NamedTuple):
     """`kind` from `t0` to `t1` (seconds since the epoch) with whatever else was recorded of it."""
 
     kind: str
@@ -100,13 +100,13 @@ class Trace:
         self._file.close()
 
 
-def read_spans(run_dir: Path) -> dict[str, list[Span]]:
+def read_spans(run_dir: Path) -> dict[str, list[TraceSpan]]:
     """Process name (trainer0, rollout1, ...) -> its spans in order of their starts. Empty where nothing was
     traced."""
     spans = {}
     for path in sorted((Path(run_dir) / "trace").glob("*.jsonl")):
         records = [r for r in jsonl.read(path) if {"kind", "t0", "t1"} <= r.keys()]
         spans[path.stem] = sorted(
-            (Span(r.pop("kind"), r.pop("t0"), r.pop("t1"), r) for r in records), key=lambda span: span.t0
+            (TraceSpan(r.pop("kind"), r.pop("t0"), r.pop("t1"), r) for r in records), key=lambda span: span.t0
         )
     return spans

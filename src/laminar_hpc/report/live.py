@@ -24,7 +24,7 @@ TAIL_BYTES = 4096  # of a trace: room for some spans
 
 
 @dataclass
-class Process:
+class TracedProcess:
     """A traced process: its newest finished span."""
 
     name: str
@@ -51,11 +51,11 @@ class View:
     # lost, regranted, given_up, move, move_off; rescued and loaded (of moves), reward_errors (of trained
     # ones)
     counts: dict[str, int] = field(default_factory=dict)
-    processes: list[Process] = field(default_factory=list)
+    processes: list[TracedProcess] = field(default_factory=list)
     wanted_steps: int | None = None
 
 
-class Follower:
+class RunFollower:
     """Follows one run directory. Raises LaminarError when it is no run."""
 
     def __init__(self, run_dir: Path) -> None:
@@ -140,7 +140,7 @@ def _decoded(line: bytes) -> dict | None:
         return None
 
 
-def _processes(run_dir: Path) -> list[Process]:
+def _processes(run_dir: Path) -> list[TracedProcess]:
     """Every traced process with its newest span, from the last few kilobytes of its trace."""
     processes = []
     for path in sorted((run_dir / "trace").glob("*.jsonl")):
@@ -153,6 +153,8 @@ def _processes(run_dir: Path) -> list[Process]:
             ]
         span = max((s for s in spans if s["kind"] not in BEHIND), key=lambda s: s["t1"], default=None)
         processes.append(
-            Process(path.stem, span["kind"], span["t0"], span["t1"]) if span else Process(path.stem)
+            TracedProcess(path.stem, span["kind"], span["t0"], span["t1"])
+            if span
+            else TracedProcess(path.stem)
         )
     return processes

@@ -24,8 +24,8 @@ from laminar_hpc.controller.store_layout import has_tables
 from laminar_hpc.controller.stored import stored_trajectories
 from laminar_hpc.messages.training import BatchGroup
 from laminar_hpc.observability import jsonl
-from laminar_hpc.observability.trace import Span, read_spans
-from laminar_hpc.payload.layout import Damaged
+from laminar_hpc.observability.trace import TraceSpan, read_spans
+from laminar_hpc.payload.layout import DamagedResponse
 from laminar_hpc.payload.whole import Whole, wholes
 from laminar_hpc.report.run_files import config_of, metrics_of
 
@@ -71,7 +71,7 @@ class Totals(msgspec.Struct):
 
 
 @dataclass
-class Launch:
+class RunLaunch:
     """One start of the run. `reason` is "" and `end` the time of its newest line where the launch came to no
     end of its own."""
 
@@ -92,11 +92,11 @@ class Run:
 
     directory: Path
     config: dict
-    launches: list[Launch]
+    launches: list[RunLaunch]
     evaluations: list[dict]
     abandoned_steps: int
     records: dict[str, list[dict]]
-    spans: dict[str, list[Span]]
+    spans: dict[str, list[TraceSpan]]
     consumed: list[Consumed]
     totals: list[Totals] = field(default_factory=list)
     kept_store: ReadableStore | None = None  # None: in the run's folder
@@ -137,7 +137,7 @@ class Run:
                 found += wholes(self.directory, [group], late=0.0)
         missing = set(ids) - {whole.record.trajectory_id for whole in found}
         for step in {t.consumed_step + 1 for t in self.consumed if t.id in missing}:
-            with suppress(OSError, Damaged):
+            with suppress(OSError, DamagedResponse):
                 found += files.read(files.path_of(self.directory, step), missing)
         return sorted(found, key=lambda whole: whole.record.trajectory_id)
 
@@ -172,7 +172,7 @@ def load(run_dir: Path) -> Run:
     """Raises LaminarError when `run_dir` is no run."""
     run_dir = Path(run_dir)
     metrics = metrics_of(run_dir)
-    launches: list[Launch] = []
+    launches: list[RunLaunch] = []
     evaluations: list[dict] = []
     abandoned = 0
     records: dict[str, list[dict]] = defaultdict(list)
@@ -181,7 +181,9 @@ def load(run_dir: Path) -> Run:
         if kind == "start" or not launches:
             restored = record.get("restored_step")
             abandoned += _abandon(launches, evaluations, restored or 0)
-            launches.append(Launch(time, time, restored, record.get("pipeline"), record.get("derived") or {}))
+            launches.append(
+                RunLaunch(time, time, restored, record.get("pipeline"), record.get("derived") or {})
+            )
         launches[-1].end = max(launches[-1].end, time)
         if kind == "restored":  # by trainers that start, with the launch or later
             abandoned += _abandon(launches, evaluations, record["restored_step"] or 0)
@@ -203,7 +205,7 @@ def load(run_dir: Path) -> Run:
     return run
 
 
-def _abandon(launches: list[Launch], evaluations: list[dict], restored: int) -> int:
+def _abandon(launches: list[RunLaunch], evaluations: list[dict], restored: int) -> int:
     """Takes back what came after step `restored`; gives how many steps that were."""
     dropped = 0
     for launch in launches:
@@ -214,7 +216,7 @@ def _abandon(launches: list[Launch], evaluations: list[dict], restored: int) -> 
     return dropped
 
 
-def _spans(run_dir: Path) -> dict[str, list[Span]]:
+def _spans(run_dir: Path) -> dict[str, list[TraceSpan]]:
     """The traces, with the generation for evaluations set apart from that for training."""
     return {
         name: [

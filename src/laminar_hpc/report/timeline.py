@@ -9,7 +9,7 @@ scripts both are still there. Time between launches is cut out.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from laminar_hpc.observability.trace import Span
+from laminar_hpc.observability.trace import TraceSpan
 from laminar_hpc.report import svg
 from laminar_hpc.report.idle import busy, overlap, training_windows, union
 from laminar_hpc.report.rundata import Run
@@ -56,14 +56,14 @@ _ROLES = ("trainer", "relay", "rollout", "controller")
 
 
 @dataclass
-class Row:
+class TimelineRow:
     """A line of the figure: a process, or the tools or the reward scoring of one."""
 
     name: str
-    spans: list[Span]
+    spans: list[TraceSpan]
 
 
-def rows(run: Run) -> list[Row]:
+def rows(run: Run) -> list[TimelineRow]:
     """Trainers, relays, rollouts (each followed by its tools and its scoring), controller; processes without
     spans are left out."""
     rows = []
@@ -75,7 +75,7 @@ def rows(run: Run) -> list[Row]:
             (f"{name} rewards", [s for s in spans if s.kind == "score"]),
         ):
             if part:
-                rows.append(Row(label, part))
+                rows.append(TimelineRow(label, part))
     return rows
 
 
@@ -192,7 +192,7 @@ def _kind_name(kind: str) -> str:
     }.get(kind, kind)
 
 
-def _frame(shown: Sequence[Row], view: str, content: str, start: float, end: float, name: str) -> str:
+def _frame(shown: Sequence[TimelineRow], view: str, content: str, start: float, end: float, name: str) -> str:
     """Row names, the stretched content, and a time axis."""
     height, body = len(shown) * ROW, ""
     for index, row in enumerate(shown):
@@ -216,7 +216,7 @@ def _frame(shown: Sequence[Row], view: str, content: str, start: float, end: flo
     )
 
 
-def _rectangles(row: Row, index: int, time: RunTime) -> str:
+def _rectangles(row: TimelineRow, index: int, time: RunTime) -> str:
     """The spans of a row, in seconds of run time by pixels; waiting at the bottom, the background on top."""
     parts = []
     for kind in sorted({s.kind for s in row.spans}, key=lambda k: (k != "wait", k in BACKGROUND, k)):
@@ -227,7 +227,7 @@ def _rectangles(row: Row, index: int, time: RunTime) -> str:
     return "".join(parts)
 
 
-def _joined(spans: Sequence[Span], time: RunTime) -> list[tuple[float, float, str]]:
+def _joined(spans: Sequence[TraceSpan], time: RunTime) -> list[tuple[float, float, str]]:
     """(start, end, tooltip) of spans; scoring as the times in which any call was open, and crowds joined
     until they are few enough."""
     placed = [(time(s.t0), time(s.t1), _title(s)) for s in spans]
@@ -243,7 +243,7 @@ def _joined(spans: Sequence[Span], time: RunTime) -> list[tuple[float, float, st
     return placed
 
 
-def _title(span: Span) -> str:
+def _title(span: TraceSpan) -> str:
     """Kind, duration, and whatever was recorded with the span."""
     known = [
         f"{key.replace('_', ' ')} {value}"

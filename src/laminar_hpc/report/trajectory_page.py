@@ -14,7 +14,7 @@ import numpy as np
 
 from laminar_hpc.messages.data import Trajectory
 from laminar_hpc.observability.console import duration
-from laminar_hpc.observability.trace import Span
+from laminar_hpc.observability.trace import TraceSpan
 from laminar_hpc.payload.layout import Response
 from laminar_hpc.payload.whole import Whole
 from laminar_hpc.policies.metrics import ENVIRONMENT
@@ -39,7 +39,7 @@ class Facts:
     steps: dict[int, dict]
     groups: dict[int, tuple[float, float]]
     lost: dict[int, list[dict]]
-    tools: dict[int, list[Span]]
+    tools: dict[int, list[TraceSpan]]
 
 
 def facts(run: Run, rows: Sequence[Consumed]) -> Facts:

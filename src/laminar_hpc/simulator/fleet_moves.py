@@ -5,13 +5,13 @@ import random
 
 from laminar_hpc.policies.failover import Idle, Orphan, Room, plan_reloads, redirect
 from laminar_hpc.policies.repack import ReplicaView, plan
-from laminar_hpc.simulator.replica import Replica
-from laminar_hpc.simulator.request import Request
+from laminar_hpc.simulator.replica import SimulatedReplica
+from laminar_hpc.simulator.request import SimulatedRequest
 from laminar_hpc.simulator.rollouts import Rollouts
 from laminar_hpc.simulator.wide_area.hand_over import HandOver
 
 
-class Repacker:
+class SimulatedRepacker:
     """`kv_share`: C_max as a share of the smallest replica's capacity; `requests_max`: B."""
 
     def __init__(self, rollouts: Rollouts, kv_share: float, requests_max: int) -> None:
@@ -63,7 +63,7 @@ class Repacker:
                 source, destination = merge.source, merge.destination
                 self.carry_out(self.rollouts.replicas[source], self.rollouts.replicas[destination])
 
-    def carry_out(self, source: Replica, destination: Replica) -> None:
+    def carry_out(self, source: SimulatedReplica, destination: SimulatedReplica) -> None:
         """The destination is reserved at once; the requests go on there when they have arrived."""
         ship = self.rollouts.rules.repack == "kv"
         away, parked = list(source.away.values()), list(source.parked.values())
@@ -93,7 +93,9 @@ class Repacker:
             if ship:
                 destination.park(request)
 
-    def arrived(self, source: Replica, destination: Replica, moved: list[Request]) -> None:
+    def arrived(
+        self, source: SimulatedReplica, destination: SimulatedReplica, moved: list[SimulatedRequest]
+    ) -> None:
         now = self.rollouts.clock.now
         source.advance(now)
         if source.state == "move":
@@ -115,7 +117,7 @@ class Failures:
         self.trainer_mtbf = trainer_mtbf
         self.replica_deaths = self.trainer_deaths = self.redirected = self.restarted = self.loaded = 0
         # nobody generates with their weights: they wait for a replica to ask
-        self.stranded: dict[int, Request] = {}
+        self.stranded: dict[int, SimulatedRequest] = {}
         rollouts.rescue = self.rescue
         self.hand_over = HandOver(rollouts)
         for replica in rollouts.replicas:
@@ -123,7 +125,7 @@ class Failures:
         if trainer_mtbf:
             rollouts.clock.after(self.random.expovariate(1 / trainer_mtbf), self.trainer_dies)
 
-    def _next(self, replica: Replica) -> None:
+    def _next(self, replica: SimulatedReplica) -> None:
         if replica.mtbf:
             self.rollouts.clock.after(self.random.expovariate(1 / replica.mtbf), self.replica_dies, replica)
 
@@ -135,7 +137,7 @@ class Failures:
             self._all_down(self.rollouts.trainer.costs.job_restart)
         self.rollouts.clock.after(self.random.expovariate(1 / self.trainer_mtbf), self.trainer_dies)
 
-    def replica_dies(self, replica: Replica) -> None:
+    def replica_dies(self, replica: SimulatedReplica) -> None:
         self._next(replica)
         if replica.index in self.rollouts.down or replica.index in self.rollouts.leaving:
             return
@@ -145,7 +147,7 @@ class Failures:
         else:
             self._taken_away(replica)
 
-    def _taken_away(self, replica: Replica) -> None:
+    def _taken_away(self, replica: SimulatedReplica) -> None:
         self.rollouts.leaving.discard(replica.index)
         if replica.index in self.rollouts.down:
             return  # the whole job went down meanwhile
@@ -158,7 +160,7 @@ class Failures:
             self.rollouts.trainer.fail(restart)
             self._all_down(restart)
 
-    def _down(self, replica: Replica, seconds: float) -> None:
+    def _down(self, replica: SimulatedReplica, seconds: float) -> None:
         r = self.rollouts
         replica.advance(r.clock.now)
         r.unload(replica, keep_kv=False)
@@ -168,7 +170,7 @@ class Failures:
         replica.state = "down"
         r.clock.after(seconds, self._up, replica)
 
-    def _rescue(self, dead: Replica) -> None:
+    def _rescue(self, dead: SimulatedReplica) -> None:
         """Its trajectories go to replicas on the same weights with room, else back to their prompts."""
         r = self.rollouts
         orphans = {
@@ -210,7 +212,7 @@ class Failures:
             r.feed_hungry()
 
     @staticmethod
-    def _orphan(q: Request, weight_id: int) -> Orphan:
+    def _orphan(q: SimulatedRequest, weight_id: int) -> Orphan:
         return Orphan(
             q.trajectory_id,
             weight_id,
@@ -218,11 +220,11 @@ class Failures:
             int(sum(q.turns[: q.turn]) + q.turns[q.turn] - q.remaining),
         )
 
-    def _begin_anew(self, request: Request) -> None:
+    def _begin_anew(self, request: SimulatedRequest) -> None:
         self.restarted += 1
         self.rollouts.tracker.lost.append(request)
 
-    def rescue(self, replica: Replica) -> bool:
+    def rescue(self, replica: SimulatedReplica) -> bool:
         """Whether one that asks for work goes on with stranded trajectories: it loads their weights first, if
         it serves others."""
         if not self.stranded:
@@ -272,7 +274,7 @@ class Failures:
                         request.home.away.pop(request.trajectory_id, None)
                         request.home.waiting.append(request)
 
-    def _up(self, replica: Replica) -> None:
+    def _up(self, replica: SimulatedReplica) -> None:
         r = self.rollouts
         replica.advance(r.clock.now)
         r.down.discard(replica.index)

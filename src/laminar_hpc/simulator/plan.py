@@ -52,7 +52,7 @@ class Candidate:
 
 
 @dataclass
-class Planned:
+class RatedCandidate:
     """`score`: tokens/s, or tokens per $ with objective=cost. `bound`: what it could be at most. `figures`:
     None before it is simulated."""
 
@@ -66,8 +66,8 @@ class Planned:
 
 @dataclass
 class Plan:
-    best: Planned
-    runner_up: Planned | None
+    best: RatedCandidate
+    runner_up: RatedCandidate | None
     simulated: int
     candidates: int
     ended: bool = True  # no other candidate can be better; false: the search was cut off
@@ -230,7 +230,7 @@ def evaluate(config: PlanConfig, candidate: Candidate, c: Constants = DEFAULT) -
     return simulate(dataclasses.replace(run, engines=kinds)).figures
 
 
-def judge(config: PlanConfig, planned: Planned) -> None:
+def judge(config: PlanConfig, planned: RatedCandidate) -> None:
     """Score of a simulated candidate; -inf when it leaves the trainer idle beyond what `trainer_busy` allows
     or is slower than `least_throughput` (objective=cost only)."""
     assert planned.figures is not None
@@ -254,7 +254,9 @@ def search(
     for candidate in itertools.islice(candidates(config, c), _CANDIDATES + 1):
         rate, cost = bound(config, candidate, mean, context, c), price(config, candidate)
         options.append(
-            Planned(candidate, rate if config.objective == "throughput" else rate * 3600 / cost, price=cost)
+            RatedCandidate(
+                candidate, rate if config.objective == "throughput" else rate * 3600 / cost, price=cost
+            )
         )
     if not options:
         raise LaminarError(why_nothing_fits(config, c))
@@ -263,8 +265,8 @@ def search(
             f"plan: more than {_CANDIDATES:,} ways to divide these pools; ask with fewer or smaller ones"
         )
     options.sort(key=lambda planned: -planned.bound)
-    best: Planned | None = None
-    tried: list[Planned] = []
+    best: RatedCandidate | None = None
+    tried: list[RatedCandidate] = []
     for planned in options:
         if (best is not None and planned.bound <= best.score) or len(tried) == _SIMULATED:
             break

@@ -14,7 +14,7 @@ from laminar_hpc.config.load import load_config
 from laminar_hpc.simulator.finished import command as finished
 from laminar_hpc.simulator.plan import (
     Plan,
-    Planned,
+    RatedCandidate,
     away,
     describe,
     kv_cache_tokens,
@@ -136,7 +136,7 @@ def _numbers(count: int) -> str:
     return "0" if count == 1 else f"0 to {count - 1}"
 
 
-def _as_dict(planned: Planned) -> dict[str, object]:
+def _as_dict(planned: RatedCandidate) -> dict[str, object]:
     """Without a score that no number is: that of one that keeps the trainer too idle or is too slow."""
     score = planned.score if math.isfinite(planned.score) else None
     return dataclasses.asdict(planned) | {"score": score}

@@ -12,13 +12,13 @@ from bisect import insort
 from collections import deque
 
 from laminar_hpc.simulator.cost import EngineCosts
-from laminar_hpc.simulator.request import Admission, Request
+from laminar_hpc.simulator.request import EngineAdmission, SimulatedRequest
 
 EPSILON = 1e-7  # steps; closer completions count as one
 INFINITY = math.inf
 
 
-class Replica:
+class SimulatedReplica:
     """`capacity` and all KV in tokens. `site`: where it is, 0 = beside the trainer; `grace`: seconds from
     the notice that it is taken away until it is. `state` names what an empty replica waits for; it is what
     its idle seconds are booked under."""
@@ -73,7 +73,7 @@ class Replica:
         costs: EngineCosts,
         capacity: float,
         max_concurrent: int,
-        admission: Admission,
+        admission: EngineAdmission,
         gpus: int,
         mtbf: float | None = None,
         site: int = 0,
@@ -90,12 +90,14 @@ class Replica:
         self.full = capacity * (1 - 1e-9)
         self.mtbf, self.site, self.grace = mtbf, site, grace
         self.clock = self.steps = self.kv = self.parked_kv = 0.0
-        self.running: dict[int, Request] = {}  # by ticket, in order of admission
+        self.running: dict[int, SimulatedRequest] = {}  # by ticket, in order of admission
         # (steps at its end, ticket) of each running request, in order; and of some that have left
         self.ends: list[tuple[float, int]] = []
-        self.waiting: deque[Request] = deque()
-        self.away: dict[int, Request] = {}  # with their environments
-        self.parked: dict[int, Request] = {}  # of those, the ones whose KV is kept while there is room
+        self.waiting: deque[SimulatedRequest] = deque()
+        self.away: dict[int, SimulatedRequest] = {}  # with their environments
+        self.parked: dict[
+            int, SimulatedRequest
+        ] = {}  # of those, the ones whose KV is kept while there is room
         self.prompts: set[int] = set()  # groups whose prompt is in the prefix cache
         self.stall_until, self.stall_kind = 0.0, "prefill"
         self.target = INFINITY  # steps at the next event
@@ -230,7 +232,7 @@ class Replica:
                 self.stall_kind = "prefill"
             self.stall_until = max(self.clock, self.stall_until) + seconds
 
-    def _admit(self, request: Request) -> float:
+    def _admit(self, request: SimulatedRequest) -> float:
         """Starts decoding it; gives the tokens to prefill."""
         uncached = request.uncached
         group = request.group
@@ -256,7 +258,7 @@ class Replica:
         insort(self.ends, (end, ticket))
         return uncached
 
-    def stop(self, request: Request) -> None:
+    def stop(self, request: SimulatedRequest) -> None:
         """Takes a running request out; its fields hold the present again."""
         del self.running[request.ticket]
         request.context = request.offset + self.steps
@@ -269,7 +271,7 @@ class Replica:
         request.uncached = request.context
         self.parked_kv = self.parked_kv - request.context if self.parked else 0.0
 
-    def pop_finished(self) -> list[Request]:
+    def pop_finished(self) -> list[SimulatedRequest]:
         """Requests whose turn has ended by now, out of the batch."""
         done = []
         ends, running, steps = self.ends, self.running, self.steps
@@ -288,7 +290,7 @@ class Replica:
     def make_room(self) -> None:
         """At the KV limit: parked KV goes first, then requests go back to the queue and will be prefilled
         again; the rest of the batch tells how much growth is expected from now on."""
-        order: list[Request] = []
+        order: list[SimulatedRequest] = []
         newest_back = self.admission.newest_back
         while len(self.running) + len(self.parked) > 1 and self.kv + self.parked_kv >= self.full:
             if self.parked:
@@ -316,16 +318,16 @@ class Replica:
                 self.steps,
             )
 
-    def park(self, request: Request) -> None:
+    def park(self, request: SimulatedRequest) -> None:
         """Its turn is over and the environment works; the KV stays while there is room."""
         self.parked[request.trajectory_id] = request
         self.parked_kv += request.context
 
-    def unpark(self, request: Request) -> None:
+    def unpark(self, request: SimulatedRequest) -> None:
         if self.parked.pop(request.trajectory_id, None) is not None:
             self.parked_kv = self.parked_kv - request.context if self.parked else 0.0
 
-    def take_all(self, keep_kv: bool) -> list[Request]:
+    def take_all(self, keep_kv: bool) -> list[SimulatedRequest]:
         """All but parked requests out of the replica, running ones first; without `keep_kv` all must be
         prefilled again."""
         taken = list(self.running.values())

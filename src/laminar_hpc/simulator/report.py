@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from laminar_hpc.observability.console import count
-from laminar_hpc.observability.trace import KINDS, Span
+from laminar_hpc.observability.trace import KINDS, TraceSpan
 from laminar_hpc.report import svg, timeline
 from laminar_hpc.report.page import figure, grid, keys, page, section, tiles
-from laminar_hpc.report.rundata import Launch, Run
+from laminar_hpc.report.rundata import Run, RunLaunch
 from laminar_hpc.report.svg import Series, tag, text
-from laminar_hpc.simulator.run import Outcome
+from laminar_hpc.simulator.run import SimulationOutcome
 
 PALETTE = (
     "var(--generate)",
@@ -177,15 +177,16 @@ def _spent(rows: Sequence[dict]) -> str:
 
 def _time(row: dict) -> str:
     """The time line of the first replicas and the trainer, and the KV use over time."""
-    outcome: Outcome = row["outcome"]
+    outcome: SimulationOutcome = row["outcome"]
     spans = {}
     for name, recorded in outcome.spans.items():
         process = name if name != "trainer" else "trainer0"
         spans[process] = [
-            Span(k, a, b, {}) if k in KINDS else Span("wait", a, b, {"cause": k}) for k, a, b in recorded
+            TraceSpan(k, a, b, {}) if k in KINDS else TraceSpan("wait", a, b, {"cause": k})
+            for k, a, b in recorded
         ]
     end = outcome.figures["seconds"]
-    run = Run(Path("."), {}, [Launch(0.0, end, -1, row["pipeline"], {})], [], 0, {}, spans, [])
+    run = Run(Path("."), {}, [RunLaunch(0.0, end, -1, row["pipeline"], {})], [], 0, {}, spans, [])
     samples = outcome.kv_samples[:: max(1, len(outcome.kv_samples) // 400)]
     kv = svg.lines([Series("KV use", "var(--generate)", samples)], "seconds", width=1140, y_range=(0.0, 1.0))
     title = f"Time line: {row['pipeline']} on {row['gpus']} GPUs"

@@ -10,7 +10,7 @@ ENGINES = ("sglang", "vllm")
 
 
 @dataclass(frozen=True)
-class Admission:
+class EngineAdmission:
     """When an engine admits a request, and which one it preempts when the KV is full.
 
     SGLang: all running ones are expected to grow by `ratio` of `clip` tokens, the new one by all of `clip`.
@@ -31,11 +31,11 @@ class Admission:
     newest_back: bool = False
 
     @staticmethod
-    def of(longest: int, c: Constants, engine: str = "sglang") -> "Admission":
+    def of(longest: int, c: Constants, engine: str = "sglang") -> "EngineAdmission":
         if engine == "vllm":
-            return Admission(longest, 0.0, newest_back=True)
+            return EngineAdmission(longest, 0.0, newest_back=True)
         clip = min(c.admission_clip_tokens, longest)
-        return Admission(
+        return EngineAdmission(
             longest,
             clip,
             c.new_token_ratio,
@@ -45,7 +45,7 @@ class Admission:
         )
 
 
-class Request:
+class SimulatedRequest:
     """A trajectory on its way. `context`: its tokens so far, `uncached`: those without KV; both are
     meaningful only while not running. `turns`: drawn tokens of each; `play`: what one of several turns has
     with its environment (turns/environments.py), None with one."""

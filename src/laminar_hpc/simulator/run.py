@@ -11,11 +11,11 @@ import numpy as np
 
 from laminar_hpc.simulator.clock import Clock
 from laminar_hpc.simulator.cost import faster
-from laminar_hpc.simulator.fleet_moves import Failures, Repacker
-from laminar_hpc.simulator.replica import Replica
+from laminar_hpc.simulator.fleet_moves import Failures, SimulatedRepacker
+from laminar_hpc.simulator.replica import SimulatedReplica
 from laminar_hpc.simulator.rollouts import Rollouts
-from laminar_hpc.simulator.setup import Setup
-from laminar_hpc.simulator.tracker import TrajectoryTracker
+from laminar_hpc.simulator.setup import SimulationSetup
+from laminar_hpc.simulator.tracker import SimulatedTracker
 from laminar_hpc.simulator.trainer import Trainer
 from laminar_hpc.simulator.turns.environments import Spent
 from laminar_hpc.simulator.workload import Workload
@@ -26,7 +26,7 @@ IDLE = ("admission", "barrier", "weights", "environment", "move", "pull", "down"
 
 
 @dataclass
-class Outcome:
+class SimulationOutcome:
     """Figures of the window after the warm-up; see docs/simulator.md. `gpu_seconds`: by role and cause."""
 
     figures: dict[str, float]
@@ -43,9 +43,9 @@ class _Window:
 
     def __init__(
         self,
-        replicas: list[Replica],
+        replicas: list[SimulatedReplica],
         trainer: Trainer,
-        tracker: TrajectoryTracker,
+        tracker: SimulatedTracker,
         clock: Clock,
         spent: Spent,
     ) -> None:
@@ -66,10 +66,10 @@ class _Window:
         self.spent = dataclasses.replace(spent)
 
 
-def _replicas(setup: Setup) -> tuple[list[Replica], list[float]]:
+def _replicas(setup: SimulationSetup) -> tuple[list[SimulatedReplica], list[float]]:
     """All replicas and the share of a batch that each one's local batch is: by its kind's
     rate at a full batch. How fast each one of a kind is nobody knows before."""
-    made: list[Replica] = []
+    made: list[SimulatedReplica] = []
     weights: list[float] = []
     random = np.random.default_rng([setup.seed, 2])
     mean = setup.workload.prompt_tokens + setup.workload.mean_response_tokens / 2
@@ -78,7 +78,7 @@ def _replicas(setup: Setup) -> tuple[list[Replica], list[float]]:
         rate = batch / kind.costs.step(batch, batch * mean)
         for speed in np.exp(setup.speed_spread * random.standard_normal(kind.count)).tolist():
             made.append(
-                Replica(
+                SimulatedReplica(
                     len(made),
                     faster(kind.costs, speed),
                     kind.capacity,
@@ -94,7 +94,7 @@ def _replicas(setup: Setup) -> tuple[list[Replica], list[float]]:
     return made, [w / sum(weights) for w in weights]
 
 
-def simulate(setup: Setup) -> Outcome:
+def simulate(setup: SimulationSetup) -> SimulationOutcome:
     """Runs `setup.steps` trainer steps. The garbage collector is off meanwhile: nothing here makes cycles
     that matter."""
     with without_collector():
@@ -118,11 +118,11 @@ class Simulation:
     """One trainer with its rollouts and a clock of its own. Made, it has its first events; `clock.run()` runs
     it to its last step."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: SimulationSetup) -> None:
         self.setup = setup
         w, rules = setup.workload, setup.rules
         work = Workload(w, setup.seed, w.prompts_per_step * setup.steps, setup.lengths, setup.known)
-        self.clock, self.tracker = Clock(), TrajectoryTracker(work)
+        self.clock, self.tracker = Clock(), SimulatedTracker(work)
         self.trainer = Trainer(
             self.clock,
             self.tracker,
@@ -139,7 +139,7 @@ class Simulation:
         self.rollouts = Rollouts(self.clock, self.tracker, self.trainer, self.replicas, setup, shares)
         self.tracker.play = self.rollouts.play_of
         saturation = min(kind.saturation for kind in setup.engines)
-        self.repacker = Repacker(self.rollouts, setup.repack_kv_share, saturation)
+        self.repacker = SimulatedRepacker(self.rollouts, setup.repack_kv_share, saturation)
         self.failures = Failures(self.rollouts, setup.seed, setup.trainer_mtbf)
         self.window: _Window
         self.samples: list[tuple[float, float]] = []
@@ -177,7 +177,7 @@ class Simulation:
         self.samples.append((self.clock.now, used / len(self.replicas)))
         self._sample_at(self.clock.now + _SAMPLE_SECONDS)
 
-    def outcome(self) -> Outcome:
+    def outcome(self) -> SimulationOutcome:
         """Of the window, once the last step is trained."""
         for replica in self.replicas:
             replica.advance(self.clock.now)
@@ -196,7 +196,7 @@ class Simulation:
         return outcome
 
 
-def _move_figures(repacker: Repacker, failures: Failures, rollouts: Rollouts) -> dict[str, float]:
+def _move_figures(repacker: SimulatedRepacker, failures: Failures, rollouts: Rollouts) -> dict[str, float]:
     emptied, deliveries = repacker.replicas_emptied, rollouts.deliveries.seconds
     return {
         "replicas_emptied": emptied,
@@ -214,14 +214,14 @@ def _move_figures(repacker: Repacker, failures: Failures, rollouts: Rollouts) ->
 
 
 def _outcome(
-    setup: Setup,
+    setup: SimulationSetup,
     clock: Clock,
-    tracker: TrajectoryTracker,
+    tracker: SimulatedTracker,
     trainer: Trainer,
-    replicas: list[Replica],
+    replicas: list[SimulatedReplica],
     rollouts: Rollouts,
     window: _Window,
-) -> Outcome:
+) -> SimulationOutcome:
     skip = setup.warmup_steps
     length = clock.now - (trainer.step_ends[skip - 1] if skip else 0.0)
     tokens, steps = sum(trainer.step_tokens[skip:]), len(trainer.step_ends) - skip
@@ -254,10 +254,12 @@ def _outcome(
         "events": clock.calls,
         "seconds": clock.now,
     }
-    return Outcome(figures, gpu_seconds, dict(sorted(generation.items())), dict(sorted(training.items())))
+    return SimulationOutcome(
+        figures, gpu_seconds, dict(sorted(generation.items())), dict(sorted(training.items()))
+    )
 
 
-def _rollout_seconds(replicas: list[Replica], window: _Window) -> dict[str, float]:
+def _rollout_seconds(replicas: list[SimulatedReplica], window: _Window) -> dict[str, float]:
     """GPU seconds of all replicas by cause."""
     seconds: dict[str, float] = {}
     for replica, before in zip(replicas, window.seconds, strict=True):
@@ -267,7 +269,7 @@ def _rollout_seconds(replicas: list[Replica], window: _Window) -> dict[str, floa
 
 
 def _replica_figures(
-    replicas: list[Replica], window: _Window, length: float, gpu_seconds: dict[str, float]
+    replicas: list[SimulatedReplica], window: _Window, length: float, gpu_seconds: dict[str, float]
 ) -> dict[str, float]:
     """`length`: seconds of the window."""
     kv = sum(r.kv_seconds - before for r, before in zip(replicas, window.kv, strict=True))
@@ -286,7 +288,7 @@ def _replica_figures(
     }
 
 
-def _latencies(tracker: TrajectoryTracker, first: int) -> dict[str, float]:
+def _latencies(tracker: SimulatedTracker, first: int) -> dict[str, float]:
     """Of the trajectories from the `first` one on, in the order of their ends."""
     order = np.argsort(np.array(tracker.ended[first:]), kind="stable")
     figures: dict[str, float] = {}

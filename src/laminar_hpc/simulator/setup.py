@@ -11,7 +11,7 @@ from laminar_hpc.config.schema import EnvironmentConfig
 from laminar_hpc.policies.repack import saturation_batch
 from laminar_hpc.simulator.constants import Constants
 from laminar_hpc.simulator.cost import EngineCosts, chain_seconds, engine_costs, faster, kv_capacity
-from laminar_hpc.simulator.request import Admission
+from laminar_hpc.simulator.request import EngineAdmission
 from laminar_hpc.simulator.rules import Rules
 from laminar_hpc.simulator.schema import PoolConfig, WorkloadConfig
 from laminar_hpc.simulator.tables import GPUS, Gpu, Model
@@ -24,7 +24,7 @@ from laminar_hpc.simulator.trainer_cost import (
 )
 from laminar_hpc.simulator.turns.course import Known
 from laminar_hpc.simulator.turns.environments import Environments
-from laminar_hpc.simulator.wide_area.link import Link, Site, chained
+from laminar_hpc.simulator.wide_area.link import Site, WanLink, chained
 
 
 @dataclass(frozen=True)
@@ -51,20 +51,20 @@ class Rollout(NamedTuple):
     tensor_parallel: int
     mtbf: float | None = None
     grace: float = 0.0
-    link: Link | None = None
+    link: WanLink | None = None
 
 
 def rollout_of(pool: PoolConfig, gpus: int, tensor_parallel: int) -> Rollout:
     """`gpus` of a pool as its settings say."""
     link = None
     if pool.wan_gbps is not None:
-        link = Link(pool.wan_gbps * 1e9 / 8, pool.wan_milliseconds / 1e3, pool.wan_loss)
+        link = WanLink(pool.wan_gbps * 1e9 / 8, pool.wan_milliseconds / 1e3, pool.wan_loss)
     mtbf, grace = pool.mtbf_hours and pool.mtbf_hours * 3600, pool.grace_seconds
     return Rollout(GPUS[pool.gpu], gpus, tensor_parallel, mtbf, grace, link)
 
 
 @dataclass(frozen=True)
-class Setup:
+class SimulationSetup:
     """A whole run, in seconds and tokens."""
 
     rules: Rules
@@ -75,7 +75,7 @@ class Setup:
     workload: WorkloadConfig
     steps: int
     warmup_steps: int
-    admission: Admission
+    admission: EngineAdmission
     sites: tuple[Site, ...] = ()  # other places than the trainer's, to which weights take longer
     seed: int = 0
     max_concurrent: int = 256
@@ -106,7 +106,7 @@ class Setup:
         limits = limits or EnvironmentConfig(max_turns=w.turns, max_tool_calls=w.turns, max_seconds=math.inf)
         return Environments(limits, bound, self.job.turn_scale, w.max_response_tokens)
 
-    def faster(self, factor: float) -> "Setup":
+    def faster(self, factor: float) -> "SimulationSetup":
         """The same run with all rates `factor` times as high."""
         kinds = tuple(
             dataclasses.replace(
@@ -157,7 +157,7 @@ def setup(
     cuda_graphs: bool = True,
     layout: Layout | None = None,
     **settings: Any,
-) -> Setup:
+) -> SimulationSetup:
     """`rollouts`: each a Rollout or the beginning of one; colocated: the same GPUs as the trainer's.
     `layout`: the trainer's, None = that of a published system."""
     colocated = rules.placement == "colocated"
@@ -179,14 +179,14 @@ def setup(
     layout = layout or trainer_layout(model, trainer_gpu, trainer_gpus, workload, c)
     layout = layout or offloaded_layout(trainer_gpu, trainer_gpus, workload)
     job = job_costs(model, trainer_gpu, trainer_gpus, layout, total, workload.max_response_tokens, c)
-    return Setup(
+    return SimulationSetup(
         rules,
         kinds,
         job,
         trainer_gpus,
         layout,
         workload,
-        admission=Admission.of(workload.max_response_tokens, c, engine),
+        admission=EngineAdmission.of(workload.max_response_tokens, c, engine),
         sites=chained(size, links, c),
         repack_kv_share=c.repack_kv_share,
         speed_spread=c.replica_speed_spread,

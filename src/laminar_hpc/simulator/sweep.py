@@ -7,7 +7,7 @@ from pathlib import Path
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.simulator.groups import exchange_seconds, simulate_groups
 from laminar_hpc.simulator.rules import PIPELINES, Rules
-from laminar_hpc.simulator.run import Outcome, simulate
+from laminar_hpc.simulator.run import SimulationOutcome, simulate
 from laminar_hpc.simulator.schema import SimulationConfig
 from laminar_hpc.simulator.settings import constants_of
 from laminar_hpc.simulator.setup import Rollout, rollout_of, setup
@@ -49,7 +49,7 @@ def point(
     steps: int,
     watch: bool = False,
     groups: int = 1,
-) -> Outcome:
+) -> SimulationOutcome:
     """One simulated run. `gpus`, `trainer_gpus`: of one of `groups` trainer groups."""
     model, rules, c = MODELS[config.model], rules_of(config, pipeline), constants_of(config)
     rollout_gpus = gpus if rules.placement == "colocated" else gpus - trainer_gpus

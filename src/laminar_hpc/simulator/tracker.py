@@ -6,13 +6,13 @@ from collections import Counter
 from collections.abc import Callable
 
 from laminar_hpc.policies.live_groups import GroupView, LiveGroups
-from laminar_hpc.simulator.request import Request
+from laminar_hpc.simulator.request import SimulatedRequest
 from laminar_hpc.simulator.turns.course import Course
 from laminar_hpc.simulator.turns.environments import Play
 from laminar_hpc.simulator.workload import Workload
 
 
-class Group:
+class SimulatedGroup:
     """`requests` by trajectory id, until they are finished; in their order `finished`: response tokens and
     weight step of each. A buffer that grows holds many groups."""
 
@@ -35,7 +35,7 @@ class Group:
             weight_step,
             prompt_tokens,
         )
-        self.requests: dict[int, Request] = {}
+        self.requests: dict[int, SimulatedRequest] = {}
         self.first = 0  # trajectory id
         self.finished: list[tuple[int, int]] = []
         self.unfinished = self.order = 0
@@ -45,7 +45,7 @@ class Group:
         return GroupView(self.group_id, self.number, self.weight_step, finished, self.order)
 
 
-class TrajectoryTracker:
+class SimulatedTracker:
     """`counted` groups are granted and not given up. Trajectories of dead replicas wait in `lost` and are
     given out first."""
 
@@ -53,9 +53,9 @@ class TrajectoryTracker:
         self.workload = workload
         # of a trajectory with several turns: (group, sample, course) -> what it has with its environment
         self.play: Callable[[int, int, Course], Play]
-        self.live: dict[int, Group] = {}
+        self.live: dict[int, SimulatedGroup] = {}
         self.views = LiveGroups()
-        self.lost: list[Request] = []
+        self.lost: list[SimulatedRequest] = []
         self.counted = self.order = self.trajectories = 0
         self.finished_tokens = self.discarded_tokens = 0.0
         self.consumed_tokens = 0
@@ -67,23 +67,23 @@ class TrajectoryTracker:
         self.latencies = array("d")  # seconds from its grant to then
         self.admitted_latencies = array("d")  # the same from its first admission to an engine
 
-    def new_group(self, weight_step: int) -> Group:
+    def new_group(self, weight_step: int) -> SimulatedGroup:
         draw = self.workload.group(self.counted)
         self.counted += 1
-        group = Group(self.counted - 1, self.counted, weight_step, draw.prompt_tokens)
+        group = SimulatedGroup(self.counted - 1, self.counted, weight_step, draw.prompt_tokens)
         number, prompt_tokens = self.trajectories, float(draw.prompt_tokens)
         group.first, group.unfinished = number, len(draw.turns)
         group.finished = [(0, 0)] * group.unfinished
         for sample, turns in enumerate(draw.turns):
             play = self.play(group.group_id, sample, draw.courses[sample]) if draw.courses else None
-            group.requests[number] = Request(number, group, turns, prompt_tokens, weight_step, play)
+            group.requests[number] = SimulatedRequest(number, group, turns, prompt_tokens, weight_step, play)
             number += 1
         self.trajectories = number
         self.live[group.group_id] = group
         self.views.put(group.view())
         return group
 
-    def take_lost(self, count: int, weight_step: int) -> list[Request]:
+    def take_lost(self, count: int, weight_step: int) -> list[SimulatedRequest]:
         """At most `count` of the lost, for a replica with weights of this step: none goes on with older ones
         than it began with, which a distant place may have."""
         taken = [request for request in self.lost if request.weight_step <= weight_step][:count]
@@ -92,7 +92,7 @@ class TrajectoryTracker:
             self.lost = [request for request in self.lost if id(request) not in gone]
         return taken
 
-    def finish(self, request: Request, trainer_step: int) -> bool:
+    def finish(self, request: SimulatedRequest, trainer_step: int) -> bool:
         """A trajectory is complete; True when its group is."""
         group = request.group
         group.unfinished -= 1
@@ -104,13 +104,13 @@ class TrajectoryTracker:
         self.views.put(group.view())
         return True
 
-    def ends(self, time: float, request: Request) -> None:
+    def ends(self, time: float, request: SimulatedRequest) -> None:
         """A trajectory has its last token."""
         self.ended.append(time)
         self.latencies.append(time - request.granted)
         self.admitted_latencies.append(time - request.started)
 
-    def complete(self, done: list[tuple[float, Request]], trainer_step: int) -> None:
+    def complete(self, done: list[tuple[float, SimulatedRequest]], trainer_step: int) -> None:
         """`ends` and `finish` of (time, request), none of which is the last of its group; the group knows."""
         for time, request in done:
             self.ended.append(time)
@@ -118,7 +118,7 @@ class TrajectoryTracker:
             self.admitted_latencies.append(time - request.started)
             self._count(request, trainer_step)
 
-    def _count(self, request: Request, trainer_step: int) -> None:
+    def _count(self, request: SimulatedRequest, trainer_step: int) -> None:
         """A complete trajectory in what is told of its group, and of all."""
         group, turns, staleness = request.group, request.turns, self.generation_staleness
         play = request.play

@@ -14,7 +14,7 @@ import numpy as np
 from laminar_hpc.policies import admission
 from laminar_hpc.simulator.clock import Clock
 from laminar_hpc.simulator.rules import Rules
-from laminar_hpc.simulator.tracker import TrajectoryTracker
+from laminar_hpc.simulator.tracker import SimulatedTracker
 from laminar_hpc.simulator.trainer_cost import JobCosts, Layout, logprob_seconds, updates_seconds
 
 
@@ -32,7 +32,7 @@ class Trainer:
     def __init__(
         self,
         clock: Clock,
-        tracker: TrajectoryTracker,
+        tracker: SimulatedTracker,
         costs: JobCosts,
         rules: Rules,
         groups_per_step: int,

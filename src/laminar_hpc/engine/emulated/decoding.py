@@ -1,5 +1,5 @@
 """Continuous batching without a model: requests of invented length take the time that the simulator's
-`Replica` gives them, at emulation.time_scale.
+`SimulatedReplica` gives them, at emulation.time_scale.
 """
 
 import asyncio
@@ -26,8 +26,8 @@ from laminar_hpc.engine.interface import (
 from laminar_hpc.messages.data import VersionSpan
 from laminar_hpc.simulator.constants import DEFAULT
 from laminar_hpc.simulator.cost import engine_costs
-from laminar_hpc.simulator.replica import INFINITY, Replica
-from laminar_hpc.simulator.request import Admission, Request
+from laminar_hpc.simulator.replica import INFINITY, SimulatedReplica
+from laminar_hpc.simulator.request import EngineAdmission, SimulatedRequest
 from laminar_hpc.simulator.tables import GPUS, MODELS
 
 _ALMOST = 1e-7  # steps before its end at which the replica ends a request
@@ -38,7 +38,7 @@ class _Group:
     group_id: int
 
 
-class Job:
+class EmulatedRequest:
     """A request in the engine. `first`: response tokens that came with it; `wanted`: response tokens at its
     end."""
 
@@ -53,9 +53,9 @@ class Job:
         self.spans: list[tuple[int, int]] = []  # (weight id, its last token) of earlier weights
         self.told = first  # up to here `on_tokens` has had them
         self.future: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
-        self.request = Request(trajectory_id, None, [wanted - first], context, 0)
+        self.request = SimulatedRequest(trajectory_id, None, [wanted - first], context, 0)
 
-    def generated(self, replica: Replica) -> int:
+    def generated(self, replica: SimulatedReplica) -> int:
         """Response tokens by now, those that came with it included."""
         request = self.request
         left = (
@@ -89,10 +89,10 @@ class EmulatedDecoding:
         self.costs = engine_costs(self.model, GPUS[emulation.gpu], tensor_parallel, constants)
         self.vocabulary = model_config(config.model.path)["vocab_size"]
         self.weight_id: int | None = None
-        admission = Admission.of(config.sampling.max_response_tokens, constants)
+        admission = EngineAdmission.of(config.sampling.max_response_tokens, constants)
         self._born = time.monotonic()
         rollout = config.rollout
-        self._replica = Replica(
+        self._replica = SimulatedReplica(
             index,
             self.costs,
             rollout.kv_cache_tokens,
@@ -101,8 +101,8 @@ class EmulatedDecoding:
             tensor_parallel,
         )
         self._call = _call_tokens(config)
-        self._jobs: dict[str, Job] = {}
-        self._job_of: dict[int, Job] = {}
+        self._jobs: dict[str, EmulatedRequest] = {}
+        self._job_of: dict[int, EmulatedRequest] = {}
         self._paused: float | None = None  # since when
         self._timer: asyncio.TimerHandle | None = None
         # KV that is here without a running request: tokens, by trajectory, or for what came from elsewhere by
@@ -178,14 +178,14 @@ class EmulatedDecoding:
                 min(max(when - now, 0.0), limit) / self.scale, self._settle
             )
 
-    def _end(self, job: Job, reason: str) -> None:
+    def _end(self, job: EmulatedRequest, reason: str) -> None:
         """The pending `generate` returns; the request must be out of the replica."""
         self._job_of.pop(id(job.request), None)
         end = job.generated(self._replica)
         if not job.future.done():
             job.future.set_result(self._generation(job, job.first, end, reason))
 
-    def _generation(self, job: Job, start: int, end: int, reason: str) -> Generation:
+    def _generation(self, job: EmulatedRequest, start: int, end: int, reason: str) -> Generation:
         tokens = responses.tokens(job.trajectory_id, start, end, self.vocabulary)
         call_at = job.wanted - len(job.ends_with)
         if job.ends_with and end > call_at:
@@ -242,7 +242,7 @@ class EmulatedDecoding:
         turn = self._turn_end(first, prompt_tokens) if self._call else length
         wanted = max(first + 1, min(turn, length))
         cut = wanted >= max_tokens
-        job = Job(trajectory_id, first, wanted, cut, len(prompt_tokens), on_tokens)
+        job = EmulatedRequest(trajectory_id, first, wanted, cut, len(prompt_tokens), on_tokens)
         job.ends_with = self._call if wanted < length else ()
         came = self._came.pop(hash(tuple(prompt_tokens)), 0) if self._came else 0
         warm = min(max(came, self._warm.pop(trajectory_id, 0)), len(prompt_tokens))
@@ -272,7 +272,7 @@ class EmulatedDecoding:
         begun = 0 < written <= len(prompt_tokens) and list(prompt_tokens[-written:]) == call[:written]
         return end if written <= 0 or begun else end + every
 
-    def _take(self, job: Job) -> None:
+    def _take(self, job: EmulatedRequest) -> None:
         """The request out of the engine, running or waiting."""
         if job.request.ticket in self._replica.running:
             self._replica.stop(job.request)
@@ -292,7 +292,7 @@ class EmulatedDecoding:
     def _served(self) -> int:
         return UNKNOWN_WEIGHTS if self.weight_id is None else self.weight_id
 
-    def _context(self, job: Job) -> int:
+    def _context(self, job: EmulatedRequest) -> int:
         """Tokens with KV: prompt and response so far."""
         running = job.request.ticket in self._replica.running
         return int(job.request.offset + self._replica.steps) if running else int(job.request.context)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.engine.emulated import kv_wire
-from laminar_hpc.engine.emulated.decoding import EmulatedDecoding, Job
+from laminar_hpc.engine.emulated.decoding import EmulatedDecoding, EmulatedRequest
 from laminar_hpc.engine.emulated.weights import weights_file
 from laminar_hpc.engine.interface import Sums, TensorLayout
 from laminar_hpc.kv.errors import KvRefused
@@ -123,7 +123,7 @@ class EmulatedEngine(EmulatedDecoding):
         await self._ship(move_id, context)
         return context
 
-    def _job(self, move_id: str, request_id: str) -> Job:
+    def _job(self, move_id: str, request_id: str) -> EmulatedRequest:
         self._settle()
         job = self._jobs.get(request_id)
         if job is None or job.future.done():

@@ -15,12 +15,12 @@ from laminar_hpc.simulator.finished.measured import (
 from laminar_hpc.simulator.rules import Rules
 from laminar_hpc.simulator.run import simulate
 from laminar_hpc.simulator.schema import WorkloadConfig
-from laminar_hpc.simulator.setup import Engines, Setup
+from laminar_hpc.simulator.setup import Engines, SimulationSetup
 from laminar_hpc.simulator.trainer_cost import JobCosts, only_training
 from laminar_hpc.simulator.trainer_fit import layout_of
 
 
-def setup_of(measured: Measured, config: RunConfig | None = None) -> Setup:
+def setup_of(measured: Measured, config: RunConfig | None = None) -> SimulationSetup:
     """The run with its own configuration, or with another one that has the same model and work. Another
     number of replicas gets the speeds of those that there were, in turn; another number of data-parallel
     ranks the same seconds per token on each."""
@@ -37,7 +37,7 @@ def setup_of(measured: Measured, config: RunConfig | None = None) -> Setup:
         for i in range(r.replicas)
     ]
     t = config.trainer
-    return Setup(
+    return SimulationSetup(
         Rules(
             p.refresh,
             p.max_staleness,

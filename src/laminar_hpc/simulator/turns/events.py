@@ -7,8 +7,8 @@ its request's way to the engine  enter
 
 from typing import TYPE_CHECKING
 
-from laminar_hpc.simulator.replica import Replica
-from laminar_hpc.simulator.request import Request
+from laminar_hpc.simulator.replica import SimulatedReplica
+from laminar_hpc.simulator.request import SimulatedRequest
 from laminar_hpc.simulator.turns.course import Took
 from laminar_hpc.simulator.turns.environments import Environments, Play
 
@@ -23,7 +23,7 @@ class TurnEvents:
         self.rollouts, self.environments = rollouts, environments
         self.begun: dict[int, int] = {}
 
-    def begin(self, replica: Replica, request: Request) -> None:
+    def begin(self, replica: SimulatedReplica, request: SimulatedRequest) -> None:
         """It is with this replica, at its prompt; the caller settles that."""
         request.turns = request.play.anew()
         request.remaining = float(request.turns[0])
@@ -34,7 +34,7 @@ class TurnEvents:
             self.environments.returned(request.play, replica.index, 0, self.rollouts.clock.now)
             self._go_on(replica, request)
 
-    def turned(self, replica: Replica, request: Request, time: float) -> bool:
+    def turned(self, replica: SimulatedReplica, request: SimulatedRequest, time: float) -> bool:
         """Its turn has ended; whether there is another one."""
         drawn = round(request.turns[request.turn - 1])
         took = self.environments.turned(request.play, replica.index, request.turn, drawn, time)
@@ -46,14 +46,14 @@ class TurnEvents:
         self._wait(replica, request, took)
         return True
 
-    def _wait(self, replica: Replica, request: Request, took: Took) -> None:
+    def _wait(self, replica: SimulatedReplica, request: SimulatedRequest, took: Took) -> None:
         replica.state = "environment"
         replica.away[request.trajectory_id] = request
         request.away = True
         was = (request.turn, request.granted, request.play.failures)
         self.rollouts.clock.after(took.seconds, self.returned, request, was, took.failed)
 
-    def returned(self, request: Request, was: tuple[int, float, int], failed: bool) -> None:
+    def returned(self, request: SimulatedRequest, was: tuple[int, float, int], failed: bool) -> None:
         """Its calls, or its reset, have ended."""
         replica, play = request.home, request.play
         if replica is None or not request.away or was != (request.turn, request.granted, play.failures):
@@ -67,7 +67,7 @@ class TurnEvents:
             self._go_on(replica, request)
         self.rollouts.settle(replica)
 
-    def _go_on(self, replica: Replica, request: Request) -> None:
+    def _go_on(self, replica: SimulatedReplica, request: SimulatedRequest) -> None:
         """With what it was given, or it ends where there is no room for that."""
         play: Play = request.play
         given = self.environments.given(play, request.turn)
@@ -90,7 +90,7 @@ class TurnEvents:
         else:
             self._enter(replica, request)
 
-    def enter(self, request: Request, was: tuple[int, float, int]) -> None:
+    def enter(self, request: SimulatedRequest, was: tuple[int, float, int]) -> None:
         """Its request has come to the engine."""
         replica = request.home
         now = (request.turn, request.granted, request.play.failures)
@@ -100,17 +100,17 @@ class TurnEvents:
         self._enter(replica, request)
         self.rollouts.settle(replica)
 
-    def _enter(self, replica: Replica, request: Request) -> None:
+    def _enter(self, replica: SimulatedReplica, request: SimulatedRequest) -> None:
         """Behind those that wait for a place."""
         self._back(replica, request)
         replica.waiting.append(request)
 
-    def _back(self, replica: Replica, request: Request) -> None:
+    def _back(self, replica: SimulatedReplica, request: SimulatedRequest) -> None:
         request.away = False
         replica.unpark(request)
         replica.away.pop(request.trajectory_id, None)
 
-    def _failed(self, replica: Replica, request: Request) -> None:
+    def _failed(self, replica: SimulatedReplica, request: SimulatedRequest) -> None:
         """From the prompt, in another environment, here or at whichever replica is next."""
         r = self.rollouts
         self._back(replica, request)

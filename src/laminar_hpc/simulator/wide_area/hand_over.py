@@ -3,8 +3,8 @@ with their KV cache, to others of the same place that serve the same weights. Wh
 get through in time, goes on elsewhere from its tokens (fleet_moves.py)."""
 
 from laminar_hpc.policies.failover import Orphan, Room, redirect
-from laminar_hpc.simulator.replica import Replica
-from laminar_hpc.simulator.request import Request
+from laminar_hpc.simulator.replica import SimulatedReplica
+from laminar_hpc.simulator.request import SimulatedRequest
 from laminar_hpc.simulator.rollouts import Rollouts
 
 
@@ -13,7 +13,7 @@ class HandOver:
         self.rollouts = rollouts
         self.notices = self.handed_over = 0
 
-    def begin(self, leaving: Replica) -> None:
+    def begin(self, leaving: SimulatedReplica) -> None:
         """It is granted nothing from now on; its longest trajectories move first, one behind the other."""
         r, now = self.rollouts, self.rollouts.clock.now
         self.notices += 1
@@ -40,7 +40,7 @@ class HandOver:
             r.clock.after(seconds, self._arrived, request, destination, was)
         r.settle(leaving)
 
-    def _rooms(self, leaving: Replica) -> list[Room]:
+    def _rooms(self, leaving: SimulatedReplica) -> list[Room]:
         """KV tokens that are free where the same weights are served."""
         r, rooms = self.rollouts, []
         for replica in r.replicas:
@@ -57,7 +57,9 @@ class HandOver:
                 rooms.append(Room(replica.index, replica.weight_id, replica.capacity - held))
         return rooms
 
-    def _arrived(self, request: Request, destination: Replica, was: tuple[int, float]) -> None:
+    def _arrived(
+        self, request: SimulatedRequest, destination: SimulatedReplica, was: tuple[int, float]
+    ) -> None:
         if request.home is not destination or (request.moves, request.granted) != was:
             return  # lost with the destination meanwhile
         destination.advance(self.rollouts.clock.now)

@@ -13,7 +13,7 @@ _MATHIS = math.sqrt(1.5)
 
 
 @dataclass(frozen=True)
-class Link:
+class WanLink:
     """`bandwidth` in bytes/s, `round_trip` in seconds, `loss` the share of packets that are lost."""
 
     bandwidth: float
@@ -44,7 +44,7 @@ class Site:
         return self.latency + self.copy * min(1.0, steps * self.changed)
 
 
-def chained(size: float, links: Sequence[tuple[Link, float]], c: Constants) -> tuple[Site, ...]:
+def chained(size: float, links: Sequence[tuple[WanLink, float]], c: Constants) -> tuple[Site, ...]:
     """Sites in the order of `links`, each with the seconds of the relays' chain inside it, for `size` bytes
     of weights. They stand in one chain, the fastest link first, and each passes on what it has received so
     far: one copy leaves the trainer, and a site is as fast as the slowest link before it. The formula is that
