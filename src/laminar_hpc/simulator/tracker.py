@@ -4,6 +4,7 @@ simulator's experience buffer."""
 from array import array
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from laminar_hpc.policies.live_groups import GroupView, LiveGroups
 from laminar_hpc.simulator.request import SimulatedRequest
@@ -12,33 +13,23 @@ from laminar_hpc.simulator.turns.environments import Play
 from laminar_hpc.simulator.workload import Workload
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class SimulatedGroup:
-    """`requests` by trajectory id, until they are finished; in their order `finished`: response tokens and
-    weight step of each. A buffer that grows holds many groups."""
+    """`requests` by trajectory id, until they are finished. `finished`, in the order of the ids from `first`
+    on: response tokens and weight step of each. A buffer that grows holds many groups, hence the slots."""
 
-    __slots__ = (
-        "finished",
-        "first",
-        "group_id",
-        "number",
-        "order",
-        "prompt_tokens",
-        "requests",
-        "unfinished",
-        "weight_step",
-    )
+    group_id: int
+    number: int
+    weight_step: int
+    prompt_tokens: int
+    first: int
+    unfinished: int
+    requests: dict[int, SimulatedRequest] = field(default_factory=dict)
+    finished: list[tuple[int, int]] = field(init=False)
+    order: int = 0
 
-    def __init__(self, group_id: int, number: int, weight_step: int, prompt_tokens: int) -> None:
-        self.group_id, self.number, self.weight_step, self.prompt_tokens = (
-            group_id,
-            number,
-            weight_step,
-            prompt_tokens,
-        )
-        self.requests: dict[int, SimulatedRequest] = {}
-        self.first = 0  # trajectory id
-        self.finished: list[tuple[int, int]] = []
-        self.unfinished = self.order = 0
+    def __post_init__(self) -> None:
+        self.finished = [(0, 0)] * self.unfinished
 
     def view(self) -> GroupView:
         finished = not self.unfinished
@@ -56,10 +47,11 @@ class SimulatedTracker:
         self.live: dict[int, SimulatedGroup] = {}
         self.views = LiveGroups()
         self.lost: list[SimulatedRequest] = []
-        self.counted = self.order = self.trajectories = 0
-        self.finished_tokens = self.discarded_tokens = 0.0
-        self.consumed_tokens = 0
-        self.consumed_trajectories = 0
+        self.counted = 0
+        self.order = 0
+        self.trajectories = 0
+        self.finished_tokens = 0.0
+        self.discarded_tokens = 0.0
         self.generation_staleness: Counter[int] = Counter()
         self.training_staleness: Counter[int] = Counter()
         self.versions = 0
@@ -70,10 +62,10 @@ class SimulatedTracker:
     def new_group(self, weight_step: int) -> SimulatedGroup:
         draw = self.workload.group(self.counted)
         self.counted += 1
-        group = SimulatedGroup(self.counted - 1, self.counted, weight_step, draw.prompt_tokens)
         number, prompt_tokens = self.trajectories, float(draw.prompt_tokens)
-        group.first, group.unfinished = number, len(draw.turns)
-        group.finished = [(0, 0)] * group.unfinished
+        group = SimulatedGroup(
+            self.counted - 1, self.counted, weight_step, draw.prompt_tokens, number, len(draw.turns)
+        )
         for sample, turns in enumerate(draw.turns):
             play = self.play(group.group_id, sample, draw.courses[sample]) if draw.courses else None
             group.requests[number] = SimulatedRequest(number, group, turns, prompt_tokens, weight_step, play)
@@ -113,9 +105,7 @@ class SimulatedTracker:
     def complete(self, done: list[tuple[float, SimulatedRequest]], trainer_step: int) -> None:
         """`ends` and `finish` of (time, request), none of which is the last of its group; the group knows."""
         for time, request in done:
-            self.ended.append(time)
-            self.latencies.append(time - request.granted)
-            self.admitted_latencies.append(time - request.started)
+            self.ends(time, request)
             self._count(request, trainer_step)
 
     def _count(self, request: SimulatedRequest, trainer_step: int) -> None:
@@ -142,6 +132,4 @@ class SimulatedTracker:
             weight_steps = [weight_step for _, weight_step in group.finished]
             for weight_step in set(weight_steps):
                 self.training_staleness[step - weight_step] += weight_steps.count(weight_step)
-            self.consumed_trajectories += len(group.finished)
-        self.consumed_tokens += sum(tokens)
         return tokens
