@@ -57,8 +57,7 @@ class Clock:
             if self.calls > self._limit:
                 raise LaminarError(
                     f"simulation: stuck after {self.now / 3600:,.1f} simulated hours, nothing is finished "
-                    "any more: failures that come "
-                    "faster than work is done, or replicas that get none; raise *mtbf_hours, max_staleness "
-                    "or the number of GPUs"
+                    "any more: failures that come faster than work is done, or replicas that get none; "
+                    "raise *mtbf_hours, max_staleness or the number of GPUs"
                 )
             call(*arguments)

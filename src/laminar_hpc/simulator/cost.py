@@ -30,17 +30,17 @@ class EngineCosts:
     """
 
     overhead: float
-    weights: float
-    kv_token: float
-    compute: float  # of a request's token: matrix products
-    request: float  # the same: what they don't overlap with
-    prefill_token: float
-    prefill_attention: float  # per squared token
-    pull: float
-    global_sync: float
-    move_token: float
-    move_latency: float
-    restart: float
+    weights: float = 0.0
+    kv_token: float = 0.0
+    compute: float = 0.0  # of a request's token: matrix products
+    request: float = 0.0  # the same: what they don't overlap with
+    prefill_token: float = 0.0
+    prefill_attention: float = 0.0  # per squared token
+    pull: float = 0.0
+    global_sync: float = 0.0
+    move_token: float = 0.0
+    move_latency: float = 0.0
+    restart: float = 0.0
     floor: float = 0.0
     ask: float = 0.0  # a turn's request on its way to the engine, where trajectories have several
     experts: float = 0.0

@@ -3,21 +3,25 @@
 
 import random
 
-from laminar_hpc.policies.failover import Idle, Orphan, Room, plan_reloads, redirect
+from laminar_hpc.policies.failover import Idle, Orphan, plan_reloads, redirect
 from laminar_hpc.policies.repack import ReplicaView, plan
 from laminar_hpc.simulator.replica import SimulatedReplica
 from laminar_hpc.simulator.request import SimulatedRequest
 from laminar_hpc.simulator.rollouts import Rollouts
+from laminar_hpc.simulator.setup import SimulationSetup
 from laminar_hpc.simulator.wide_area.hand_over import HandOver
 
 
 class SimulatedRepacker:
-    """`kv_share`: C_max as a share of the smallest replica's capacity; `requests_max`: B."""
+    """Empties replicas in ramp-down. `kv_max`: C_max in tokens, of the smallest replica's capacity;
+    `requests_max`: B."""
 
-    def __init__(self, rollouts: Rollouts, kv_share: float, requests_max: int) -> None:
-        self.rollouts, self.requests_max = rollouts, requests_max
-        self.kv_max = kv_share * min(replica.capacity for replica in rollouts.replicas)
-        self.replicas_emptied = self.trajectories_moved = 0
+    def __init__(self, rollouts: Rollouts, setup: SimulationSetup) -> None:
+        self.rollouts = rollouts
+        self.requests_max = min(kind.saturation for kind in setup.engines)
+        self.kv_max = setup.repack_kv_share * min(replica.capacity for replica in rollouts.replicas)
+        self.replicas_emptied = 0
+        self.trajectories_moved = 0
         self.move_seconds = 0.0
 
     def tick(self) -> None:
@@ -40,8 +44,7 @@ class SimulatedRepacker:
                 not replica.pending
                 or replica.waiting
                 or on_the_way
-                or replica.index in self.rollouts.down
-                or replica.index in self.rollouts.leaving
+                or self.rollouts.gone(replica)
                 or replica.state == "pull"
             ):
                 replica.kv_before = 0.0  # not in ramp-down yet: it takes two looks to see a fall
@@ -73,7 +76,8 @@ class SimulatedRepacker:
         source.away.clear()
         kv = sum(request.context for request in [*moved, *parked])
         for request in [*moved, *away]:
-            request.home, request.moves = destination, request.moves + 1
+            request.home = destination
+            request.moves += 1
         if not ship:
             for request in parked:
                 request.uncached = request.context
@@ -110,36 +114,61 @@ class SimulatedRepacker:
 
 
 class Failures:
-    """Deaths of replicas and of the trainer, exponential, by the seed. `mtbf` in seconds."""
+    """Deaths of replicas and of the trainer, at exponential intervals that the seed gives."""
 
-    def __init__(self, rollouts: Rollouts, seed: int, trainer_mtbf: float | None) -> None:
-        self.rollouts, self.random = rollouts, random.Random(f"failures:{seed}")
-        self.trainer_mtbf = trainer_mtbf
-        self.replica_deaths = self.trainer_deaths = self.redirected = self.restarted = self.loaded = 0
+    def __init__(self, rollouts: Rollouts, setup: SimulationSetup) -> None:
+        self.rollouts = rollouts
+        self.random = random.Random(f"failures:{setup.seed}")
+        self.trainer_mtbf = setup.trainer_mtbf
+        self.replica_deaths = 0
+        self.trainer_deaths = 0
+        self.redirected = 0
+        self.restarted = 0
+        self.loaded = 0
         # nobody generates with their weights: they wait for a replica to ask
         self.stranded: dict[int, SimulatedRequest] = {}
         rollouts.rescue = self.rescue
         self.hand_over = HandOver(rollouts)
         for replica in rollouts.replicas:
             self._next(replica)
-        if trainer_mtbf:
-            rollouts.clock.after(self.random.expovariate(1 / trainer_mtbf), self.trainer_dies)
+        if self.trainer_mtbf:
+            self._next_trainer(self.trainer_mtbf)
+
+    def _next_trainer(self, mtbf: float) -> None:
+        self.rollouts.clock.after(self.random.expovariate(1 / mtbf), self.trainer_dies, mtbf)
 
     def _next(self, replica: SimulatedReplica) -> None:
         if replica.mtbf:
             self.rollouts.clock.after(self.random.expovariate(1 / replica.mtbf), self.replica_dies, replica)
 
-    def trainer_dies(self) -> None:
-        assert self.trainer_mtbf
+    def trainer_dies(self, mtbf: float) -> None:
         self.trainer_deaths += 1
-        self.rollouts.trainer.fail(self.rollouts.trainer.costs.job_restart)
-        if not self.rollouts.rules.isolated:
-            self._all_down(self.rollouts.trainer.costs.job_restart)
-        self.rollouts.clock.after(self.random.expovariate(1 / self.trainer_mtbf), self.trainer_dies)
+        self._job_restarts(rollouts_too=not self.rollouts.rules.isolated)
+        self._next_trainer(mtbf)
+
+    def _job_restarts(self, rollouts_too: bool = True) -> None:
+        """The trainer's job starts again. With the rollouts in it, everything in progress goes back to its
+        prompt, on the replica where it was."""
+        r = self.rollouts
+        restart = r.trainer.costs.job_restart
+        r.trainer.fail(restart)
+        if not rollouts_too:
+            return
+        for replica in r.replicas:
+            if replica.index not in r.down:
+                self._down(replica, restart)
+        for group in r.tracker.live.values():
+            for request in group.requests.values():
+                if request.home is not None:
+                    r.tracker.discarded_tokens += request.restart(group.prompt_tokens, request.weight_step)
+                    if request.away:
+                        request.away = False
+                        request.home.away.pop(request.trajectory_id, None)
+                        request.home.waiting.append(request)
 
     def replica_dies(self, replica: SimulatedReplica) -> None:
         self._next(replica)
-        if replica.index in self.rollouts.down or replica.index in self.rollouts.leaving:
+        if self.rollouts.gone(replica):
             return
         if replica.grace and self.rollouts.rules.isolated:
             self.hand_over.begin(replica)
@@ -156,9 +185,7 @@ class Failures:
             self._down(replica, replica.costs.restart)
             self._rescue(replica)
         else:
-            restart = self.rollouts.trainer.costs.job_restart
-            self.rollouts.trainer.fail(restart)
-            self._all_down(restart)
+            self._job_restarts()
 
     def _down(self, replica: SimulatedReplica, seconds: float) -> None:
         r = self.rollouts
@@ -176,20 +203,15 @@ class Failures:
         orphans = {
             i: q for group in r.tracker.live.values() for i, q in group.requests.items() if q.home is dead
         }
-        rooms = []
-        for replica in r.replicas:
-            gone = replica.index in r.down or replica.index in r.leaving
-            if replica.pending and not gone and replica.state != "pull":
-                replica.advance(r.clock.now)
-                held = replica.kv + replica.parked_kv + sum(q.context for q in replica.waiting)
-                rooms.append(Room(replica.index, replica.weight_id, replica.capacity - held))
+        rooms = r.rooms()
         drained = r.rules.refresh == "drained"
         views = [self._orphan(q, q.weight_step if drained else dead.weight_id) for q in orphans.values()]
-        placed = redirect(views, rooms, dead.admission.ratio_min * dead.admission.clip)
+        placed = redirect(views, rooms, dead.admission.reserve_min)
         dead.waiting.clear()
         dead.parked.clear()
         dead.away.clear()
-        dead.parked_kv, dead.pending = 0.0, 0
+        dead.parked_kv = 0.0
+        dead.pending = 0
         for i, request in orphans.items():
             if i in placed:
                 replica = r.replicas[placed[i]]
@@ -238,10 +260,8 @@ class Failures:
             replica.capacity,
             replica.generated / now * replica.costs.pull,
         )
-        reserved = replica.admission.ratio_min * replica.admission.clip
-        reloads, again = plan_reloads(
-            [self._orphan(q, q.weight_step) for q in self.stranded.values()], [mine], reserved
-        )
+        orphans = [self._orphan(q, q.weight_step) for q in self.stranded.values()]
+        reloads, again = plan_reloads(orphans, [mine], replica.admission.reserve_min)
         for i in again:
             self._begin_anew(self.stranded.pop(i))
         for each in reloads:
@@ -257,22 +277,6 @@ class Failures:
                 replica.state = "generate"
                 r.settle(replica)
         return bool(reloads)
-
-    def _all_down(self, seconds: float) -> None:
-        """The whole job starts again: everything in progress goes back to its prompt, on the replica where it
-        was."""
-        r = self.rollouts
-        for replica in r.replicas:
-            if replica.index not in r.down:
-                self._down(replica, seconds)
-        for group in r.tracker.live.values():
-            for request in group.requests.values():
-                if request.home is not None:
-                    r.tracker.discarded_tokens += request.restart(group.prompt_tokens, request.weight_step)
-                    if request.away:
-                        request.away = False
-                        request.home.away.pop(request.trajectory_id, None)
-                        request.home.waiting.append(request)
 
     def _up(self, replica: SimulatedReplica) -> None:
         r = self.rollouts

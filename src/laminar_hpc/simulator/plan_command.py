@@ -46,8 +46,7 @@ def expectations(config: PlanConfig, plan: Plan) -> list[str]:
     lines = [
         f"plan         {describe(config, plan.best.candidate)}",
         f"trainer      TP {t.tensor_parallel} x PP {t.pipeline_parallel} x DP {t.data_parallel}, "
-        "micro-batches of "
-        f"{t.tokens_per_microbatch:,} tokens{recompute}",
+        f"micro-batches of {t.tokens_per_microbatch:,} tokens{recompute}",
         f"rollouts     {kv_cache_tokens(config, best):,} KV tokens each, repack {repack_of(config, best)};  "
         f"relays {machines * lanes(config)} on {machines} rollout machine{'s' if machines > 1 else ''}",
         f"expected     {f['tokens_per_second']:,.0f} tokens/s, a step in {f['step_seconds']:,.0f} s, "

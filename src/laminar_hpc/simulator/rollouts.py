@@ -16,6 +16,7 @@ from functools import partial
 from itertools import accumulate
 
 from laminar_hpc.policies import admission
+from laminar_hpc.policies.failover import Room
 from laminar_hpc.simulator.ahead import Appointments, decode_alone, may_end_group
 from laminar_hpc.simulator.clock import Clock
 from laminar_hpc.simulator.replica import INFINITY, SimulatedReplica
@@ -43,8 +44,11 @@ class Rollouts:
         shares: list[float],
     ) -> None:
         """`shares`: of a batch, each replica's local batch, unless the setup says how large it is."""
-        self.clock, self.tracker, self.trainer = clock, tracker, trainer
-        self.replicas, self.rules = replicas, setup.rules
+        self.clock = clock
+        self.tracker = tracker
+        self.trainer = trainer
+        self.replicas = replicas
+        self.rules = setup.rules
         self.groups_per_step = groups = setup.workload.prompts_per_step
         # A local batch is ceil(G / replicas) groups; with unequal replicas the faster get more.
         given = setup.local_batch_groups
@@ -79,6 +83,20 @@ class Rollouts:
         else:
             for replica in self.replicas:
                 self.ask(replica)
+
+    def gone(self, replica: SimulatedReplica) -> bool:
+        """The replica is down, or has had its notice."""
+        return replica.index in self.down or replica.index in self.leaving
+
+    def rooms(self, fits: Callable[[SimulatedReplica], bool] = lambda replica: True) -> list[Room]:
+        """KV tokens that are free at the replicas that generate, stay and fit."""
+        rooms = []
+        for replica in self.replicas:
+            if replica.pending and replica.state != "pull" and not self.gone(replica) and fits(replica):
+                replica.advance(self.clock.now)
+                held = replica.kv + replica.parked_kv + sum(q.context for q in replica.waiting)
+                rooms.append(Room(replica.index, replica.weight_id, replica.capacity - held))
+        return rooms
 
     # ---- a replica's events --------------------------------------------------------------------------------
 
@@ -164,7 +182,9 @@ class Rollouts:
 
     def give(self, replica: SimulatedReplica, request: SimulatedRequest, goes_on: bool = False) -> None:
         """`goes_on`: not from its prompt, but from where it is."""
-        request.home, request.granted, request.away = replica, self.clock.now, False
+        request.home = replica
+        request.granted = self.clock.now
+        request.away = False
         replica.pending += 1
         if request.play is None or goes_on:
             replica.waiting.append(request)
@@ -211,7 +231,8 @@ class Rollouts:
         if given:
             self.turns.begun[replica.index] = len(given)
             self.waiting_replicas.pop(replica.index, None)
-            replica.state, replica.kv_before = "generate", 0.0
+            replica.state = "generate"
+            replica.kv_before = 0.0
             self.settle(replica)
         else:
             replica.state = "admission"

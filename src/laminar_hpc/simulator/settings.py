@@ -301,9 +301,8 @@ def _plannable(config: PlanConfig) -> Iterator[str]:
         )
     if trajectories % w.updates_per_step:
         yield (
-            f"workload.updates_per_step={w.updates_per_step} does not divide the {trajectories} "
-            "trajectories of a step, "
-            "workload.prompts_per_step x workload.samples_per_prompt"
+            f"workload.updates_per_step={w.updates_per_step} does not divide the {trajectories} trajectories "
+            "of a step, workload.prompts_per_step x workload.samples_per_prompt"
         )
     if w.longest > model["max_position_embeddings"]:
         yield (
@@ -325,6 +324,5 @@ def _plannable(config: PlanConfig) -> Iterator[str]:
     if sum(pool.count for pool in config.pools) == 1:
         yield (
             "pools: one GPU cannot be divided; trainer and engine can share it in turns, as in laminar "
-            "train experiment=one_gpu, "
-            "with a model of 0.5B or so"
+            "train experiment=one_gpu, with a model of 0.5B or so"
         )

@@ -1,7 +1,6 @@
 """The trainer's seconds from what its layout does: matrix products, exchanges of tensor parallelism, pipeline
 bubbles, the longest sequence, gradients. Constants: constants.py."""
 
-import dataclasses
 import math
 from dataclasses import dataclass, replace
 
@@ -49,19 +48,19 @@ class Layout:
 class JobCosts:
     """Everybody else's seconds than the engines'."""
 
-    train_token: float  # forward and backward, all GPUs together
-    train_attention: float  # the same per squared token of a trajectory
-    logprob_token: float  # the extra forward passes
-    logprob_attention: float
-    handling: float  # one process handles the batch while the trainer waits: per trajectory
-    overlapped_handling: float  # what is left of it where the next batch is handled during training
-    update: float
-    publish_stall: float
-    chain: float
-    switch: float
-    checkpoint: float
-    job_restart: float
-    repack_period: float
+    train_token: float = 0.0  # forward and backward, all GPUs together
+    train_attention: float = 0.0  # the same per squared token of a trajectory
+    logprob_token: float = 0.0  # the extra forward passes
+    logprob_attention: float = 0.0
+    handling: float = 0.0  # one process handles the batch while the trainer waits: per trajectory
+    overlapped_handling: float = 0.0  # what is left of it where the next batch is handled during training
+    update: float = 0.0
+    publish_stall: float = 0.0
+    chain: float = 0.0
+    switch: float = 0.0
+    checkpoint: float = 0.0
+    job_restart: float = 0.0
+    repack_period: float = 0.0
     # of each micro-batch, whatever its size
     train_microbatch: float = 0.0
     logprob_microbatch: float = 0.0
@@ -71,8 +70,7 @@ class JobCosts:
 
 def only_training(token: float) -> JobCosts:
     """Costs of nothing but `token` seconds for each token, over all ranks."""
-    names = [field.name for field in dataclasses.fields(JobCosts) if field.default is dataclasses.MISSING]
-    return JobCosts(**(dict.fromkeys(names, 0.0) | {"train_token": token, "repack_period": 1.0}))
+    return JobCosts(train_token=token, repack_period=1.0)
 
 
 def job_costs(

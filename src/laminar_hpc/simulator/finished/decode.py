@@ -18,23 +18,7 @@ from laminar_hpc.simulator.request import EngineAdmission, SimulatedRequest
 
 _ROWS = 32  # ends of a local batch that are looked at, evenly spread, the last one among them
 _LATE = 0.05  # seconds by which a trajectory's end may be noted after that of its local batch
-_NOTHING = dict.fromkeys(
-    (
-        "weights",
-        "kv_token",
-        "compute",
-        "request",
-        "prefill_token",
-        "prefill_attention",
-        "pull",
-        "global_sync",
-        "move_token",
-        "move_latency",
-        "restart",
-    ),
-    0.0,
-)
-_STEPS = EngineCosts(overhead=1.0, **_NOTHING)  # an engine whose seconds are decode steps
+_STEPS = EngineCosts(overhead=1.0)  # an engine whose seconds are decode steps
 
 
 @dataclass(frozen=True)
@@ -68,8 +52,13 @@ class DecodeCurve:
 
     def costs(self, prefill_token: float) -> EngineCosts:
         """Of an engine that decodes so, and does nothing else."""
-        known = {"request": self.token, "kv_token": self.kv, "prefill_token": prefill_token}
-        return EngineCosts(overhead=max(self.step, 1e-9), ask=self.ask, **{**_NOTHING, **known})
+        return EngineCosts(
+            overhead=max(self.step, 1e-9),
+            kv_token=self.kv,
+            request=self.token,
+            prefill_token=prefill_token,
+            ask=self.ask,
+        )
 
 
 @dataclass(frozen=True)
