@@ -2,7 +2,6 @@
 1 = culprits, 2 = no run."""
 
 import json
-import os
 from collections import Counter
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from laminar_hpc.audit.records import Records, read
 from laminar_hpc.audit.sealed import not_proven
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.controller.old_steps import GIVEN_UP
+from laminar_hpc.report.run_files import write_whole
 
 # state in the store -> what it means for the run
 _MEANINGS = {
@@ -98,9 +98,7 @@ def _lines(summary: dict, findings: list[CheckResult]) -> list[str]:
 
 
 def _write(path: Path, summary: dict) -> None:
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        partial.write_text(json.dumps(summary, indent=2) + "\n")
-        partial.replace(path)
+        write_whole(path, json.dumps(summary, indent=2) + "\n")
     except OSError as error:
         raise LaminarError(f"--json {path} cannot be written ({error.strerror}); name another file") from None

@@ -6,7 +6,6 @@ and leaves out what their files do not hold. The figures are those of `summary`;
 each means.
 """
 
-import os
 import statistics
 import sys
 import time
@@ -15,6 +14,7 @@ from pathlib import Path
 from laminar_hpc.observability.console import count, duration, number
 from laminar_hpc.report import rundata, sections, summary
 from laminar_hpc.report.page import page, tiles
+from laminar_hpc.report.run_files import write_whole
 from laminar_hpc.report.rundata import Run
 from laminar_hpc.report.svg import tag, text
 
@@ -30,9 +30,7 @@ def write(run_dir: Path) -> Path:
 def write_loaded(run: Run) -> Path:
     """The same of a loaded run."""
     path = run.directory / "report.html"
-    temporary = path.with_name(f".report.{os.getpid()}.html")
-    temporary.write_text(document(run), encoding="utf-8")
-    temporary.replace(path)
+    write_whole(path, document(run))
     return path
 
 

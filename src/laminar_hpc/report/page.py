@@ -18,8 +18,7 @@ def page(title: str, body: str) -> str:
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>{text(title)}</title><style>\n{STYLE}</style></head>"
-        f"<body><main>{body}</main><script>\n{SCRIPT}</script></body></html>\n"
+        f"<title>{text(title)}</title><style>\n{STYLE}</style></head><body><main>{body}</main><script>\n{SCRIPT}</script></body></html>\n"
     )
 
 

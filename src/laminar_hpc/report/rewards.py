@@ -6,7 +6,7 @@ from collections import Counter
 from laminar_hpc.report import summary, svg
 from laminar_hpc.report.page import figure, grid, section
 from laminar_hpc.report.rundata import Run
-from laminar_hpc.report.svg import Series, tag, text
+from laminar_hpc.report.svg import Series, tag
 
 COLORS = ("var(--generate)", "var(--train)", "var(--pull)", "var(--publish)", "var(--soft)")
 SHOWN_ERRORS = 8  # the most frequent ones
@@ -48,9 +48,6 @@ def _table(errors: Counter) -> str:
     """The most frequent errors of trained trajectories."""
     if not errors:
         return ""
-    head = tag("tr", tag("th", "trajectories") + tag("th", "reward error"))
-    rows = "".join(
-        tag("tr", tag("td", f"{n:,}") + tag("td", text(words)))
-        for words, n in errors.most_common(SHOWN_ERRORS)
-    )
+    head = svg.row("trajectories", "reward error", cell="th")
+    rows = "".join(svg.row(f"{n:,}", words) for words, n in errors.most_common(SHOWN_ERRORS))
     return tag("table", head + rows)

@@ -10,15 +10,10 @@ from laminar_hpc.observability.console import duration, value_text
 from laminar_hpc.report import rewards, samples, summary, svg, timeline, turns
 from laminar_hpc.report.page import figure, grid, keys, section
 from laminar_hpc.report.rundata import Run
-from laminar_hpc.report.svg import Series, tag, text
+from laminar_hpc.report.svg import Series, tag
 
-BLUE, ORANGE, GREEN, PURPLE, GREY = (
-    "var(--generate)",
-    "var(--train)",
-    "var(--pull)",
-    "var(--publish)",
-    "var(--soft)",
-)
+BLUE, ORANGE, GREEN = "var(--generate)", "var(--train)", "var(--pull)"
+PURPLE, GREY = "var(--publish)", "var(--soft)"
 
 
 def learning(run: Run) -> str:
@@ -98,14 +93,12 @@ def staleness(run: Run) -> str:
     ]
     charts = grid(
         "three",
-        figure(
-            "when the last token was generated", svg.share_bars(generation, BLUE, "trainer steps", width=380)
-        ),
+        figure("when the last token was generated", svg.share_bars(generation, BLUE, "trainer steps")),
         figure(
             "when it was trained on",
-            svg.share_bars(training, ORANGE, "trainer steps", width=380, bound=bound),
+            svg.share_bars(training, ORANGE, "trainer steps", bound=bound),
         ),
-        figure("mean per batch: the same two", svg.lines(over_time, "trainer step", width=380)),
+        figure("mean per batch: the same two", svg.lines(over_time, "trainer step", width=svg.THIRD)),
     )
     note = (
         "Trainer steps between the weights that generated a trajectory and the trainer's own, as shares "
@@ -132,12 +125,10 @@ def lengths(run: Run) -> str:
         "three",
         figure(
             run.of_consumed,
-            svg.log_histogram([("all", BLUE, everything)], "response tokens", width=380, marks=marks),
+            svg.log_histogram([("all", BLUE, everything)], "response tokens", marks=marks),
         ),
-        figure(
-            "first third (orange), last third (blue)", svg.log_histogram(thirds, "response tokens", width=380)
-        ),
-        figure("per batch: mean (blue) and longest", svg.lines(over_time, "trainer step", width=380)),
+        figure("first third (orange), last third (blue)", svg.log_histogram(thirds, "response tokens")),
+        figure("per batch: mean (blue) and longest", svg.lines(over_time, "trainer step", width=svg.THIRD)),
     )
     return section("Response lengths", charts)
 
@@ -156,7 +147,7 @@ def accounts(run: Run) -> str:
     body = ""
     for name, parts in rows:
         listed = ", ".join(f"{kind} {seconds:.1f} s" for kind, seconds, _ in parts)
-        body += tag("tr", tag("td", text(name)) + tag("td", text(listed)))
+        body += svg.row(name, listed)
     details = tag("details", tag("summary", "in seconds") + tag("table", body))
     return section(
         "Where the time went",
@@ -204,7 +195,7 @@ def trainer_curves(run: Run) -> str:
             Series(field.replace("_", " "), color, [(s["step"], s.get(field)) for s in steps])
             for field, color in fields
         ]
-        return figure(title, svg.lines(series, "trainer step", width=380, height=190))
+        return figure(title, svg.lines(series, "trainer step", width=svg.THIRD, height=190))
 
     return section(
         "Trainer",
@@ -254,14 +245,15 @@ def weights(run: Run) -> str:
             "three",
             figure(
                 "log-prob mismatch: mean (blue) and largest",
-                svg.lines(mismatch, "weight id", width=380, log_y=True),
+                svg.lines(mismatch, "weight id", width=svg.THIRD, log_y=True),
             ),
             figure(
                 "seconds the trainer stood still to publish",
-                svg.lines(published, "weight id", width=380, y_range=(0.0, 0.0)),
+                svg.lines(published, "weight id", width=svg.THIRD, y_range=(0.0, 0.0)),
             ),
             figure(
-                "seconds of a replica's pull", svg.lines(pulled, "weight id", width=380, y_range=(0.0, 0.0))
+                "seconds of a replica's pull",
+                svg.lines(pulled, "weight id", width=svg.THIRD, y_range=(0.0, 0.0)),
             ),
         ),
         "The mismatch is |engine − trainer| over a fixed probe "
@@ -304,24 +296,18 @@ def _flat(tree: dict, prefix: str = "") -> dict[str, object]:
 
 def launches(run: Run) -> str:
     """One row per launch of the run: when, from which step, how it ended."""
-    head = tag(
-        "tr",
-        "".join(
-            tag("th", name)
-            for name in ("launch", "started (UTC)", "from step", "steps that count", "time", "end")
-        ),
-    )
+    head = svg.row("launch", "started (UTC)", "from step", "steps that count", "time", "end", cell="th")
     rows = ""
     for index, launch in enumerate(run.launches, 1):
         started = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(launch.start))
         origin = "the beginning" if launch.restored_step is None else f"step {launch.restored_step}"
         end = launch.reason or "none recorded"
         lasted = duration(launch.end - launch.start)
-        rows += _row(index, started, origin, len(launch.steps), lasted, end)
+        rows += svg.row(index, started, origin, len(launch.steps), lasted, end)
     for restart in run.records.get("restart", []):
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(restart["time"]))
         origin, why = f"step {restart['restored_step'] or 0}", f"because: {restart['cause']}"
-        rows += _row("restart", when, origin, "", "", why)
+        rows += svg.row("restart", when, origin, "", "", why)
     kinds = ("given_up", "lost", "regranted")
     incidents = [
         f"{len(run.records[kind])} × {kind.replace('_', ' ')}" for kind in kinds if kind in run.records
@@ -331,10 +317,6 @@ def launches(run: Run) -> str:
     return section(
         "Launches", tag("table", head + rows), "Incidents: " + (", ".join(incidents) or "none") + "."
     )
-
-
-def _row(*cells: object) -> str:
-    return tag("tr", "".join(tag("td", text(cell)) for cell in cells))
 
 
 ALL = (

@@ -186,9 +186,7 @@ def _life(row: Consumed, known: Facts) -> str:
     ]
     present = [(name, at) for name, at in events if at]
     first = min((at for _, at in present), default=0.0)
-    lines = "".join(
-        tag("tr", tag("td", name) + tag("td", f"+{duration(at - first)}")) for name, at in present
-    )
+    lines = "".join(svg.row(name, f"+{duration(at - first)}") for name, at in present)
     return tag("figure", tag("h3", "its life") + tag("table", lines))
 
 

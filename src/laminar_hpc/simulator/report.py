@@ -139,8 +139,8 @@ def _scales(rows: Sequence[dict], names: Sequence[str], color: dict[str, str]) -
             for n in names
         ]
 
-    head = tag("tr", "".join(tag("th", text(title)) for _, title, _ in COLUMNS))
-    body = "".join(tag("tr", "".join(tag("td", text(cell)) for cell in cells(row))) for row in rows)
+    head = svg.row(*(title for _, title, _ in COLUMNS), cell="th")
+    body = "".join(svg.row(*cells(row)) for row in rows)
     charts = grid(
         "two",
         figure("tokens per second", svg.lines(series("tokens_per_second"), "GPUs", log_y=True)),
@@ -201,13 +201,12 @@ def _histograms(rows: Sequence[dict], color: dict[str, str]) -> str:
                 list(row["outcome"].staleness_training.items()),
                 color[row["pipeline"]],
                 "trainer steps",
-                width=380,
             ),
         )
         for row in rows
     ]
     lengths = svg.log_histogram(
-        [("response", "var(--generate)", rows[0]["outcome"].lengths)], "response tokens", width=380
+        [("response", "var(--generate)", rows[0]["outcome"].lengths)], "response tokens"
     )
     return section("Staleness and lengths", grid("three", *charts, figure("lengths", lengths)))
 

@@ -9,11 +9,11 @@ import dataclasses
 import hashlib
 import json
 import math
-import os
 import random
 from collections.abc import Callable
 from pathlib import Path
 
+from laminar_hpc.report.run_files import write_whole
 from laminar_hpc.simulator.constants import DEFAULT
 
 # Standard deviation of the log of each constant. Those without an entry are exact enough, or a setting: rules
@@ -99,9 +99,7 @@ class Rates:
         """Writes the file, whole or not at all."""
         if self.file is not None:
             self.file.parent.mkdir(parents=True, exist_ok=True)
-            beside = self.file.with_suffix(f".{os.getpid()}")
-            beside.write_text(json.dumps(self.known))
-            beside.replace(self.file)
+            write_whole(self.file, json.dumps(self.known))
 
 
 def _sources() -> list[tuple[str, int]]:
