@@ -105,6 +105,11 @@ PLANTED: dict[str, tuple[Damage, str, str]] = {
         "all ids are on record",
         r"trajectory \d+: not in the store",
     ),
+    "a weight id is far beyond the others": (
+        sql("UPDATE weights SET id = 1 << 40 WHERE id = (SELECT MAX(id) FROM weights)"),
+        "all ids are on record",
+        r"weight id \d+ to \d+: not in the store",
+    ),
     "a group is deleted": (
         sql(f"DELETE FROM groups WHERE id = {GROUP.format('finished')}"),
         "groups and trajectories agree",

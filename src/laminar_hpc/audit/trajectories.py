@@ -16,6 +16,8 @@ _STATES = {
     "given_up": (True, True, {"given_up"}),
 }
 
+MISSING_AT_ONCE = 1000  # ids in a row, of which each has a line of its own
+
 
 def all_on_record(_: Records, store: StoreRecords) -> Iterator[str | None]:
     """Ids are given in a row, and none is missing: also not from the sums over old steps."""
@@ -26,10 +28,14 @@ def all_on_record(_: Records, store: StoreRecords) -> Iterator[str | None]:
         ("group", list(store.groups)),
         ("weight id", [w.id for w in store.weights]),
     ):
-        present = set(ids)
-        yield from (
-            None if i in present else f"{kind} {i}: not in the store" for i in range(max(ids, default=-1) + 1)
-        )
+        expected = 0
+        for i in sorted(ids):
+            if i - expected > MISSING_AT_ONCE:
+                yield f"{kind} {expected} to {i - 1}: not in the store"
+            else:
+                yield from (f"{kind} {lost}: not in the store" for lost in range(expected, i))
+            yield None
+            expected = max(expected, i + 1)
     drawn = int(store.meta.get("prompts_drawn", 0))
     wrong = drawn != len(store.groups)
     yield f"{drawn} prompts were drawn, {len(store.groups)} groups are there" if wrong else None

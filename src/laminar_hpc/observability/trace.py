@@ -18,41 +18,13 @@ log = logging.getLogger(__name__)
 
 # Every kind of span. `publish` is the time in which the trainer stands still for a publication, `send` the
 # rest of it, behind its back.
-KINDS = (
-    "load",
-    "generate",
-    "score",
-    "tool",
-    "pull",
-    "train",
-    "publish",
-    "send",
-    "wait",
-    "checkpoint",
-    "evaluate",
-    "relay",
-    "chain",
-    "decide",
-    "commit",
-    "move",
+KINDS = tuple(
+    "load generate score tool pull train publish send wait checkpoint evaluate relay chain decide commit "
+    "move".split()
 )
-# What keeps a process busy: not its waiting, and neither what goes on behind its back (sending weights,
-# scoring in reward workers).
-BUSY = frozenset(
-    {
-        "load",
-        "generate",
-        "pull",
-        "train",
-        "publish",
-        "checkpoint",
-        "evaluate",
-        "relay",
-        "chain",
-        "decide",
-        "commit",
-    }
-)
+# What keeps a process busy: not its waiting, nor what goes on behind its back, as sending weights or scoring
+# in reward workers.
+BUSY = frozenset(KINDS) - {"score", "tool", "send", "wait", "move"}
 
 
 class TraceSpan(NamedTuple):

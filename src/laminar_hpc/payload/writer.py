@@ -34,11 +34,16 @@ class PayloadWriter:
     `patience`: for so many seconds a full disk is waited for, with all that waits behind it."""
 
     def __init__(self, run_dir: Path, name: str, patience: float = 0.0) -> None:
-        self._folder, self._name = run_dir / FOLDER, f"{name}_{secrets.token_hex(4)}"
+        self._folder = run_dir / FOLDER
+        self._name = f"{name}_{secrets.token_hex(4)}"
+        self._patience = patience
         self._waiting: queue.SimpleQueue[tuple[bytes, Future[Place]] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._patience, self._closing = patience, threading.Event()
-        self._file, self._path, self._number, self._size = -1, Path(), 0, 0
+        self._closing = threading.Event()
+        self._file = -1
+        self._path = Path()
+        self._number = 0  # of the next file
+        self._size = 0
 
     def append(self, record: bytes) -> "Future[Place]":
         """Its place, once it is on the disk; an OSError where it cannot be written, and then nothing of it is
@@ -125,7 +130,8 @@ class PayloadWriter:
         self._folder.mkdir(exist_ok=True)
         self._path = self._folder / f"{self._name}.{self._number:04d}"
         self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        self._number, self._size = self._number + 1, 0
+        self._number += 1
+        self._size = 0
         sync_folder(self._folder)
 
     def _cut(self, size: int) -> None:

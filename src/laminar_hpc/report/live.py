@@ -82,20 +82,17 @@ class RunFollower:
         if self.view.reason:
             return "ended"
         alive = self.view.status is not None and status.age(self.view.status) < FRESH_SECONDS
-        return (
-            "going on"
-            if alive
-            else "starting"
-            if time.time() - self.view.last_sign < FRESH_SECONDS
-            else "died"
-        )
+        if alive:
+            return "going on"
+        return "starting" if time.time() - self.view.last_sign < FRESH_SECONDS else "died"
 
     def _new_records(self) -> list[dict]:
         """Whole lines since the last look. A run that was moved aside and begun anew is read from its
         start."""
         size = self._metrics.stat().st_size if self._metrics.is_file() else 0
         if size < self._offset:
-            self.view, self._offset = View(self.view.run_dir), 0
+            self.view = View(self.view.run_dir)
+            self._offset = 0
         if size == self._offset:
             return []
         with open(self._metrics, "rb") as file:
@@ -108,7 +105,9 @@ class RunFollower:
         view, kind = self.view, record.get("kind")
         view.last_sign = max(view.last_sign, record.get("time", 0.0))
         if kind == "start":
-            view.started, view.reason, view.pipeline = record["time"], "", record.get("pipeline") or ""
+            view.started = record["time"]
+            view.reason = ""
+            view.pipeline = record.get("pipeline") or ""
             view.begun = view.begun or view.started
             view.newest.clear()
         if kind in ("start", "restored"):

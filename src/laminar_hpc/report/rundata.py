@@ -201,7 +201,8 @@ def load(run_dir: Path) -> Run:
     store = readable_store(run_dir, config.get("store_dir"))
     run = Run(run_dir, config, launches, evaluations, abandoned, dict(records), spans, [], [], store)
     done = max((step["step"] for step in run.steps), default=0)
-    run.consumed, run.totals = _consumed(run.store, done), _totals(run.store, done)
+    run.consumed = _consumed(run.store, done)
+    run.totals = _totals(run.store, done)
     return run
 
 

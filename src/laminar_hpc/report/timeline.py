@@ -15,23 +15,13 @@ from laminar_hpc.report.idle import busy, overlap, training_windows, union
 from laminar_hpc.report.rundata import Run
 from laminar_hpc.report.svg import tag
 
+_LIKE = {"tool": "evaluate", "chain": "relay", "decide": "train", "commit": "checkpoint"}  # in colour
 COLORS = {
-    "generate": "var(--generate)",
-    "train": "var(--train)",
-    "publish": "var(--publish)",
-    "send": "var(--send)",
-    "pull": "var(--pull)",
-    "score": "var(--score)",
-    "tool": "var(--evaluate)",
-    "wait": "var(--wait)",
-    "evaluate": "var(--evaluate)",
-    "checkpoint": "var(--checkpoint)",
-    "load": "var(--load)",
-    "relay": "var(--relay)",
-    "chain": "var(--relay)",
-    "decide": "var(--train)",
-    "commit": "var(--checkpoint)",
-    "move": "var(--move)",
+    kind: f"var(--{_LIKE.get(kind, kind)})"
+    for kind in (
+        *("generate", "train", "publish", "send", "pull", "score", "tool", "wait", "evaluate"),
+        *("checkpoint", "load", "relay", "chain", "decide", "commit", "move"),
+    )
 }
 BACKGROUND = frozenset({"send", "move"})  # drawn as a strip under what the process itself does
 WINDOW_SECONDS = 20.0
@@ -39,18 +29,8 @@ MAX_SPANS_PER_ROW = 1500  # of one kind; beyond that neighbours are joined, whic
 WIDTH, LABELS, ROW, BAR, AXIS = 1140, 130, 26, 20, 26
 # A moment in which a process did several things counts for the first of these.
 ACCOUNT_ORDER = (
-    "evaluate",
-    "checkpoint",
-    "pull",
-    "publish",
-    "relay",
-    "chain",
-    "train",
-    "generate",
-    "decide",
-    "commit",
-    "load",
-    "wait",
+    *("evaluate", "checkpoint", "pull", "publish", "relay", "chain", "train"),
+    *("generate", "decide", "commit", "load", "wait"),
 )
 _ROLES = ("trainer", "relay", "rollout", "controller")
 

@@ -19,7 +19,8 @@ class Appointments:
     """When somebody else comes to the replicas that generate."""
 
     def __init__(self, clock: Clock, trainer: Trainer, setup: SimulationSetup) -> None:
-        self._clock, self._trainer = clock, trainer
+        self._clock = clock
+        self._trainer = trainer
         self._times: list[float] = []
         fails = setup.trainer_mtbf or any(kind.mtbf for kind in setup.engines)
         scored_later = setup.several or setup.job.score

@@ -5,7 +5,6 @@ import dataclasses
 import json
 import math
 import shlex
-import sys
 from pathlib import Path
 
 from laminar_hpc.config.check import check
@@ -32,7 +31,7 @@ from laminar_hpc.simulator.plan_files import (
     trainer_machines,
 )
 from laminar_hpc.simulator.schema import PlanConfig
-from laminar_hpc.simulator.settings import load_plan, output_folder, questions, take_apart
+from laminar_hpc.simulator.settings import load_plan, output_folder, questions, say, take_apart
 
 
 def expectations(config: PlanConfig, plan: Plan) -> list[str]:
@@ -148,7 +147,7 @@ def main(arguments: list[str]) -> int:
         return finished.plan(name, overrides, as_json)
     config = load_plan(name, overrides)
     folder = output_folder(config, f"runs/plan-{config.name}")
-    plan = search(config, lambda line: print(line, file=sys.stderr, flush=True))
+    plan = search(config, say)
     lines = write(config, plan, folder)
     if as_json:
         second = plan.runner_up and _as_dict(plan.runner_up)

@@ -12,30 +12,16 @@ from laminar_hpc.report.rundata import Run, RunLaunch
 from laminar_hpc.report.svg import Series, tag, text
 from laminar_hpc.simulator.run import SimulationOutcome
 
-PALETTE = (
-    "var(--generate)",
-    "var(--train)",
-    "var(--pull)",
-    "var(--publish)",
-    "var(--score)",
-    "var(--evaluate)",
-    "var(--checkpoint)",
+PALETTE = tuple(
+    f"var(--{kind})" for kind in ("generate", "train", "pull", "publish", "score", "evaluate", "checkpoint")
 )
+_LIKE = {  # the colours of causes that are no kind of span
+    **{"prefill": "evaluate", "exchange": "publish", "move": "send", "environment": "score"},
+    **{"barrier": "wait", "weights": "load", "admission": "none", "down": "bad"},
+}
 CAUSES = {
-    "generate": "var(--generate)",
-    "prefill": "var(--evaluate)",
-    "train": "var(--train)",
-    "pull": "var(--pull)",
-    "publish": "var(--publish)",
-    "exchange": "var(--publish)",
-    "checkpoint": "var(--checkpoint)",
-    "move": "var(--send)",
-    "environment": "var(--score)",
-    "barrier": "var(--wait)",
-    "weights": "var(--load)",
-    "admission": "var(--none)",
-    "wait": "var(--wait)",
-    "down": "var(--bad)",
+    cause: f"var(--{_LIKE.get(cause, cause)})"
+    for cause in (*_LIKE, "generate", "train", "pull", "publish", "checkpoint", "wait")
 }
 COLUMNS = (
     ("pipeline", "pipeline", "{}"),

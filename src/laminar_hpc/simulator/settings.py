@@ -5,6 +5,7 @@ import dataclasses
 import errno
 import os
 import re
+import sys
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import TypeVar
@@ -49,6 +50,11 @@ def take_apart(
     return words[0], words[1:], len(words) < len(arguments)
 
 
+def say(line: str) -> None:
+    """Tells the user how far the work has come, apart from what the command prints."""
+    print(line, file=sys.stderr, flush=True)
+
+
 def experiments() -> list[str]:
     """Names of the simulations that laminar ships."""
     return _names("experiment")
@@ -77,22 +83,21 @@ def load_simulation(name: str, overrides: list[str]) -> SimulationConfig:
     """The experiment `name` of conf/simulation/experiment with overrides, `--config-dir DIR` among them for
     tables of one's own. Raises LaminarError that names what is wrong."""
     overrides = _with_tables(overrides)
-    if name not in experiments():
-        raise LaminarError(_unknown("simulation", name, "experiment", experiments()))
+    known = experiments()
+    if name not in known:
+        raise LaminarError(_unknown("simulation", name, "experiment", known))
     config = _compose(SimulationConfig, "schema", "", {"experiment": name}, overrides)
-    _with_model(config.model)
     check(config)
     return config
 
 
 def load_plan(name: str, overrides: list[str]) -> PlanConfig:
-    """The question `name` of conf/simulation/plan/question with overrides, as `load_simulation`. Raises
-    LaminarError that names what is wrong."""
+    """The question `name` of conf/simulation/plan/question, as `load_simulation`."""
     overrides = _with_tables(overrides)
-    if name not in questions():
-        raise LaminarError(_unknown("plan", name, "plan/question", questions()))
+    known = questions()
+    if name not in known:
+        raise LaminarError(_unknown("plan", name, "plan/question", known))
     config = _compose(PlanConfig, "plan_schema", "plan", {"question": name}, overrides)
-    _with_model(config.model)
     check_plan(config)
     return config
 
@@ -103,12 +108,6 @@ def _with_tables(overrides: list[str]) -> list[str]:
     if folder is not None:
         tables.add(folder / "tables")
     return rest
-
-
-def _with_model(name: str) -> None:
-    """Makes a model directory a model under its path."""
-    if name not in MODELS and (Path(name) / "config.json").exists():
-        tables.add_directory(name)
 
 
 def _compose(
@@ -122,6 +121,8 @@ def _compose(
     config: Config = compose_config(schema, node, conf_directory() / "simulation" / folder, keys, read)
     if read.wrong:
         raise Refused([*read.wrong, *wrong_values(config)])
+    if config.model not in MODELS and (Path(config.model) / "config.json").exists():
+        tables.add_directory(config.model)
     return config
 
 

@@ -123,28 +123,6 @@ class SimulationSetup:
         return dataclasses.replace(self, engines=kinds, job=job, sites=sites, trainer_mtbf=mtbf)
 
 
-def engines(
-    model: Model,
-    gpu: Gpu,
-    gpus: int,
-    tensor_parallel: int,
-    mtbf: float | None,
-    colocated: bool,
-    c: Constants,
-    cuda_graphs: bool = True,
-) -> Engines:
-    """As many replicas as `gpus` hold."""
-    share = c.kv_memory_share_colocated if colocated else c.kv_memory_share
-    return Engines(
-        count=gpus // tensor_parallel,
-        gpus=tensor_parallel,
-        costs=engine_costs(model, gpu, tensor_parallel, c, cuda_graphs),
-        capacity=kv_capacity(model, gpu, tensor_parallel, share),
-        saturation=saturation_batch(gpu.flops, gpu.hbm),
-        mtbf=mtbf,
-    )
-
-
 def setup(
     rules: Rules,
     model: Model,
@@ -160,13 +138,18 @@ def setup(
 ) -> SimulationSetup:
     """`rollouts`: each a Rollout or the beginning of one; colocated: the same GPUs as the trainer's.
     `layout`: the trainer's, None = that of a published system."""
-    colocated = rules.placement == "colocated"
     parts = [part for entry in rollouts if (part := Rollout(*entry)).gpus >= part.tensor_parallel]
     away = [part for part in parts if part.link is not None]
     numbers = accumulate(part.link is not None for part in parts)  # of the places so far
+    share = c.kv_memory_share_colocated if rules.placement == "colocated" else c.kv_memory_share
     kinds = tuple(
-        dataclasses.replace(
-            engines(model, part.gpu, part.gpus, part.tensor_parallel, part.mtbf, colocated, c, cuda_graphs),
+        Engines(
+            count=part.gpus // part.tensor_parallel,
+            gpus=part.tensor_parallel,
+            costs=engine_costs(model, part.gpu, part.tensor_parallel, c, cuda_graphs),
+            capacity=kv_capacity(model, part.gpu, part.tensor_parallel, share),
+            saturation=saturation_batch(part.gpu.flops, part.gpu.hbm),
+            mtbf=part.mtbf,
             site=number if part.link is not None else 0,
             grace=part.grace,
         )

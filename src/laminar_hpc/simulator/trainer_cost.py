@@ -149,7 +149,8 @@ def updates_seconds(
     if layout.packed:
         share = -(-len(tokens) // updates)
         parts = [tokens[at : at + share] for at in range(0, len(tokens), share)]
-        return sum(_packed_seconds(part, layout, costs) for part in parts)
+        of_pass = (costs.train_token, costs.train_attention, costs.train_microbatch)
+        return sum(_packed_seconds(part, layout.tokens, layout, *of_pass) for part in parts)
     each = -(-len(tokens) // (updates * layout.ranks))
     padded = np.zeros(updates * layout.ranks * each)
     padded[: len(tokens)] = tokens
@@ -166,21 +167,21 @@ def updates_seconds(
     return float(seconds.max(axis=1).sum() * layout.ranks)
 
 
-def _packed_seconds(tokens: list[int], layout: Layout, costs: JobCosts) -> float:
-    """Forward and backward of one update's packs."""
-    token, attention = costs.train_token * layout.ranks, costs.train_attention * layout.ranks
-    return pass_seconds(
-        tokens, layout.tokens, layout.ranks, layout.stages, token, attention, costs.train_microbatch
-    )
-
-
 def logprob_seconds(tokens: list[int], costs: JobCosts, layout: Layout) -> float:
     """Seconds of the log-prob passes over a batch."""
     if not layout.packed:
         return sum(tokens) * costs.logprob_token + sum(n * n for n in tokens) * costs.logprob_attention
     room = layout.logprob_tokens or layout.tokens
-    token, attention = costs.logprob_token * layout.ranks, costs.logprob_attention * layout.ranks
-    return pass_seconds(tokens, room, layout.ranks, layout.stages, token, attention, costs.logprob_microbatch)
+    of_pass = (costs.logprob_token, costs.logprob_attention, costs.logprob_microbatch)
+    return _packed_seconds(tokens, room, layout, *of_pass)
+
+
+def _packed_seconds(
+    tokens: list[int], room: int, layout: Layout, token: float, attention: float, microbatch: float
+) -> float:
+    """One pass over packs of `room` tokens; costs are those of all ranks together."""
+    ranks = layout.ranks
+    return pass_seconds(tokens, room, ranks, layout.stages, token * ranks, attention * ranks, microbatch)
 
 
 def layouts(model: Model, gpu: Gpu, gpus: int, c: Constants) -> list[Layout]:
@@ -231,10 +232,8 @@ def step_seconds(
     model: Model, gpu: Gpu, gpus: int, layout: Layout, w: WorkloadConfig, sample: list[int], c: Constants
 ) -> float:
     """Updates, gradients and log-probs of a sample of a batch: what layouts are compared by."""
-    costs, updates = (
-        job_costs(model, gpu, gpus, layout, gpu.machine, w.max_response_tokens, c),
-        updates_of(w, sample),
-    )
+    costs = job_costs(model, gpu, gpus, layout, gpu.machine, w.max_response_tokens, c)
+    updates = updates_of(w, sample)
     seconds = updates_seconds(sample, updates, costs, layout, np.random.default_rng(0))
     return seconds + updates * costs.update + sum(sample) * costs.logprob_token
 

@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 from laminar_hpc.config.models import model_config
 from laminar_hpc.config.schema import RunConfig
@@ -34,26 +35,24 @@ _ALMOST = 1e-7  # steps before its end at which the replica ends a request
 
 
 @dataclasses.dataclass
-class _Group:
-    group_id: int
-
-
 class EmulatedRequest:
     """A request in the engine. `first`: response tokens that came with it; `wanted`: response tokens at its
     end."""
 
-    def __init__(
-        self, trajectory_id: int, first: int, wanted: int, cut: bool, context: int, on_tokens: OnTokens | None
-    ) -> None:
-        self.trajectory_id, self.first, self.wanted = trajectory_id, first, wanted
-        self.cut, self.on_tokens = cut, on_tokens
-        self.cached = 0  # of its prompt, found in the prefix cache
-        self.ends_with: Sequence[int] = ()  # its last tokens, where they are not invented
-        self.context = context  # tokens of its prompt, and what came with it
-        self.spans: list[tuple[int, int]] = []  # (weight id, its last token) of earlier weights
-        self.told = first  # up to here `on_tokens` has had them
+    trajectory_id: int
+    first: int
+    wanted: int
+    cut: bool
+    context: int  # tokens of its prompt, and what came with it
+    on_tokens: OnTokens | None
+    cached: int = 0  # of its prompt, found in the prefix cache
+    ends_with: Sequence[int] = ()  # its last tokens, where they are not invented
+    spans: list[tuple[int, int]] = dataclasses.field(default_factory=list)  # (earlier weight id, last token)
+
+    def __post_init__(self) -> None:
+        self.told = self.first  # up to here `on_tokens` has had them
         self.future: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
-        self.request = SimulatedRequest(trajectory_id, None, [wanted - first], context, 0)
+        self.request = SimulatedRequest(self.trajectory_id, None, [self.wanted - self.first], self.context, 0)
 
     def generated(self, replica: SimulatedReplica) -> int:
         """Response tokens by now, those that came with it included."""
@@ -77,7 +76,8 @@ class EmulatedDecoding:
     """The base of EmulatedEngine that has its clock, its requests and its death."""
 
     def __init__(self, config: RunConfig, index: int, run_dir: Path) -> None:
-        self.config, self.index = config, index
+        self.config = config
+        self.index = index
         self.name = f"emulated engine {index}"
         self.log = run_dir / "logs" / f"rollout{index}.log"
         self._dead = asyncio.Event()
@@ -250,7 +250,7 @@ class EmulatedDecoding:
         if warm:
             job.request.uncached = float(len(prompt_tokens) - warm)
         elif not first:
-            job.request.group = _Group(hash(tuple(prompt_tokens)))
+            job.request.group = SimpleNamespace(group_id=hash(tuple(prompt_tokens)))
         self._settle()
         self._jobs[request_id] = self._job_of[id(job.request)] = job
         self._replica.waiting.append(job.request)

@@ -6,7 +6,7 @@ seconds of the run are fitted to these three.
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -171,8 +171,7 @@ def not_negative(columns: np.ndarray, values: np.ndarray) -> list[float]:
 def speeds(batches: Sequence[MeasuredBatch], curve: DecodeCurve, queue: Queue) -> dict[int, float]:
     """How fast each replica was beside the curve of all, by the last known end of each local batch: 1.1 took
     a tenth less time."""
-    expected: dict[int, float] = {}
-    taken: dict[int, float] = {}
+    found = []
     for batch in batches:
         work = work_before(batch.lengths, queue)
         known = [(end, work[i]) for i, (_, end) in enumerate(batch.ends) if end is not None]
@@ -180,6 +179,15 @@ def speeds(batches: Sequence[MeasuredBatch], curve: DecodeCurve, queue: Queue) -
             continue
         last, (steps, tokens, kv) = max(known)
         seconds = curve.start + curve.step * steps + curve.token * tokens + curve.kv * kv
-        expected[batch.replica] = expected.get(batch.replica, 0.0) + seconds
-        taken[batch.replica] = taken.get(batch.replica, 0.0) + (batch.seconds or last)
+        found.append((batch.replica, seconds, batch.seconds or last))
+    return speed_of_each(found)
+
+
+def speed_of_each(found: Iterable[tuple[int, float, float]]) -> dict[int, float]:
+    """`found`: (replica, expected seconds, seconds taken) of each local batch."""
+    expected = defaultdict[int, float](float)
+    taken = defaultdict[int, float](float)
+    for replica, by_curve, seconds in found:
+        expected[replica] += by_curve
+        taken[replica] += seconds
     return {replica: expected[replica] / seconds for replica, seconds in taken.items()}

@@ -19,7 +19,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from laminar_hpc.simulator.finished.courses import Played
-from laminar_hpc.simulator.finished.decode import DecodeCurve, MeasuredBatch, Queue, not_negative
+from laminar_hpc.simulator.finished.decode import (
+    DecodeCurve,
+    MeasuredBatch,
+    Queue,
+    not_negative,
+    speed_of_each,
+)
 from laminar_hpc.simulator.replica import SimulatedReplica
 from laminar_hpc.simulator.request import SimulatedRequest
 from laminar_hpc.simulator.turns.course import Course
@@ -95,14 +101,12 @@ def turn_speeds(
     timeout_seconds: float,
 ) -> dict[int, float]:
     """How fast each replica was beside the curve, by the ends of whole local batches, as `decode.speeds`."""
-    expected, taken = dict[int, float](), dict[int, float]()
+    found = []
     for batch, played in batches:
         if batch.seconds is not None:
             turns = replayed(played, curve, queue, timeout_seconds)
-            seconds = max(of[-1][1] for of in turns)
-            expected[batch.replica] = expected.get(batch.replica, 0.0) + seconds
-            taken[batch.replica] = taken.get(batch.replica, 0.0) + batch.seconds
-    return {replica: expected[replica] / taken[replica] for replica in taken}
+            found.append((batch.replica, max(of[-1][1] for of in turns), batch.seconds))
+    return speed_of_each(found)
 
 
 def replayed(

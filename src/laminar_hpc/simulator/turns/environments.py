@@ -52,7 +52,8 @@ class Play:
 
     def ask(self, now: float, place_free: bool) -> None:
         """For its next turn."""
-        self.asked, self.placed = now, now if place_free else None
+        self.asked = now
+        self.placed = now if place_free else None
 
 
 @dataclass

@@ -15,12 +15,20 @@ from laminar_hpc.simulator.turns.environments import Environments, Play
 if TYPE_CHECKING:
     from laminar_hpc.simulator.rollouts import Rollouts
 
+_Sign = tuple[int, float, int]
+
+
+def _sign(request: SimulatedRequest) -> _Sign:
+    """By which it is known whether a request was lost and given out again meanwhile."""
+    return request.turn, request.granted, request.play.failures
+
 
 class TurnEvents:
     """Of all replicas. `begun[replica]`: trajectories of its present local batch."""
 
     def __init__(self, rollouts: "Rollouts", environments: Environments) -> None:
-        self.rollouts, self.environments = rollouts, environments
+        self.rollouts = rollouts
+        self.environments = environments
         self.begun: dict[int, int] = {}
 
     def begin(self, replica: SimulatedReplica, request: SimulatedRequest) -> None:
@@ -50,13 +58,12 @@ class TurnEvents:
         replica.state = "environment"
         replica.away[request.trajectory_id] = request
         request.away = True
-        was = (request.turn, request.granted, request.play.failures)
-        self.rollouts.clock.after(took.seconds, self.returned, request, was, took.failed)
+        self.rollouts.clock.after(took.seconds, self.returned, request, _sign(request), took.failed)
 
-    def returned(self, request: SimulatedRequest, was: tuple[int, float, int], failed: bool) -> None:
+    def returned(self, request: SimulatedRequest, was: _Sign, failed: bool) -> None:
         """Its calls, or its reset, have ended."""
         replica, play = request.home, request.play
-        if replica is None or not request.away or was != (request.turn, request.granted, play.failures):
+        if replica is None or not request.away or was != _sign(request):
             return  # lost and given out again meanwhile
         now = self.rollouts.clock.now
         replica.advance(now)
@@ -80,21 +87,20 @@ class TurnEvents:
         request.uncached += given
         turns, room = list(request.turns), self.environments.room(play)
         turns[request.turn] = min(turns[request.turn], room)
-        request.turns, request.remaining = turns, float(turns[request.turn])
+        request.turns = turns
+        request.remaining = float(turns[request.turn])
         play.ask(self.rollouts.clock.now, replica.place_free)
         if replica.costs.ask:
             replica.away[request.trajectory_id] = request
             request.away = True
-            was = (request.turn, request.granted, play.failures)
-            self.rollouts.clock.after(replica.costs.ask, self.enter, request, was)
+            self.rollouts.clock.after(replica.costs.ask, self.enter, request, _sign(request))
         else:
             self._enter(replica, request)
 
-    def enter(self, request: SimulatedRequest, was: tuple[int, float, int]) -> None:
+    def enter(self, request: SimulatedRequest, was: _Sign) -> None:
         """Its request has come to the engine."""
         replica = request.home
-        now = (request.turn, request.granted, request.play.failures)
-        if replica is None or not request.away or was != now:
+        if replica is None or not request.away or was != _sign(request):
             return
         replica.advance(self.rollouts.clock.now)
         self._enter(replica, request)
