@@ -17,8 +17,7 @@ from laminar_hpc.simulator.settings import load_plan, load_simulation
 from laminar_hpc.simulator.setup import Rollout, setup
 from laminar_hpc.simulator.sweep import point, split
 from laminar_hpc.simulator.tables import GPUS, MODELS
-from laminar_hpc.simulator.wide_area.deliveries import Deliveries
-from laminar_hpc.simulator.wide_area.link import Site, WanLink, chained
+from laminar_hpc.simulator.wide_area.link import Deliveries, Site, WanLink, chained
 
 SMALL = [
     "workload.prompts_per_step=32",

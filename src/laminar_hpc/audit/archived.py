@@ -67,7 +67,7 @@ def _of_step(
 
 
 def _differs(name: str, archived: Trajectory, stored: Trajectory | None) -> str | None:
-    """In one of the columns that both have."""
+    """Says in which of the columns that both have the two records differ."""
     if archived == stored:
         return None
     fields = [f for f in archived.__struct_fields__ if getattr(archived, f) != getattr(stored, f, None)]

@@ -68,12 +68,9 @@ CHECKS: dict[str, Check] = {
 
 def audit(records: Records) -> list[CheckResult]:
     """All checks, in the order in which they are shown."""
-    findings = [CheckResult("the store can be read").take([_store_damage(records)])]
+    damage = None if records.is_replay else records.damage or None
+    findings = [CheckResult("the store can be read").take([damage])]
     findings.append(CheckResult("steps follow on each other").take(steps.steps_follow(records)))
     if records.store is not None:
         findings += [CheckResult(name).take(check(records, records.store)) for name, check in CHECKS.items()]
     return findings
-
-
-def _store_damage(records: Records) -> str | None:
-    return None if records.is_replay else records.damage or None

@@ -42,7 +42,7 @@ def all_on_record(_: Records, store: StoreRecords) -> Iterator[str | None]:
 
 
 def _sums_wrong(store: StoreRecords) -> str | None:
-    """Number and sum of all ids, which are those from 0 to the next one."""
+    """Compares number and sum of all ids with those of a row from 0 to the next id."""
     old, ids = store.old_steps.values(), {t.id for t in store.trajectories}
     count = len(ids) + sum(step.trajectories for step in old)
     total = sum(ids) + sum(step.id_sum for step in old)
@@ -95,7 +95,7 @@ def scores_agree(_: Records, store: StoreRecords) -> Iterator[str | None]:
 
 
 def groups_agree(records: Records, store: StoreRecords) -> Iterator[str | None]:
-    """With their trajectories, in state, step and number."""
+    """Groups agree with their trajectories in state, step and number."""
     members: dict[int, list[TrajectoryRow]] = defaultdict(list)
     for t in store.trajectories:
         members[t.group_id].append(t)

@@ -44,7 +44,7 @@ class EmulatedReplica:
     worker: RolloutWorker | None = None
 
     async def run(self) -> None:
-        """Until the controller says Stop, or the replica cannot go on: then the controller is told."""
+        """Runs until the controller says Stop. A replica that cannot go on tells the controller."""
         config, run_dir = self.config, Path(self.config.run_dir)
         machine = machine_name(config.relay.shm_dir)
         hello = Hello("rollout", self.index, uuid.uuid4().hex[:8], os.getpid(), machine)
@@ -70,7 +70,7 @@ class EmulatedReplica:
 
 
 async def run(config: RunConfig, first: int, count: int) -> None:
-    """Replicas first ... first + count - 1, until the last one has left."""
+    """Runs replicas first ... first + count - 1 until the last one has left."""
     pool = RewardPool(config.reward, config.data.prompt_field)
     await pool.start()
     try:

@@ -83,7 +83,7 @@ def _words(argv: list[str]) -> tuple[Path, dict[str, str]]:
 
 
 def _steps(words: str) -> tuple[int, int | None]:
-    """First and last step; None: to the end."""
+    """The first and the last step; None means to the end."""
     found = _STEPS.fullmatch(words)
     if not found:
         raise Refused([f"--steps {words}: write A:B, the first step and the last, as --steps 1:20"])
@@ -114,7 +114,7 @@ def _texts(config: dict) -> Callable[[pa.RecordBatch], pa.RecordBatch]:
 
 @contextmanager
 def _complete(target: Path) -> Iterator[Path]:
-    """A file beside it, which gets the name when nothing failed."""
+    """Gives a file beside the target, which gets the target's name when nothing failed."""
     beside = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         yield beside

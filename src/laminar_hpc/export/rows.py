@@ -36,7 +36,7 @@ def parts(db: sqlite3.Connection, run_dir: Path, first: int, last: int | None) -
 
 
 def lost(db: sqlite3.Connection, run_dir: Path, first: int, last: int | None) -> list[int]:
-    """Steps of these that have trained something and are not kept any more."""
+    """The steps in this range that trained something and are not kept any more."""
     archived, present = _archived_steps(db), set(files.steps(run_dir))
     end = archived if last is None else min(last, archived)
     return [step for step in range(max(1, first), end + 1) if step not in present]

@@ -96,7 +96,7 @@ class MetricsWriter:
         self._say(line("warning", f"{self._path} {text}"))
 
     def _write(self) -> None:
-        """What waits, as far as the disk takes it: nobody dies of a figure."""
+        """Writes the waiting lines as far as the disk takes them: no run ends because of a figure."""
         try:
             while self._waiting:
                 self._file.write(self._waiting[0])

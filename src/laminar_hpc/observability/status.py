@@ -59,7 +59,7 @@ class Status(msgspec.Struct):
 
 
 def write(run_dir: Path, status: Status) -> None:
-    """A disk that is full ends no run for the sake of its display: that is logged."""
+    """Writes the file. A full disk is logged: it ends no run for the sake of its display."""
     temporary = run_dir / f".{STATUS_FILE}.{os.getpid()}"
     try:
         temporary.write_bytes(msgspec.json.encode(status))
@@ -69,7 +69,7 @@ def write(run_dir: Path, status: Status) -> None:
 
 
 def read(run_dir: Path) -> Status | None:
-    """None where there is none, or one of another version of this program."""
+    """The status; None if there is none, or one that another version of this program wrote."""
     try:
         return msgspec.json.decode((Path(run_dir) / STATUS_FILE).read_bytes(), type=Status)
     except (OSError, msgspec.DecodeError):

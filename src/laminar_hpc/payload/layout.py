@@ -66,13 +66,13 @@ class Response:
 
     @property
     def starts(self) -> list[int]:
-        """Where its later branches begin; empty where it has one."""
+        """Where the later branches begin; empty for a response of one branch."""
         ends = np.cumsum(self.mask_runs)
         return [int(ends[i]) for i in range(2, len(ends), 2) if self.mask_runs[i] == 0]
 
 
 def tokens_array(tokens: ArrayLike) -> Tokens:
-    """Raises Damaged for token ids that are no int32."""
+    """Raises DamagedResponse for token ids that are no int32."""
     array = np.asarray(tokens)
     if array.dtype == _TOKEN:
         return array
@@ -84,7 +84,7 @@ def tokens_array(tokens: ArrayLike) -> Tokens:
 
 
 def logprobs_array(logprobs: ArrayLike) -> Logprobs:
-    """Of float32, which is what engines compute."""
+    """Log-probs as float32, which is what engines compute."""
     return np.asarray(logprobs, _LOGPROB)
 
 
@@ -111,7 +111,7 @@ def drawn(count: int, spans: Sequence[VersionSpan], starts: Sequence[int] = ()) 
 
 
 def pack(response: Response) -> bytes:
-    """With its digest. Raises Damaged when columns differ in length."""
+    """The response as bytes, with its digest. Raises DamagedResponse when columns differ in length."""
     count = len(response.tokens)
     if len(response.logprobs) != count or int(response.mask_runs.sum()) != count:
         raise DamagedResponse(
@@ -131,13 +131,13 @@ def pack(response: Response) -> bytes:
 
 
 def packed_digest(packed: bytes) -> str:
-    """Of what `pack` has made, in hexadecimal."""
+    """The digest inside of what `pack` has made, in hexadecimal."""
     return packed[_COUNTS.size : HEADER_BYTES].hex()
 
 
 def unpack(buffer: bytes | bytearray | memoryview | NDArray[np.uint8], check: bool = True) -> Response:
-    """The response that fills `buffer`; its columns are views of it. Raises Damaged for bytes that are none,
-    and with `check` for those that have not their digest."""
+    """The response that fills `buffer`; its columns are views of it. Raises DamagedResponse for bytes that
+    are none, and with `check` for those that have not their digest."""
     view = buffer.data if isinstance(buffer, np.ndarray) else memoryview(buffer)
     if len(view) < HEADER_BYTES:
         raise DamagedResponse(f"{len(view)} bytes hold no response")

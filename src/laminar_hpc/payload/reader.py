@@ -27,7 +27,7 @@ LATE_SECONDS = 10.0
 
 
 def is_sound(place: Place | None) -> bool:
-    """Whether it can be a place at all; what a peer says is not believed."""
+    """Whether this can be a place at all: a peer may say anything."""
     return place is not None and bool(_NAME.fullmatch(place.file)) and place.offset >= 0 and place.size > 0
 
 
@@ -87,7 +87,8 @@ def _read(folder: Path, trajectory_id: int, place: Place, into: np.ndarray, dead
 
 
 def _fill(path: Path, offset: int, into: np.ndarray) -> bool:
-    """Whether all of it was there. Opened anew each time: only so a network file system looks again."""
+    """Whether all bytes were there. The file is opened anew each time: only so a network file system looks
+    again."""
     try:
         file = os.open(path, os.O_RDONLY)
     except FileNotFoundError:

@@ -67,7 +67,8 @@ class SimulatedRepacker:
                 self.carry_out(self.rollouts.replicas[source], self.rollouts.replicas[destination])
 
     def carry_out(self, source: SimulatedReplica, destination: SimulatedReplica) -> None:
-        """The destination is reserved at once; the requests go on there when they have arrived."""
+        """Empties the source. The destination is reserved at once; requests go on there when they have
+        arrived."""
         ship = self.rollouts.rules.repack == "kv"
         away, parked = list(source.away.values()), list(source.parked.values())
         for request in parked:
@@ -198,7 +199,8 @@ class Failures:
         r.clock.after(seconds, self._up, replica)
 
     def _rescue(self, dead: SimulatedReplica) -> None:
-        """Its trajectories go to replicas on the same weights with room, else back to their prompts."""
+        """Moves the dead replica's trajectories to replicas on the same weights with room, else back to their
+        prompts."""
         r = self.rollouts
         orphans = {
             i: q for group in r.tracker.live.values() for i, q in group.requests.items() if q.home is dead
@@ -247,8 +249,8 @@ class Failures:
         self.rollouts.tracker.lost.append(request)
 
     def rescue(self, replica: SimulatedReplica) -> bool:
-        """Whether one that asks for work goes on with stranded trajectories: it loads their weights first, if
-        it serves others."""
+        """Gives a replica that asks for work the stranded trajectories, if it can take any: it loads their
+        weights first if it serves others. Gives whether it took some."""
         if not self.stranded:
             return False
         r, now = self.rollouts, self.rollouts.clock.now

@@ -52,7 +52,7 @@ def simulate_groups(setup: SimulationSetup, groups: int, exchange: float) -> Sim
 
 
 def _stand(part: Simulation, stands: list[Simulation]) -> None:
-    """Its trainer waits for the other groups."""
+    """Stops a group's clock: its trainer waits for the other groups."""
     part.clock.running = False
     stands.append(part)
 

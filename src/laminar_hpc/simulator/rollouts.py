@@ -27,7 +27,7 @@ from laminar_hpc.simulator.trainer import Trainer
 from laminar_hpc.simulator.turns.course import Course
 from laminar_hpc.simulator.turns.environments import Play
 from laminar_hpc.simulator.turns.events import TurnEvents
-from laminar_hpc.simulator.wide_area.deliveries import Deliveries
+from laminar_hpc.simulator.wide_area.link import Deliveries
 
 SLOTS = 3  # ids that a relay holds (relay.slots)
 _ENDLESS = 1 << 40  # steps: the run is cut off at its last step, without a ramp-down of grants before it

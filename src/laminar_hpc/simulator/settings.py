@@ -232,7 +232,7 @@ def _work(config: SimulationConfig | PlanConfig) -> Iterator[str]:
 
 def _replicas(config: SimulationConfig) -> Iterator[str]:
     w, model, c = config.workload, MODELS[config.model], constants_of(config)
-    tensor_parallel = config.tensor_parallel or model.tensor_parallel
+    tensor_parallel = config.replica_gpus
     if not serves(model, tensor_parallel):
         yield (
             f"tensor_parallel={tensor_parallel} does not divide the heads of {config.model}; use 1, 2 or 4, "
@@ -264,8 +264,7 @@ def _elsewhere(config: SimulationConfig) -> Iterator[str]:
         if not PIPELINES[name].relays:
             known = ", ".join(key for key, rules in PIPELINES.items() if rules.relays)
             yield f"sites: weights reach them through relays, which {name} has none of; use {known}"
-    tensor_parallel = config.tensor_parallel or MODELS[config.model].tensor_parallel
-    replica = tensor_parallel * config.trainer_groups
+    replica = config.replica_gpus * config.trainer_groups
     for i, site in enumerate(config.sites):
         if site.count % replica:
             yield (

@@ -63,7 +63,7 @@ class Trainer:
             self.spans.append((kind, start, end))
 
     def poke(self) -> None:
-        """Something has finished: begins the next batch or mini-batch if the policy gives one."""
+        """Called when something has finished. Begins the next batch or mini-batch if the policy gives one."""
         if self.waiting_since is None:
             return
         # the parts of a step add up to its groups
@@ -108,7 +108,7 @@ class Trainer:
             self.clock.at(now, self._recover, now)
 
     def _recover(self, start: float) -> None:
-        """After a failure while waiting."""
+        """Goes on waiting after a failure."""
         if self.delay:
             delay, self.delay = self.delay, 0.0
             self.clock.after(delay, self._recover, start)

@@ -2,6 +2,7 @@
 bubbles, the longest sequence, gradients. Constants: constants.py."""
 
 import math
+from bisect import bisect_left, insort
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -10,7 +11,6 @@ from laminar_hpc.config.models import state_bytes
 from laminar_hpc.simulator.constants import Constants
 from laminar_hpc.simulator.cost import attention_share, chain_seconds, exchange_seconds
 from laminar_hpc.simulator.experts import expert_costs
-from laminar_hpc.simulator.packs import pass_seconds
 from laminar_hpc.simulator.schema import WorkloadConfig
 from laminar_hpc.simulator.tables import Gpu, Model
 from laminar_hpc.simulator.workload import Workload
@@ -24,7 +24,7 @@ class Layout:
     """The trainer's GPUs: tensor parallelism, pipeline stages, data-parallel ranks. `tokens`: of a
     micro-batch, 0 = as many as the rank's longest trajectory. `recompute`: the share of the forward
     pass that backward repeats. `balanced`: ranks get trajectories by their tokens, as in a run of our own,
-    else at random. `packed`: micro-batches are packs of whole trajectories (packs.py), of `logprob_tokens`
+    else at random. `packed`: micro-batches are packs of whole trajectories (`packed`), of `logprob_tokens`
     in log-prob passes, 0 = as many. `experts`: GPUs that share a layer's experts. `even`: stages take
     equally long; else the last one has the output layer beside as many layers as the others."""
 
@@ -255,3 +255,43 @@ def batch_sample(w: WorkloadConfig) -> list[int]:
     work = Workload(w, 0, 1)
     groups = max(1, min(w.prompts_per_step, _LOOKED_AT // w.samples_per_prompt))
     return [n + w.prompt_tokens for index in range(groups) for n in work.lengths(index)]
+
+
+def packed(tokens: list[int], room: int, ranks: int) -> list[tuple[int, int]]:
+    """Tokens and squared tokens of each pack: the longest trajectories first, each into the fullest pack that
+    has room for it, of `room` tokens. As many packs for each of `ranks`; the last ones may be empty."""
+    packs: list[tuple[int, int]] = []
+    free: list[tuple[int, int]] = []  # (room that is left, pack), in order
+    for n in sorted(tokens, reverse=True):
+        at = bisect_left(free, (n, 0))
+        left, index = free.pop(at) if at < len(free) else (room, len(packs))
+        if index == len(packs):
+            packs.append((0, 0))
+        packs[index] = packs[index][0] + n, packs[index][1] + n * n
+        insort(free, (left - n, index))
+    return packs + [(0, 0)] * (-len(packs) % ranks)
+
+
+def pass_seconds(
+    tokens: list[int],
+    room: int,
+    ranks: int,
+    stages: int,
+    token: float,
+    attention: float,
+    microbatch: float,
+) -> float:
+    """Seconds until the slowest rank is through its packs: `token` for each token, `attention` for each
+    squared token of a trajectory, `microbatch` for each pack. A pipeline's buffers have one size, so its
+    packs are filled up to the fullest; m of them through p stages take (m + p - 1) / m times as long."""
+    packs = packed(tokens, room, ranks)
+    size = max(total for total, _ in packs)
+    each = len(packs) // ranks
+    seconds = [
+        sum(
+            (size if stages > 1 else total) * token + squares * attention
+            for total, squares in packs[rank::ranks]
+        )
+        for rank in range(ranks)
+    ]
+    return (max(seconds) + each * microbatch) * (1.0 + (stages - 1) / each)

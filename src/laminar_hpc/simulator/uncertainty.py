@@ -74,7 +74,7 @@ def quantiles(values: list[float], middle: float) -> tuple[float, float]:
 
 
 class Rates:
-    """Simulated rates by what they follow from, in `file`; without one in memory alone."""
+    """Remembers simulated rates by what they follow from, in `file`, or in memory alone."""
 
     def __init__(self, file: Path | None = None) -> None:
         self.file = file

@@ -116,7 +116,7 @@ class EmulatedDecoding:
         return self._death()
 
     def die(self) -> None:
-        """As if its process had ended."""
+        """Ends the engine as the death of a process does."""
         self._dead.set()
         if self._timer is not None:
             self._timer.cancel()
@@ -145,7 +145,7 @@ class EmulatedDecoding:
         return ((self._paused or time.monotonic()) - self._born) * self.scale
 
     async def _pass(self, seconds: float) -> None:
-        """Emulated seconds. Raises EngineDied when the engine dies meanwhile."""
+        """Lets emulated seconds pass. Raises EngineDied when the engine dies meanwhile."""
         with contextlib.suppress(TimeoutError):
             raise await asyncio.wait_for(self.died(), seconds / self.scale)
 
@@ -273,7 +273,7 @@ class EmulatedDecoding:
         return end if written <= 0 or begun else end + every
 
     def _take(self, job: EmulatedRequest) -> None:
-        """The request out of the engine, running or waiting."""
+        """Takes the request out of the engine, running or waiting."""
         if job.request.ticket in self._replica.running:
             self._replica.stop(job.request)
         else:

@@ -67,18 +67,18 @@ class EmulatedEngine(EmulatedDecoding):
         return [TensorLayout(name, shape, self.config.model.dtype) for name, shape in shapes]
 
     async def sums(self) -> Sums:
-        """Those of the manifest that it was given: it holds no weights to add up."""
+        """The sums of the manifest that the engine was given: it holds no weights to add up."""
         assert self._manifest is not None
         return {
             t.name: (t.sum_words, t.sum_indexed) for t in decode_manifest(self._manifest.read_bytes()).tensors
         }
 
     async def score(self, sequences: list[list[int]], namespace: str) -> list[list[float]]:
-        """Nothing: it has no model."""
+        """Gives nothing: the engine has no model."""
         return []
 
     async def decode_curve(self, max_requests: int, context: int) -> list[tuple[int, float]]:
-        """By its costs; nothing has to be measured."""
+        """The curve by the engine's costs; nothing has to be measured."""
         points = sorted({min(1 << power, max_requests) for power in range(max_requests.bit_length() + 1)})
         return [(requests, self.costs.step(requests, requests * context)) for requests in points]
 

@@ -309,11 +309,10 @@ def _score_seconds(trained: list[Consumed]) -> float:
 def _move_seconds(run: Run, config: RunConfig) -> float:
     """Of a trajectory to another replica: as in the run, else what the simulator takes."""
     moves = [r["seconds"] for r in run.records.get("move", []) if r["source"] is not None]
-    return _mean(moves) if moves else DEFAULT.kv_move_latency / _scale(config)
-
-
-def _scale(config: RunConfig) -> float:
-    return config.emulation.time_scale if config.rollout.engine == "emulated" else 1.0
+    if moves:
+        return _mean(moves)
+    scale = config.emulation.time_scale if config.rollout.engine == "emulated" else 1.0
+    return DEFAULT.kv_move_latency / scale
 
 
 def repack_requests(measured: Measured) -> int:

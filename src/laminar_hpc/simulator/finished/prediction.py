@@ -36,7 +36,14 @@ def setup_of(measured: Measured, config: RunConfig | None = None) -> SimulationS
         )
         for i in range(r.replicas)
     ]
-    t = config.trainer
+    t, was = config.trainer, measured.config
+    workload = WorkloadConfig(
+        prompts_per_step=was.algorithm.prompts_per_step,
+        samples_per_prompt=was.algorithm.samples_per_prompt,
+        updates_per_step=was.algorithm.minibatches_per_step,
+        prompt_tokens=measured.queue.prompt_tokens,
+        max_response_tokens=was.sampling.max_response_tokens,
+    )
     return SimulationSetup(
         Rules(
             p.refresh,
@@ -52,7 +59,7 @@ def setup_of(measured: Measured, config: RunConfig | None = None) -> SimulationS
         _job_costs(measured, config),
         t.tensor_parallel * t.pipeline_parallel * t.data_parallel,
         layout_of(t),
-        _workload(measured),
+        workload,
         steps=measured.steps,
         warmup_steps=WARMUP_STEPS,
         admission=measured.queue.admission,
@@ -80,17 +87,6 @@ def predict(measured: Measured, config: RunConfig | None = None) -> Figures:
         found["rollout_idle_share"] - at_tools,
         found["staleness_training_mean"],
         Split.of([found.get(f"{kind}_seconds_mean") for kind in SPLIT]),
-    )
-
-
-def _workload(measured: Measured) -> WorkloadConfig:
-    c = measured.config
-    return WorkloadConfig(
-        prompts_per_step=c.algorithm.prompts_per_step,
-        samples_per_prompt=c.algorithm.samples_per_prompt,
-        updates_per_step=c.algorithm.minibatches_per_step,
-        prompt_tokens=measured.queue.prompt_tokens,
-        max_response_tokens=c.sampling.max_response_tokens,
     )
 
 

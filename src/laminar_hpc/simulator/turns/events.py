@@ -32,7 +32,7 @@ class TurnEvents:
         self.begun: dict[int, int] = {}
 
     def begin(self, replica: SimulatedReplica, request: SimulatedRequest) -> None:
-        """It is with this replica, at its prompt; the caller settles that."""
+        """Begins a trajectory at this replica, from its prompt. The caller settles the replica."""
         request.turns = request.play.anew()
         request.remaining = float(request.turns[0])
         took = self.environments.reset(request.play, replica.index, self.rollouts.clock.now)
@@ -43,7 +43,7 @@ class TurnEvents:
             self._go_on(replica, request)
 
     def turned(self, replica: SimulatedReplica, request: SimulatedRequest, time: float) -> bool:
-        """Its turn has ended; whether there is another one."""
+        """Called when a turn has ended. Gives whether the trajectory has another one."""
         drawn = round(request.turns[request.turn - 1])
         took = self.environments.turned(request.play, replica.index, request.turn, drawn, time)
         if took is None:
@@ -61,7 +61,7 @@ class TurnEvents:
         self.rollouts.clock.after(took.seconds, self.returned, request, _sign(request), took.failed)
 
     def returned(self, request: SimulatedRequest, was: _Sign, failed: bool) -> None:
-        """Its calls, or its reset, have ended."""
+        """Called when the calls of a turn, or the reset, have ended."""
         replica, play = request.home, request.play
         if replica is None or not request.away or was != _sign(request):
             return  # lost and given out again meanwhile
@@ -75,7 +75,7 @@ class TurnEvents:
         self.rollouts.settle(replica)
 
     def _go_on(self, replica: SimulatedReplica, request: SimulatedRequest) -> None:
-        """With what it was given, or it ends where there is no room for that."""
+        """Asks for the next turn with what the environment gave; ends the trajectory if that has no room."""
         play: Play = request.play
         given = self.environments.given(play, request.turn)
         if given is None:
@@ -98,7 +98,7 @@ class TurnEvents:
             self._enter(replica, request)
 
     def enter(self, request: SimulatedRequest, was: _Sign) -> None:
-        """Its request has come to the engine."""
+        """Called when the request has come to the engine."""
         replica = request.home
         if replica is None or not request.away or was != _sign(request):
             return
@@ -107,7 +107,7 @@ class TurnEvents:
         self.rollouts.settle(replica)
 
     def _enter(self, replica: SimulatedReplica, request: SimulatedRequest) -> None:
-        """Behind those that wait for a place."""
+        """Queues the request behind those that wait for a place."""
         self._back(replica, request)
         replica.waiting.append(request)
 
@@ -117,7 +117,7 @@ class TurnEvents:
         replica.away.pop(request.trajectory_id, None)
 
     def _failed(self, replica: SimulatedReplica, request: SimulatedRequest) -> None:
-        """From the prompt, in another environment, here or at whichever replica is next."""
+        """Starts over from the prompt in another environment, here or at whichever replica is next."""
         r = self.rollouts
         self._back(replica, request)
         young = 2 * replica.pending > self.begun.get(replica.index, 0)

@@ -15,7 +15,8 @@ class HandOver:
         self.handed_over = 0
 
     def begin(self, leaving: SimulatedReplica) -> None:
-        """It is granted nothing from now on; its longest trajectories move first, one behind the other."""
+        """Grants the replica nothing more and moves its trajectories, the longest first, one after the
+        other."""
         r, now = self.rollouts, self.rollouts.clock.now
         self.notices += 1
         r.leaving.add(leaving.index)
