@@ -4,10 +4,11 @@ the page loads nothing.
 Colours are CSS variables with a light and a dark set, chosen by the reader's system.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from laminar_hpc.report.svg import tag, text
+from laminar_hpc.report.svg import THIRD, Series, lines, tag, text
 
 STYLE = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
 SCRIPT = Path(__file__).with_name("page.js").read_text(encoding="utf-8")
@@ -32,6 +33,11 @@ def section(title: str, content: str, note: str = "") -> str:
 def figure(title: str, chart: str, legend: str = "") -> str:
     """A chart under its title; `chart` and `legend` are markup."""
     return tag("figure", tag("h3", text(title)) + legend + chart)
+
+
+def chart(title: str, series: Sequence[Series], x_name: str = "trainer step", **options: Any) -> str:
+    """Lines under their title, of the width of one in three; `options` as those of svg.lines."""
+    return figure(title, lines(series, x_name, **{"width": THIRD, **options}))
 
 
 def grid(columns: str, *figures: str) -> str:

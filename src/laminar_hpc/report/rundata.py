@@ -110,6 +110,10 @@ class Run:
     def steps(self) -> list[dict]:
         return [step for launch in self.launches for step in launch.steps]
 
+    def over_steps(self, field: str) -> list[tuple[float, float | None]]:
+        """(step, what its record has under `field`) of each step."""
+        return [(step["step"], step.get(field)) for step in self.steps]
+
     @property
     def has_old_steps(self) -> bool:
         """Whether `consumed` lacks some of what was trained."""

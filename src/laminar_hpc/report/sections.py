@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from laminar_hpc.observability.console import duration, value_text
 from laminar_hpc.report import rewards, samples, summary, svg, timeline, turns
-from laminar_hpc.report.page import figure, grid, keys, section
+from laminar_hpc.report.page import chart, figure, grid, keys, section
 from laminar_hpc.report.rundata import Run
 from laminar_hpc.report.svg import Series, tag
 
@@ -86,19 +86,15 @@ def staleness(run: Run) -> str:
     bound = (run.config.get("pipeline") or {}).get("max_staleness")
     generation = sorted(Counter(t.staleness_generation for t in run.consumed).items())
     training = sorted(Counter(t.staleness_training for t in run.consumed).items())
-    steps = run.steps
     over_time = [
-        Series("at training", ORANGE, [(s["step"], s["staleness_training_mean"]) for s in steps]),
-        Series("at generation", BLUE, [(s["step"], s["staleness_generation_mean"]) for s in steps]),
+        Series("at training", ORANGE, run.over_steps("staleness_training_mean")),
+        Series("at generation", BLUE, run.over_steps("staleness_generation_mean")),
     ]
     charts = grid(
         "three",
         figure("when the last token was generated", svg.share_bars(generation, BLUE, "trainer steps")),
-        figure(
-            "when it was trained on",
-            svg.share_bars(training, ORANGE, "trainer steps", bound=bound),
-        ),
-        figure("mean per batch: the same two", svg.lines(over_time, "trainer step", width=svg.THIRD)),
+        figure("when it was trained on", svg.share_bars(training, ORANGE, "trainer steps", bound)),
+        chart("mean per batch: the same two", over_time),
     )
     note = (
         "Trainer steps between the weights that generated a trajectory and the trainer's own, as shares "
@@ -117,18 +113,16 @@ def lengths(run: Run) -> str:
         marks = [(cuts[49], f"median {cuts[49]:.0f}"), (cuts[98], f"99th percentile {cuts[98]:.0f}")]
     first, last = everything[:third], everything[-third:] if third else []
     over_time = [
-        Series("longest", GREY, [(s["step"], s["response_length_max"]) for s in run.steps], faint=True),
-        Series("mean", BLUE, [(s["step"], s["response_length_mean"]) for s in run.steps]),
+        Series("longest", GREY, run.over_steps("response_length_max"), faint=True),
+        Series("mean", BLUE, run.over_steps("response_length_mean")),
     ]
     thirds = [("first third", ORANGE, first), ("last third", BLUE, last)]
+    everywhere = svg.log_histogram([("all", BLUE, everything)], "response tokens", marks)
     charts = grid(
         "three",
-        figure(
-            run.of_consumed,
-            svg.log_histogram([("all", BLUE, everything)], "response tokens", marks=marks),
-        ),
+        figure(run.of_consumed, everywhere),
         figure("first third (orange), last third (blue)", svg.log_histogram(thirds, "response tokens")),
-        figure("per batch: mean (blue) and longest", svg.lines(over_time, "trainer step", width=svg.THIRD)),
+        chart("per batch: mean (blue) and longest", over_time),
     )
     return section("Response lengths", charts)
 
@@ -166,53 +160,44 @@ def sampling(run: Run) -> str:
         Series("generated", BLUE, [(s["step"], s["tokens_generated"]) for s in steps]),
         Series("saved", GREEN, [(s["step"], s["tokens_saved"]) for s in steps]),
     ]
-    return section(
-        "Sampling",
-        grid(
-            "two",
-            figure(
-                "groups filtered, per step: all rewards equal",
-                svg.lines(groups, "trainer step", y_range=(0.0, 0.0)),
-            ),
-            figure(
-                "response tokens per step: generated (blue), saved (green)",
-                svg.lines(tokens, "trainer step", y_range=(0.0, 0.0)),
-            ),
+    charts = grid(
+        "two",
+        chart("groups filtered, per step: all rewards equal", groups, y_range=(0.0, 0.0), width=svg.HALF),
+        chart(
+            "response tokens per step: generated (blue), saved (green)",
+            tokens,
+            y_range=(0.0, 0.0),
+            width=svg.HALF,
         ),
-        "Saved: the samples that groups did without, against "
-        "always the most, at the mean length of their own responses.",
     )
+    note = (
+        "Saved: the samples that groups did without, against always the most, at the mean length of their "
+        "own responses."
+    )
+    return section("Sampling", charts, note)
 
 
 def trainer_curves(run: Run) -> str:
     """Loss, gradient norm and the like per trainer step."""
-    steps = run.steps
-    if not steps:
+    if not run.steps:
         return ""
 
     def curve(title: str, *fields: tuple[str, str]) -> str:
-        series = [
-            Series(field.replace("_", " "), color, [(s["step"], s.get(field)) for s in steps])
-            for field, color in fields
-        ]
-        return figure(title, svg.lines(series, "trainer step", width=svg.THIRD, height=190))
+        series = [Series(field.replace("_", " "), color, run.over_steps(field)) for field, color in fields]
+        return chart(title, series, height=190)
 
-    return section(
-        "Trainer",
-        grid(
-            "three",
-            curve("entropy per token (nats)", ("entropy", BLUE)),
-            curve("gradient norm", ("grad_norm", BLUE)),
-            curve("loss", ("loss", BLUE)),
-            curve("share of clipped tokens", ("clip_fraction", BLUE)),
-            curve("largest importance ratio", ("ratio_max", BLUE)),
-            curve(
-                "seconds per step: training (orange), waiting",
-                ("wait_seconds", GREY),
-                ("train_seconds", ORANGE),
-            ),
+    charts = grid(
+        "three",
+        curve("entropy per token (nats)", ("entropy", BLUE)),
+        curve("gradient norm", ("grad_norm", BLUE)),
+        curve("loss", ("loss", BLUE)),
+        curve("share of clipped tokens", ("clip_fraction", BLUE)),
+        curve("largest importance ratio", ("ratio_max", BLUE)),
+        curve(
+            "seconds per step: training (orange), waiting", ("wait_seconds", GREY), ("train_seconds", ORANGE)
         ),
     )
+    return section("Trainer", charts)
 
 
 def weights(run: Run) -> str:
@@ -224,41 +209,18 @@ def weights(run: Run) -> str:
         Series(name, color, [(g["weight_id"], g[name]) for g in mismatches])
         for name, color in (("max", GREY), ("mean", BLUE))
     ]
-    published = [
-        Series(
-            "stall of the trainer",
-            PURPLE,
-            [(p["weight_id"], p["stall_seconds"]) for p in run.records.get("publish", [])],
-        )
-    ]
-    pulled = [
-        Series(
-            "pull",
-            GREEN,
-            [(p["weight_id"], p["seconds"]) for p in pulls],
-            points=len({p["replica"] for p in pulls}) > 1,
-        )
-    ]
-    return section(
-        "Weights",
-        grid(
-            "three",
-            figure(
-                "log-prob mismatch: mean (blue) and largest",
-                svg.lines(mismatch, "weight id", width=svg.THIRD, log_y=True),
-            ),
-            figure(
-                "seconds the trainer stood still to publish",
-                svg.lines(published, "weight id", width=svg.THIRD, y_range=(0.0, 0.0)),
-            ),
-            figure(
-                "seconds of a replica's pull",
-                svg.lines(pulled, "weight id", width=svg.THIRD, y_range=(0.0, 0.0)),
-            ),
-        ),
-        "The mismatch is |engine − trainer| over a fixed probe "
-        "of 124 tokens, with the same weights on both sides.",
+    stalls = [(p["weight_id"], p["stall_seconds"]) for p in run.records.get("publish", [])]
+    seconds = [(p["weight_id"], p["seconds"]) for p in pulls]
+    pulled = Series("pull", GREEN, seconds, points=len({p["replica"] for p in pulls}) > 1)
+    published = Series("stall of the trainer", PURPLE, stalls)
+    charts = grid(
+        "three",
+        chart("log-prob mismatch: mean (blue) and largest", mismatch, "weight id", log_y=True),
+        chart("seconds the trainer stood still to publish", [published], "weight id", y_range=(0.0, 0.0)),
+        chart("seconds of a replica's pull", [pulled], "weight id", y_range=(0.0, 0.0)),
     )
+    note = "The mismatch is |engine − trainer| over a fixed probe of 124 tokens, with the same weights on both sides."
+    return section("Weights", charts, note)
 
 
 def sample_trajectories(run: Run) -> str:

@@ -54,10 +54,7 @@ _QUANTILE = 0.1  # the range leaves out a tenth of the draws on either side
 def draw(number: int, seed: int) -> dict[str, float]:
     """Values of all uncertain constants, the same for the same number and seed."""
     chance = random.Random(f"constants:{seed}:{number}")
-    values = {}
-    for name in SPREAD:
-        values[name] = deviated(name, chance.gauss(0.0, 1.0))
-    return values
+    return {name: deviated(name, chance.gauss(0.0, 1.0)) for name in SPREAD}
 
 
 def deviated(name: str, deviations: float) -> float:

@@ -118,11 +118,15 @@ class EmulatedDecoding:
     def die(self) -> None:
         """Ends the engine as the death of a process does."""
         self._dead.set()
-        if self._timer is not None:
-            self._timer.cancel()
+        self._stop_timer()
         for job in self._jobs.values():
             if not job.future.done():
                 job.future.set_exception(self._death())
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     def _death(self) -> EngineDied:
         return EngineDied(f"{self.name} died (it is emulated)")
@@ -168,9 +172,7 @@ class EmulatedDecoding:
         replica.fill()
         when = replica.next_time()
         self._tell()
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        self._stop_timer()
         if when < INFINITY:
             every = self.config.rollout.increment_tokens
             limit = every * self.costs.step(1, 0) if every else INFINITY
@@ -211,8 +213,7 @@ class EmulatedDecoding:
     async def pause(self) -> None:
         self._settle()
         self._paused = time.monotonic()
-        if self._timer is not None:
-            self._timer.cancel()
+        self._stop_timer()
 
     async def resume(self) -> None:
         self._born += time.monotonic() - (self._paused or time.monotonic())

@@ -37,8 +37,7 @@ class EmulatedEngine(EmulatedDecoding):
         return 0.0
 
     async def stop(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
+        self._stop_timer()
         for job in self._jobs.values():
             job.future.cancel()
         await self._endpoint.stop()
