@@ -60,16 +60,12 @@ def header(run: Run, figures: dict) -> str:
     launch = run.launches[-1] if run.launches else None
     reason = launch.reason if launch else ""
     wanted = run.config.get("steps")
-    state = (
-        f"ended: {reason}"
-        if reason
-        else f"no end recorded after step {figures['steps']}: still going, or cut off"
-    )
-    started = (
-        time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(run.launches[0].start))
-        if run.launches
-        else "never started"
-    )
+    state = f"ended: {reason}"
+    if not reason:
+        state = f"no end recorded after step {figures['steps']}: still going, or cut off"
+    started = "never started"
+    if run.launches:
+        started = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(run.launches[0].start))
     facts = [
         f"pipeline {figures['pipeline'] or 'unknown'}",
         f"step {figures['steps']}" + (f" of {wanted}" if wanted else ""),
@@ -77,14 +73,10 @@ def header(run: Run, figures: dict) -> str:
     ]
     if str(run.config.get("source", "")).startswith("replay:"):
         facts.append(f"trained again from {run.config['source'].removeprefix('replay:')}")
-    badge = tag(
-        "span",
-        text(state),
-        class_="state " + ("good" if reason and not reason.startswith("failed") else "bad"),
-    )
-    return tag(
-        "header", tag("h1", text(run.directory.resolve().name)) + badge + tag("p", text("  ·  ".join(facts)))
-    )
+    good = "good" if reason and not reason.startswith("failed") else "bad"
+    badge = tag("span", text(state), class_=f"state {good}")
+    title = tag("h1", text(run.directory.resolve().name))
+    return tag("header", title + badge + tag("p", text("  ·  ".join(facts))))
 
 
 def headline(run: Run, f: dict) -> str:
@@ -93,11 +85,8 @@ def headline(run: Run, f: dict) -> str:
 
 
 def _learning(run: Run, f: dict) -> list[Tile]:
-    sampled, trained, reached = (
-        f["accuracy_after_sampled"],
-        f["trajectories_trained"],
-        f["trajectories_to_070"],
-    )
+    sampled, trained = f["accuracy_after_sampled"], f["trajectories_trained"]
+    reached = f["trajectories_to_070"]
     seconds = [step["seconds"] for step in run.steps]
     return [
         (

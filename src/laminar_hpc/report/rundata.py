@@ -157,12 +157,8 @@ class Run:
         if not any(_select(self.store, "name", "name = 'mismatches'", "sqlite_master")):
             return {}
         where = f"mean IS NOT NULL AND trajectory_id IN ({','.join(str(int(i)) for i in ids)})"
-        return {
-            i: (mean, ahead)
-            for i, mean, ahead in _select(
-                self.store, "trajectory_id, mean, minibatches_ahead", where, "mismatches"
-            )
-        }
+        rows = _select(self.store, "trajectory_id, mean, minibatches_ahead", where, "mismatches")
+        return {i: (mean, ahead) for i, mean, ahead in rows}
 
     def group_times(self, ids: list[int]) -> dict[int, tuple[float, float]]:
         """Group id -> when it was granted and when its last trajectory was scored, seconds since the epoch; 0

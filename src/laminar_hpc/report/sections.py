@@ -67,14 +67,10 @@ def accuracy_by_weight_id(run: Run) -> list[tuple[float, float]]:
 
 def held_out(run: Run, file: str, place: Callable[[dict], float]) -> list[Series]:
     """A file's evaluations: greedy filled, sampled hollow."""
-    points = {
-        name: [
-            (place(e), e["accuracy"])
-            for e in run.evaluations
-            if (e["name"], e.get("file", "")) == (name, file)
-        ]
-        for name in ("sampled", "greedy")
-    }
+    points: dict[str, list[tuple[float, float]]] = {"sampled": [], "greedy": []}
+    for e in run.evaluations:
+        if e.get("file", "") == file and e["name"] in points:
+            points[e["name"]].append((place(e), e["accuracy"]))
     return [
         Series(f"{file}, sampled", ORANGE, points["sampled"], points=True, hollow=True),
         Series(f"{file}, greedy", ORANGE, points["greedy"], points=True),
@@ -219,7 +215,10 @@ def weights(run: Run) -> str:
         chart("seconds the trainer stood still to publish", [published], "weight id", y_range=(0.0, 0.0)),
         chart("seconds of a replica's pull", [pulled], "weight id", y_range=(0.0, 0.0)),
     )
-    note = "The mismatch is |engine − trainer| over a fixed probe of 124 tokens, with the same weights on both sides."
+    note = (
+        "The mismatch is |engine − trainer| over a fixed probe of 124 tokens, with the same weights on both "
+        "sides."
+    )
     return section("Weights", charts, note)
 
 

@@ -134,14 +134,8 @@ def accuracy(run: Run, name: str, label: str, file: str | None = None) -> float 
     """Of the newest evaluation so named and labelled; of the first file unless another one is named."""
     file = next(iter(files(run)), "") if file is None else file
     wanted = (name, label, file)
-    return next(
-        (
-            e["accuracy"]
-            for e in reversed(run.evaluations)
-            if (e["name"], e["label"], e.get("file", "")) == wanted
-        ),
-        None,
-    )
+    found = (e for e in reversed(run.evaluations) if (e["name"], e["label"], e.get("file", "")) == wanted)
+    return next((e["accuracy"] for e in found), None)
 
 
 def evaluations(run: Run) -> dict[str, dict[str, float | None]]:

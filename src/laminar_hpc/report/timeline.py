@@ -122,16 +122,8 @@ def figures(run: Run, window_seconds: float = WINDOW_SECONDS) -> str:
     height = len(shown) * ROW
     rectangles = "".join(_rectangles(row, index, time) for index, row in enumerate(shown))
     for _, _, at in time.launches[1:]:
-        rectangles += tag(
-            "line",
-            class_="launch",
-            x1=at,
-            x2=at,
-            y1=0,
-            y2=height,
-            vector_effect="non-scaling-stroke",
-            title="launch",
-        )
+        place = {"x1": at, "x2": at, "y1": 0, "y2": height, "vector_effect": "non-scaling-stroke"}
+        rectangles += tag("line", class_="launch", title="launch", **place)
     overview = _frame(
         shown, f"0 0 {time.total:.3f} {height}", tag("g", rectangles, id="spans"), 0.0, time.total, "overview"
     )
@@ -149,14 +141,8 @@ def figures(run: Run, window_seconds: float = WINDOW_SECONDS) -> str:
         class_="hint",
     )
     legend = svg.legend([(_kind_name(kind), COLORS[kind]) for kind in names])
-    return tag(
-        "div",
-        legend + overview + hint + detail,
-        id="timeline",
-        data_total=time.total,
-        data_left=LABELS,
-        data_width=WIDTH,
-    )
+    content = legend + overview + hint + detail
+    return tag("div", content, id="timeline", data_total=time.total, data_left=LABELS, data_width=WIDTH)
 
 
 def _kind_name(kind: str) -> str:

@@ -71,15 +71,12 @@ def explain(plan: Plan) -> str:
     if second.why_not:
         return second.why_not
     a, b = best.figures, second.figures
-    side = (
-        "its trainer waits"
-        if b["trainer_wait_share"] > a["trainer_wait_share"] + 0.01
-        else (
-            "its trainer is the narrower side"
-            if b["trainer_wait_share"] < 0.05
-            else "its rollouts fill less of their KV"
-        )
-    )
+    if b["trainer_wait_share"] > a["trainer_wait_share"] + 0.01:
+        side = "its trainer waits"
+    elif b["trainer_wait_share"] < 0.05:
+        side = "its trainer is the narrower side"
+    else:
+        side = "its rollouts fill less of their KV"
     waits = f"trainer waits {b['trainer_wait_share']:.0%} against {a['trainer_wait_share']:.0%}"
     idle = f"rollouts idle {b['rollout_idle_share']:.0%} against {a['rollout_idle_share']:.0%}"
     return f"{1 - second.score / best.score:.1%} worse: {side} ({waits}, {idle})"

@@ -58,15 +58,10 @@ def table(rows: Sequence[dict]) -> str:
 
 def as_json(rows: Sequence[dict]) -> list[dict]:
     """Per row all figures, GPU-seconds by role and cause, and staleness counts."""
+    others = ("gpu_seconds", "staleness_generation", "staleness_training")
     return [
-        {
-            "pipeline": row["pipeline"],
-            "gpus": row["gpus"],
-            **row["outcome"].figures,
-            "gpu_seconds": row["outcome"].gpu_seconds,
-            "staleness_generation": row["outcome"].staleness_generation,
-            "staleness_training": row["outcome"].staleness_training,
-        }
+        {"pipeline": row["pipeline"], "gpus": row["gpus"], **row["outcome"].figures}
+        | {key: getattr(row["outcome"], key) for key in others}
         for row in rows
     ]
 
@@ -87,43 +82,26 @@ def document(name: str, settings: dict, rows: Sequence[dict]) -> str:
     head = tag("header", tag("h1", text(name)) + tag("p", "simulated; no GPU was used"))
     f = best["outcome"].figures
     base = at_largest[0]["outcome"].figures["tokens_per_second"]
-    body = head + tiles(
+    rate, first = f["tokens_per_second"], at_largest[0]["pipeline"]
+    staleness = f"{f['staleness_training_mean']:.1f} / {f['staleness_training_max']}"
+    headline = tiles(
         [
-            ("fastest at " + f"{largest:,} GPUs", best["pipeline"], f"{f['trainer_gpus']} train"),
-            (
-                "tokens per second",
-                count(f["tokens_per_second"]),
-                f"{f['tokens_per_second'] / base:.2f} x {at_largest[0]['pipeline']}",
-            ),
+            (f"fastest at {largest:,} GPUs", best["pipeline"], f"{f['trainer_gpus']} train"),
+            ("tokens per second", count(rate), f"{rate / base:.2f} x {first}"),
             ("KV use", f"{f['kv_use']:.0%}", f"rollouts idle {f['rollout_idle_share']:.0%}"),
-            (
-                "staleness at training",
-                f"{f['staleness_training_mean']:.1f} / {f['staleness_training_max']}",
-                "mean / max",
-            ),
+            ("staleness at training", staleness, "mean / max"),
         ]
     )
-    return page(
-        f"{name}: laminar sim",
-        body
-        + _scales(rows, names, color)
-        + _spent(rows)
-        + _time(best)
-        + _histograms(at_largest, color)
-        + _settings(settings),
-    )
+    charts = _scales(rows, names, color) + _spent(rows) + _time(best) + _histograms(at_largest, color)
+    return page(f"{name}: laminar sim", head + headline + charts + _settings(settings))
 
 
 def _scales(rows: Sequence[dict], names: Sequence[str], color: dict[str, str]) -> str:
     def series(key: str) -> list[Series]:
-        return [
-            Series(
-                n,
-                color[n],
-                [(row["gpus"], row["outcome"].figures[key]) for row in rows if row["pipeline"] == n],
-            )
-            for n in names
-        ]
+        points: dict[str, list[tuple[float, float | None]]] = {name: [] for name in names}
+        for row in rows:
+            points[row["pipeline"]].append((row["gpus"], row["outcome"].figures[key]))
+        return [Series(name, color[name], points[name]) for name in names]
 
     head = svg.row(*(title for _, title, _ in COLUMNS), cell="th")
     body = "".join(svg.row(*cells(row)) for row in rows)
@@ -138,22 +116,15 @@ def _scales(rows: Sequence[dict], names: Sequence[str], color: dict[str, str]) -
 
 
 def _spent(rows: Sequence[dict]) -> str:
-    bars = [
-        (
-            f"{row['pipeline'][:14]} {row['gpus']}",
-            [
-                (
-                    cause if role == "rollout" or cause != "wait" else "trainer waits",
-                    seconds,
-                    CAUSES.get(cause, "var(--none)"),
-                )
-                for role, causes in row["outcome"].gpu_seconds.items()
-                for cause, seconds in causes.items()
-                if seconds > 0
-            ],
-        )
-        for row in rows
-    ]
+    bars = []
+    for row in rows:
+        parts = [
+            ("trainer waits" if (role, cause) == ("trainer", "wait") else cause, seconds, color)
+            for role, causes in row["outcome"].gpu_seconds.items()
+            for cause, seconds in causes.items()
+            if seconds > 0 and (color := CAUSES.get(cause, "var(--none)"))
+        ]
+        bars.append((f"{row['pipeline'][:14]} {row['gpus']}", parts))
     return section(
         "Where each GPU-second went",
         svg.stacked_bars(bars, label_width=190),
@@ -180,17 +151,11 @@ def _time(row: dict) -> str:
 
 
 def _histograms(rows: Sequence[dict], color: dict[str, str]) -> str:
-    charts = [
-        figure(
-            f"{row['pipeline']}: staleness at training",
-            svg.share_bars(
-                list(row["outcome"].staleness_training.items()),
-                color[row["pipeline"]],
-                "trainer steps",
-            ),
-        )
-        for row in rows
-    ]
+    charts = []
+    for row in rows:
+        name, counts = row["pipeline"], list(row["outcome"].staleness_training.items())
+        chart = svg.share_bars(counts, color[name], "trainer steps")
+        charts.append(figure(f"{name}: staleness at training", chart))
     lengths = svg.log_histogram(
         [("response", "var(--generate)", rows[0]["outcome"].lengths)], "response tokens"
     )
