@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import count
 from typing import Any, NamedTuple
 
 from laminar_hpc.config.schema import EnvironmentConfig
@@ -123,6 +123,12 @@ class SimulationSetup:
         return dataclasses.replace(self, engines=kinds, job=job, sites=sites, trainer_mtbf=mtbf)
 
 
+def _sites(parts: Sequence[Rollout], size: float, c: Constants) -> tuple[Site, ...]:
+    """The places of the pools that have a link; `size`: bytes of the weights."""
+    relays = [(part.link, math.ceil(part.gpus / part.gpu.machine)) for part in parts if part.link is not None]
+    return chained(size, [(link, chain_seconds(size, machines, c)) for link, machines in relays], c)
+
+
 def setup(
     rules: Rules,
     model: Model,
@@ -139,8 +145,7 @@ def setup(
     """`rollouts`: each a Rollout or the beginning of one; colocated: the same GPUs as the trainer's.
     `layout`: the trainer's, None = that of a published system."""
     parts = [part for entry in rollouts if (part := Rollout(*entry)).gpus >= part.tensor_parallel]
-    away = [part for part in parts if part.link is not None]
-    numbers = accumulate(part.link is not None for part in parts)  # of the places so far
+    numbers = count(1)  # of the places
     share = c.kv_memory_share_colocated if rules.placement == "colocated" else c.kv_memory_share
     kinds = tuple(
         Engines(
@@ -150,15 +155,12 @@ def setup(
             capacity=kv_capacity(model, part.gpu, part.tensor_parallel, share),
             saturation=saturation_batch(part.gpu.flops, part.gpu.hbm),
             mtbf=part.mtbf,
-            site=number if part.link is not None else 0,
+            site=next(numbers) if part.link is not None else 0,
             grace=part.grace,
         )
-        for part, number in zip(parts, numbers, strict=True)
+        for part in parts
     )
     total = sum(part.gpus for part in parts if part.link is None)
-    size = 2.0 * model.parameters
-    inside = [chain_seconds(size, math.ceil(part.gpus / part.gpu.machine), c) for part in away]
-    links = [(part.link, seconds) for part, seconds in zip(away, inside, strict=True) if part.link]
     layout = layout or trainer_layout(model, trainer_gpu, trainer_gpus, workload, c)
     layout = layout or offloaded_layout(trainer_gpu, trainer_gpus, workload)
     job = job_costs(model, trainer_gpu, trainer_gpus, layout, total, workload.max_response_tokens, c)
@@ -170,7 +172,7 @@ def setup(
         layout,
         workload,
         admission=EngineAdmission.of(workload.max_response_tokens, c, engine),
-        sites=chained(size, links, c),
+        sites=_sites(parts, 2.0 * model.parameters, c),
         repack_kv_share=c.repack_kv_share,
         speed_spread=c.replica_speed_spread,
         **settings,

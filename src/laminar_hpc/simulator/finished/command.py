@@ -150,13 +150,8 @@ def _counts(turns: Turns | None) -> dict[str, int] | None:
         return None
     calls, resets = turns.known.calls, turns.known.resets
     both = [*calls, *resets]
-    hung = sum(each.seconds == math.inf for each in both)
-    return {
-        "calls": len(calls),
-        "resets": len(resets),
-        "hung": hung,
-        "failed": sum(each.failed for each in both),
-    }
+    hung, failed = sum(each.seconds == math.inf for each in both), sum(each.failed for each in both)
+    return {"calls": len(calls), "resets": len(resets), "hung": hung, "failed": failed}
 
 
 def _as_dict(measured: Measured, now: Figures, changes: list[Change]) -> dict[str, object]:

@@ -36,7 +36,10 @@ def setup_of(measured: Measured, config: RunConfig | None = None) -> SimulationS
         )
         for i in range(r.replicas)
     ]
-    t, was = config.trainer, measured.config
+    t, was, turns = config.trainer, measured.config, measured.turns
+    repack = "off" if config.environment.stays else p.repack
+    live = (p.refresh, p.max_staleness, p.consumption, p.keep_kv, repack)
+    rules = Rules(*live, relays=True, isolated=True, overlapped=True)
     workload = WorkloadConfig(
         prompts_per_step=was.algorithm.prompts_per_step,
         samples_per_prompt=was.algorithm.samples_per_prompt,
@@ -45,16 +48,7 @@ def setup_of(measured: Measured, config: RunConfig | None = None) -> SimulationS
         max_response_tokens=was.sampling.max_response_tokens,
     )
     return SimulationSetup(
-        Rules(
-            p.refresh,
-            p.max_staleness,
-            p.consumption,
-            p.keep_kv,
-            "off" if config.environment.stays else p.repack,
-            relays=True,
-            isolated=True,
-            overlapped=True,
-        ),
+        rules,
         tuple(kinds),
         _job_costs(measured, config),
         t.tensor_parallel * t.pipeline_parallel * t.data_parallel,
@@ -69,8 +63,8 @@ def setup_of(measured: Measured, config: RunConfig | None = None) -> SimulationS
         local_batch_groups=p.local_batch_groups,
         ends=True,
         lengths=measured.lengths,
-        known=measured.turns.known if measured.turns else None,
-        limits=config.environment if measured.turns else None,
+        known=turns.known if turns else None,
+        limits=config.environment if turns else None,
     )
 
 
