@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.simulator import run as module
 from laminar_hpc.simulator.ahead import Appointments
 from laminar_hpc.simulator.constants import DEFAULT
 from laminar_hpc.simulator.cost import engine_costs
@@ -18,7 +19,6 @@ from laminar_hpc.simulator.run import simulate
 from laminar_hpc.simulator.schema import WorkloadConfig
 from laminar_hpc.simulator.setup import SimulationSetup, setup
 from laminar_hpc.simulator.tables import GPUS, MODELS
-from laminar_hpc.simulator.tracker import SimulatedTracker
 from laminar_hpc.simulator.wide_area.link import Site
 from laminar_hpc.simulator.workload import Workload
 
@@ -87,46 +87,28 @@ def varied(draw, made: SimulationSetup, longest: int) -> SimulationSetup:
     )
 
 
-def run(made: SimulationSetup, monkeypatch: pytest.MonkeyPatch):
-    """The outcome with the replicas and the tracker as they were at the end, and every time that the clock
-    showed."""
-    seen: dict = {"times": [], "kv": 0.0}
-    from laminar_hpc.simulator import run as module
-
-    class WatchedTracker(SimulatedTracker):
-        def __init__(self, workload):
-            super().__init__(workload)
-            seen["tracker"] = self
-
-    original = module._replicas
-
-    def replicas(setup):
-        made_replicas, shares = original(setup)
-        seen["replicas"] = made_replicas
-        return made_replicas, shares
+def run(made: SimulationSetup, patch: pytest.MonkeyPatch) -> tuple[module.Simulation, list[float]]:
+    """The simulation at its end, and every time that its clock showed. At each of them no replica exceeds its
+    KV or its places."""
+    times: list[float] = []
 
     class WatchedClock(module.Clock):
         def at(self, time, call, *arguments):
             def watched(*inner):
-                seen["times"].append(self.now)
+                times.append(self.now)
                 call(*inner)
-                for replica in seen["replicas"]:
-                    seen["kv"] = max(seen["kv"], (replica.kv + replica.parked_kv) / replica.capacity)
+                for replica in simulation.replicas:
+                    assert replica.kv + replica.parked_kv <= replica.capacity * (1 + 1e-6)
                     assert len(replica.running) <= replica.max_concurrent
-                    assert math.isclose(
-                        replica.kv,
-                        sum(q.offset + replica.steps for q in replica.running.values()),
-                        abs_tol=1e-3,
-                    )
+                    held = sum(q.offset + replica.steps for q in replica.running.values())
+                    assert math.isclose(replica.kv, held, abs_tol=1e-3)
 
             super().at(time, watched, *arguments)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(module, "SimulatedTracker", WatchedTracker)
-        patch.setattr(module, "_replicas", replicas)
-        patch.setattr(module, "Clock", WatchedClock)
-        seen["outcome"] = module.simulate(made)
-    return seen
+    patch.setattr(module, "Clock", WatchedClock)
+    simulation = module.Simulation(made)
+    simulation.clock.run()
+    return simulation, times
 
 
 @SLOW
@@ -151,8 +133,8 @@ def test_work_kv_and_time(data):
     back. All steps end."""
     made = data.draw(setups())
     with pytest.MonkeyPatch.context() as patch:
-        seen = run(made, patch)
-    tracker, replicas, figures = seen["tracker"], seen["replicas"], seen["outcome"].figures
+        simulation, times = run(made, patch)
+    tracker, replicas, figures = simulation.tracker, simulation.replicas, simulation.outcome().figures
     unfinished = 0.0
     for group in tracker.live.values():
         for request in group.requests.values():
@@ -165,8 +147,7 @@ def test_work_kv_and_time(data):
     assert math.isclose(
         generated, tracker.finished_tokens + unfinished + tracker.discarded_tokens, rel_tol=1e-6, abs_tol=0.5
     )
-    assert seen["kv"] <= 1 + 1e-6
-    assert seen["times"] == sorted(seen["times"])
+    assert times == sorted(times)
     assert (
         sum(tracker.training_staleness.values())
         == made.steps * made.workload.prompts_per_step * made.workload.samples_per_prompt

@@ -154,13 +154,12 @@ def finished_in_one_order(_: Records, store: StoreRecords) -> Iterator[str | Non
         if group.state in ("finished", "consumed"):
             order = group.finish_order
             other = seen.setdefault(order, group.id) if order else group.id
-            yield (
-                f"group {group.id}: {group.state} without a place in the order of finishing"
-                if not order
-                else None
-                if other == group.id
-                else f"groups {other} and {group.id}: both finished as number {order}"
-            )
+            if not order:
+                yield f"group {group.id}: {group.state} without a place in the order of finishing"
+            elif other != group.id:
+                yield f"groups {other} and {group.id}: both finished as number {order}"
+            else:
+                yield None
     count = int(store.meta.get("groups_finished", 0))
     wrong = count < max(seen, default=0)  # the last one may have lost a response since
     yield f"{count} groups were finished, the last as number {max(seen, default=0)}" if wrong else None
