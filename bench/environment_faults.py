@@ -43,7 +43,7 @@ from laminar_hpc.config.load import read_config
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.controller.stored import stored_groups
 from laminar_hpc.data.tokens import TextDecoder
-from laminar_hpc.emulation.fleet import Replica
+from laminar_hpc.emulation.fleet import EmulatedReplica
 from laminar_hpc.emulation.launch import Emulation
 from laminar_hpc.engine.emulated.engine import EmulatedEngine
 from laminar_hpc.environments.reward_pool import RewardPool
@@ -90,7 +90,7 @@ async def fleet(config: RunConfig, first: int, count: int) -> None:
     """Replicas whose engines die while they wait for tools, until the last one has left."""
     pool = RewardPool(config.reward, config.data.prompt_field)
     await pool.start()
-    replicas = [Replica(config, index, pool) for index in range(first, first + count)]
+    replicas = [EmulatedReplica(config, index, pool) for index in range(first, first + count)]
     killer = asyncio.create_task(kill(Path(config.run_dir), replicas))
     try:
         await asyncio.gather(*(replica.run() for replica in replicas))
@@ -99,7 +99,7 @@ async def fleet(config: RunConfig, first: int, count: int) -> None:
         await pool.close()
 
 
-async def kill(run_dir: Path, replicas: list[Replica]) -> None:
+async def kill(run_dir: Path, replicas: list[EmulatedReplica]) -> None:
     """The engines, by turns, each in every second of its local batches, as one that dies in three in a row
     ends its replica: when some of its trajectories wait and others do not."""
     batches: dict[int, list[int | None]] = {replica.index: [] for replica in replicas}

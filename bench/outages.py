@@ -7,7 +7,7 @@ import sqlite3
 import statistics
 from itertools import pairwise
 
-from laminar_hpc.observability.trace import Span
+from laminar_hpc.observability.trace import TraceSpan
 from laminar_hpc.report.idle import busy
 from laminar_hpc.report.rundata import Run
 
@@ -15,7 +15,7 @@ BEFORE_SECONDS = 60.0  # that the time after a kill is compared with
 SHORTEST_SECONDS = 1.0  # of what was met by a death, and of idle time: loading weights takes as long
 
 
-def _spans(run: Run, role: str) -> list[Span]:
+def _spans(run: Run, role: str) -> list[TraceSpan]:
     return [span for name, spans in run.spans.items() if name.rstrip("0123456789") == role for span in spans]
 
 

@@ -47,7 +47,7 @@ from laminar_hpc.simulator.finished.measured import SPLIT, Figures, measure
 from laminar_hpc.simulator.finished.prediction import predict
 from laminar_hpc.simulator.plan import Candidate, describe, evaluate, search
 from laminar_hpc.simulator.rules import PIPELINES
-from laminar_hpc.simulator.run import Outcome, simulate
+from laminar_hpc.simulator.run import SimulationOutcome, simulate
 from laminar_hpc.simulator.schema import WorkloadConfig
 from laminar_hpc.simulator.settings import load_plan, load_simulation
 from laminar_hpc.simulator.setup import setup
@@ -56,7 +56,7 @@ from laminar_hpc.simulator.tables import GPUS, MODELS
 COLUMNS = ("part", "what", "published", "simulated", "error", "note")
 
 
-def timed(gpus: int, prompts: int, name: str = "laminar") -> tuple[float, Outcome]:
+def timed(gpus: int, prompts: int, name: str = "laminar") -> tuple[float, SimulationOutcome]:
     """CPU seconds of a 32B run of 20 steps with half of the GPUs for training."""
     gpu, model = GPUS["H800"], MODELS["32B"]
     work = WorkloadConfig(prompts_per_step=prompts)

@@ -11,7 +11,7 @@ from laminar_hpc.simulator.constants import DEFAULT
 from laminar_hpc.simulator.rules import PIPELINES, Rules
 from laminar_hpc.simulator.run import simulate
 from laminar_hpc.simulator.schema import WorkloadConfig
-from laminar_hpc.simulator.setup import Setup, setup
+from laminar_hpc.simulator.setup import SimulationSetup, setup
 from laminar_hpc.simulator.tables import GPUS, MODELS
 from laminar_hpc.simulator.trainer_cost import Layout, batch_sample, logprob_seconds, updates_seconds
 
@@ -90,7 +90,7 @@ def in_flight(recipe: Recipe) -> int:
     return -(-recipe.prompts * recipe.staleness // (recipe.generate // recipe.tensor))
 
 
-def made(recipe: Recipe) -> Setup:
+def made(recipe: Recipe) -> SimulationSetup:
     """The recipe's run. Two log-prob passes, of the policy and of the reference model; spread of the lengths:
     Laminar's. vLLM, whose scheduler waits for each step; where it has its own GPUs, 0.8 of the memory and, as
     its asynchronous engine by default, 128 requests at a time."""

@@ -32,7 +32,7 @@ from roles import audited, steps_done
 from slurm_cluster import SlurmCluster, missing
 from slurm_jobs import SlurmRun
 
-from laminar_hpc.observability.trace import Span
+from laminar_hpc.observability.trace import TraceSpan
 from laminar_hpc.report import rundata, summary
 from laminar_hpc.report.rundata import Run
 
@@ -45,7 +45,7 @@ WORDS = (
 )
 
 
-def local_batches(run: Run) -> list[Span]:
+def local_batches(run: Run) -> list[TraceSpan]:
     named = [spans for name, spans in run.spans.items() if name.startswith("rollout")]
     return [s for spans in named for s in spans if s.kind == "generate" and s.fields.get("tokens")]
 

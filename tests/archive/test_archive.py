@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from helpers.made import Made
 from laminar_hpc.archive import files, table
 from laminar_hpc.messages.data import VersionSpan
-from laminar_hpc.payload.layout import Damaged, pack, packed_digest
+from laminar_hpc.payload.layout import DamagedResponse, pack, packed_digest
 from laminar_hpc.policies.retention import kept
 
 BYTES_PER_TOKEN_MAX = 4.2
@@ -81,10 +81,10 @@ def test_what_is_no_such_file_is_damaged(tmp_path):
     """Promise: who reads the archive hears of one error, whatever Parquet makes of the file."""
     path = tmp_path / "step_000001.parquet"
     path.write_bytes(b"no Parquet at all")
-    with pytest.raises(Damaged):
+    with pytest.raises(DamagedResponse):
         list(files.read(path))
     pandas.DataFrame({"trajectory_id": [1]}).to_parquet(path)
-    with pytest.raises(Damaged, match="other columns"):
+    with pytest.raises(DamagedResponse, match="other columns"):
         list(files.read(path))
 
 

@@ -15,7 +15,7 @@ import pytest
 from helpers.control.script import Script
 from helpers.emulated import short_run
 from laminar_hpc import cli
-from laminar_hpc.audit.checks import SHOWN, Finding, audit
+from laminar_hpc.audit.checks import SHOWN, CheckResult, audit
 from laminar_hpc.audit.records import read
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.controller.store import Store
@@ -37,7 +37,7 @@ def copy(run_dir, tmp_path) -> Path:
     return Path(shutil.copytree(run_dir, tmp_path / "copy"))
 
 
-def findings(run_dir: Path) -> dict[str, Finding]:
+def findings(run_dir: Path) -> dict[str, CheckResult]:
     with read(run_dir) as records:
         return {finding.name: finding for finding in audit(records)}
 
@@ -104,6 +104,11 @@ PLANTED: dict[str, tuple[Damage, str, str]] = {
         sql(f"DELETE FROM trajectories WHERE id = {FIRST.format('finished')}"),
         "all ids are on record",
         r"trajectory \d+: not in the store",
+    ),
+    "a weight id is far beyond the others": (
+        sql("UPDATE weights SET id = 1 << 40 WHERE id = (SELECT MAX(id) FROM weights)"),
+        "all ids are on record",
+        r"weight id \d+ to \d+: not in the store",
     ),
     "a group is deleted": (
         sql(f"DELETE FROM groups WHERE id = {GROUP.format('finished')}"),

@@ -13,7 +13,7 @@ from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.controller.loop import Controller
 from laminar_hpc.data.tokens import TextDecoder
-from laminar_hpc.emulation.fleet import Replica
+from laminar_hpc.emulation.fleet import EmulatedReplica
 from laminar_hpc.messages.moves import Answer
 from laminar_hpc.payload.whole import Whole
 from laminar_hpc.rollout.worker import RolloutWorker
@@ -68,7 +68,7 @@ async def _engine_dies(worker: RolloutWorker) -> None:
     worker.engines.current.die()  # type: ignore[attr-defined]
 
 
-async def _ends(replica: Replica) -> None:
+async def _ends(replica: EmulatedReplica) -> None:
     assert replica.worker is not None
     replica.worker._leave(LaminarError("it was killed"))
 

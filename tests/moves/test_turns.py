@@ -17,7 +17,7 @@ from helpers.models.chats import vocabulary_size
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.data.tokens import TextDecoder
-from laminar_hpc.emulation.fleet import Replica
+from laminar_hpc.emulation.fleet import EmulatedReplica
 from laminar_hpc.engine.emulated import responses
 from laminar_hpc.observability.trace import read_spans
 from laminar_hpc.payload.whole import Whole
@@ -141,7 +141,7 @@ def test_replicas_die_while_tools_are_called(config: RunConfig) -> None:
     prompt. All end whole."""
     deaths: list[int] = []
 
-    async def end(replica: Replica) -> None:
+    async def end(replica: EmulatedReplica) -> None:
         assert replica.worker is not None
         replica.worker._leave(LaminarError("it was killed"))
 

@@ -16,7 +16,7 @@ from helpers import synthetic
 from helpers.paths import BENCH
 from laminar_hpc.config.load import load_config
 from laminar_hpc.controller.store import Store
-from laminar_hpc.observability.trace import Span
+from laminar_hpc.observability.trace import TraceSpan
 from laminar_hpc.report import rundata
 
 
@@ -210,11 +210,11 @@ def test_what_the_others_do_meanwhile(load, tmp_path):
     store.close()
     spans = {
         "rollout0": [
-            Span("generate", start, start + 10, {"tokens": 100}),
-            Span("generate", start + 50, start + 70, {"tokens": 160}),
+            TraceSpan("generate", start, start + 10, {"tokens": 100}),
+            TraceSpan("generate", start + 50, start + 70, {"tokens": 160}),
         ],
         "trainer0": [
-            Span("train", start + at, start + at + long, {"step": step})
+            TraceSpan("train", start + at, start + at + long, {"step": step})
             for step, at, long in ((0, 20, 2), (1, 30, 2), (2, 61, 3))
         ],
     }
@@ -223,7 +223,7 @@ def test_what_the_others_do_meanwhile(load, tmp_path):
     run = rundata.Run(
         tmp_path,
         config,
-        [rundata.Launch(start, start, None, None, {}, steps=steps)],
+        [rundata.RunLaunch(start, start, None, None, {}, steps=steps)],
         [],
         0,
         {"pull": [{"time": start, "step": 0}]},

@@ -52,7 +52,7 @@ def test_what_came_of_a_fault(load, tmp_path: Path) -> None:
         "publish": [{"time": start + at, "seconds": 4.0} for at in (14, 21)],
         "relay": [],
     }
-    launches = [rundata.Launch(start, start + 40, None, None, {}, steps=steps)]
+    launches = [rundata.RunLaunch(start, start + 40, None, None, {}, steps=steps)]
     run = rundata.Run(tmp_path, {}, launches, [], 0, records, {}, [])
 
     def came_of(fault: str, over: float) -> dict:

@@ -10,10 +10,10 @@ from laminar_hpc import cli
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.messages.data import ReplicaLoad
 from laminar_hpc.observability import jsonl, status
-from laminar_hpc.observability.status import Queues, Rank, Status
+from laminar_hpc.observability.status import Queues, RankStatus, Status
 from laminar_hpc.observability.trace import Trace
 from laminar_hpc.report import top
-from laminar_hpc.report.live import Follower
+from laminar_hpc.report.live import RunFollower
 
 
 def now_status(when: float) -> Status:
@@ -29,10 +29,10 @@ def now_status(when: float) -> Status:
         tokens_per_second=5120.0,
     )
     ranks = [
-        Rank("trainer", 0, 11, "m", when, 8, 8),
-        Rank("relay", 0, 12, "m", when, 8, 8),
-        Rank("rollout", 0, 13, "m", when, 7, 7, load),
-        Rank("rollout", 1, 14, "m", when - 6, None, None, ReplicaLoad("unverified", None, 0, 0)),
+        RankStatus("trainer", 0, 11, "m", when, 8, 8),
+        RankStatus("relay", 0, 12, "m", when, 8, 8),
+        RankStatus("rollout", 0, 13, "m", when, 7, 7, load),
+        RankStatus("rollout", 1, 14, "m", when - 6, None, None, ReplicaLoad("unverified", None, 0, 0)),
     ]
     return Status(when, 10, "m", 3, 60, "", 8, ranks, Queues(5, 2, 4, 1, 1, "2 of 8 groups are finished"))
 
@@ -112,7 +112,7 @@ def test_a_resumed_run_follows_what_is_new(tmp_path):
     begun = time.time()
     metrics.write({"kind": "start", "time": begun, "restored_step": None, "pipeline": "laminar"})
     status.write(tmp_path, now_status(begun))
-    follower = Follower(tmp_path)
+    follower = RunFollower(tmp_path)
     assert follower.look().state == "going on" and not follower.view.steps
     record = {"kind": "step", "time": begun + 1, "step": 1, "seconds": 1.0}
     metrics.write(record)
@@ -139,7 +139,7 @@ def test_a_long_trace_is_read_from_its_end(tmp_path):
     for i in range(3000):
         trace.record("generate", i, i + 0.5, batch_id=i)
     trace.record("score", 4000, 4001)
-    (process,) = Follower(tmp_path).look().processes
+    (process,) = RunFollower(tmp_path).look().processes
     assert (process.kind, process.t1) == ("generate", 2999.5)
 
 

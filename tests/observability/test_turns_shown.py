@@ -10,7 +10,7 @@ from helpers import synthetic
 from helpers.made import Made
 from laminar_hpc import cli
 from laminar_hpc.messages.data import VersionSpan
-from laminar_hpc.observability.trace import Span
+from laminar_hpc.observability.trace import TraceSpan
 from laminar_hpc.report import document, rundata, summary, turn_table
 from laminar_hpc.report.rundata import Consumed
 
@@ -79,8 +79,8 @@ def row_of(made: Made) -> Consumed:
     return Consumed(**values | {"id": made.trajectory_id, "consumed_step": 0, "accuracy": 1.0})
 
 
-def tool(t0: float, t1: float, waited: float = 0.0, what: str = "look") -> Span:
-    return Span("tool", t0, t1, {"trajectory_id": 7, "waited": waited, "what": what})
+def tool(t0: float, t1: float, waited: float = 0.0, what: str = "look") -> TraceSpan:
+    return TraceSpan("tool", t0, t1, {"trajectory_id": 7, "waited": waited, "what": what})
 
 
 def three_turns(**fields: object) -> Made:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from helpers.made import runs
 from laminar_hpc.messages.data import VersionSpan
 from laminar_hpc.payload.layout import (
-    Damaged,
+    DamagedResponse,
     Response,
     drawn,
     logprobs_array,
@@ -104,15 +104,15 @@ def test_any_changed_byte_is_found(data):
     changed = bytearray(packed)
     changed[place] ^= 1 << bit
     for damaged in (bytes(changed), packed[:place], packed + b"\0"):
-        with pytest.raises(Damaged):
+        with pytest.raises(DamagedResponse):
             unpack(damaged)
 
 
 def test_columns_that_do_not_belong_together_are_refused():
     """Neither lengths that differ nor token ids beyond 32 bits are written."""
     made = response(4)
-    with pytest.raises(Damaged, match="4 tokens, 3 log-probs"):
+    with pytest.raises(DamagedResponse, match="4 tokens, 3 log-probs"):
         pack(Response(0, 0, made.tokens, made.logprobs[:3], made.spans, made.mask_runs))
     for wrong in ([2**31], [0.5], [-(2**31) - 1]):
-        with pytest.raises(Damaged, match="32-bit"):
+        with pytest.raises(DamagedResponse, match="32-bit"):
             tokens_array(wrong)

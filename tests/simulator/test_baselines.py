@@ -7,12 +7,12 @@ import pytest
 
 from laminar_hpc.simulator.constants import DEFAULT
 from laminar_hpc.simulator.cost import engine_costs
-from laminar_hpc.simulator.replica import Replica
-from laminar_hpc.simulator.request import Admission, Request
+from laminar_hpc.simulator.replica import SimulatedReplica
+from laminar_hpc.simulator.request import EngineAdmission, SimulatedRequest
 from laminar_hpc.simulator.rules import PIPELINES
 from laminar_hpc.simulator.run import simulate
 from laminar_hpc.simulator.schema import SimulationConfig, WorkloadConfig
-from laminar_hpc.simulator.setup import Setup, setup
+from laminar_hpc.simulator.setup import SimulationSetup, setup
 from laminar_hpc.simulator.sweep import rules_of
 from laminar_hpc.simulator.tables import GPUS, MODELS
 
@@ -25,7 +25,7 @@ WORK = WorkloadConfig(
 )
 
 
-def small(pipeline: str, work: WorkloadConfig = WORK, **changes: object) -> Setup:
+def small(pipeline: str, work: WorkloadConfig = WORK, **changes: object) -> SimulationSetup:
     """7B on four and eight H800, eight steps."""
     gpu = GPUS["H800"]
     made = setup(
@@ -34,12 +34,12 @@ def small(pipeline: str, work: WorkloadConfig = WORK, **changes: object) -> Setu
     return dataclasses.replace(made, **changes)
 
 
-def bounded(pipeline: str, bound: float) -> Setup:
+def bounded(pipeline: str, bound: float) -> SimulationSetup:
     made = small(pipeline)
     return dataclasses.replace(made, rules=dataclasses.replace(made.rules, max_staleness=bound))
 
 
-def stale_share(made: Setup) -> float:
+def stale_share(made: SimulationSetup) -> float:
     """Share of trajectories that are trained a step late."""
     counts = simulate(made).staleness_training
     assert max(counts) <= made.rules.whole_staleness
@@ -101,10 +101,10 @@ def test_slow_replicas_hurt_barriers_more_than_drained_replicas():
 def test_a_trajectory_at_its_environment_gives_its_place_up():
     """Promise: as in a run max_concurrent counts no request that waits for its tools; it comes back behind
     those that wait for a place."""
-    engine = Replica(
-        0, engine_costs(MODELS["7B"], GPUS["H800"], 1, DEFAULT), 1e6, 4, Admission.of(4096, DEFAULT), 1
+    engine = SimulatedReplica(
+        0, engine_costs(MODELS["7B"], GPUS["H800"], 1, DEFAULT), 1e6, 4, EngineAdmission.of(4096, DEFAULT), 1
     )
-    requests = [Request(i, None, [100, 100], 50, 0) for i in range(8)]
+    requests = [SimulatedRequest(i, None, [100, 100], 50, 0) for i in range(8)]
     engine.waiting.extend(requests)
     engine.pending = 8
     engine.fill()

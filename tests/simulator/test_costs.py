@@ -13,8 +13,8 @@ from laminar_hpc.emulation.launch import prepare
 from laminar_hpc.engine.emulated.engine import EmulatedEngine
 from laminar_hpc.simulator.constants import DEFAULT
 from laminar_hpc.simulator.cost import engine_costs
-from laminar_hpc.simulator.replica import Replica
-from laminar_hpc.simulator.request import Admission, Request
+from laminar_hpc.simulator.replica import SimulatedReplica
+from laminar_hpc.simulator.request import EngineAdmission, SimulatedRequest
 from laminar_hpc.simulator.schema import WorkloadConfig
 from laminar_hpc.simulator.tables import GPUS, MODELS
 from laminar_hpc.simulator.trainer_cost import (
@@ -76,13 +76,13 @@ def test_layout_of_the_trainer(model, gpus, layout):
     assert not found or found.tensor * found.stages * found.ranks == gpus
 
 
-def replica(capacity: float, longest: int = 16384) -> Replica:
-    return Replica(
+def replica(capacity: float, longest: int = 16384) -> SimulatedReplica:
+    return SimulatedReplica(
         0,
         engine_costs(MODELS["32B"], GPUS["H800"], 4, DEFAULT),
         capacity,
         999,
-        Admission.of(longest, DEFAULT),
+        EngineAdmission.of(longest, DEFAULT),
         4,
     )
 
@@ -91,7 +91,7 @@ def test_an_engine_from_idle_keeps_seven_tenths_of_4096_tokens_per_request():
     """SGLang: each request in the batch is expected to grow by 0.7 x 4,096 tokens, the next one by all of
     4,096."""
     engine = replica(100_000)
-    engine.waiting.extend(Request(i, None, [9000], 100, 0) for i in range(99))
+    engine.waiting.extend(SimulatedRequest(i, None, [9000], 100, 0) for i in range(99))
     engine.fill()
     n = len(engine.running)
     assert n * 100 + (n - 1) * 0.7 * 4096 + 4096 <= 100_000 < (n + 1) * 100 + n * 0.7 * 4096 + 4096
@@ -100,10 +100,10 @@ def test_an_engine_from_idle_keeps_seven_tenths_of_4096_tokens_per_request():
 def test_at_the_limit_the_least_generated_goes_to_the_end_of_the_queue():
     """And the reserve becomes what the rest has generated so far, out of the longest allowed."""
     engine = replica(20_000)
-    engine.waiting.extend(Request(i, None, [9000], 100, 0) for i in range(3))
+    engine.waiting.extend(SimulatedRequest(i, None, [9000], 100, 0) for i in range(3))
     engine.fill()
     engine.advance(engine.next_time(), at_event=True)  # full: three of 6,667
-    late, queued = Request(7, None, [9000], 50, 0), Request(8, None, [9000], 100, 0)
+    late, queued = SimulatedRequest(7, None, [9000], 50, 0), SimulatedRequest(8, None, [9000], 100, 0)
     engine._admit(late)
     engine.waiting.append(queued)
     engine.make_room()
@@ -120,15 +120,15 @@ def test_at_the_limit_the_least_generated_goes_to_the_end_of_the_queue():
 def test_vllm_admits_what_fits_now_and_puts_the_newest_back_at_the_head():
     """vLLM keeps nothing free for growth; the last one admitted is preempted first and is the next to come
     back."""
-    engine = Replica(
+    engine = SimulatedReplica(
         0,
         engine_costs(MODELS["32B"], GPUS["H800"], 4, DEFAULT),
         1020,
         999,
-        Admission.of(16384, DEFAULT, "vllm"),
+        EngineAdmission.of(16384, DEFAULT, "vllm"),
         4,
     )
-    engine.waiting.extend(Request(i, None, [9000], 100, 0) for i in range(12))
+    engine.waiting.extend(SimulatedRequest(i, None, [9000], 100, 0) for i in range(12))
     engine.fill()
     assert [r.trajectory_id for r in engine.running.values()] == list(range(10))
     engine.advance(engine.next_time(), at_event=True)  # full: ten of 102

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from laminar_hpc.simulator.constants import DEFAULT
 from laminar_hpc.simulator.cost import engine_costs
 from laminar_hpc.simulator.experts import exchange_share, expert_costs, fullest
-from laminar_hpc.simulator.packs import packed, pass_seconds
 from laminar_hpc.simulator.tables import GPUS, MODELS
 from laminar_hpc.simulator.trainer_cost import (
     Layout,
@@ -19,6 +18,8 @@ from laminar_hpc.simulator.trainer_cost import (
     job_costs,
     layouts,
     logprob_seconds,
+    packed,
+    pass_seconds,
     updates_seconds,
 )
 

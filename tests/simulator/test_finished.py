@@ -16,13 +16,13 @@ from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.load import load_config
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.emulation.launch import Emulation, prepare
-from laminar_hpc.observability.trace import Span
-from laminar_hpc.report.rundata import Consumed, Launch, Run
+from laminar_hpc.observability.trace import TraceSpan
+from laminar_hpc.report.rundata import Consumed, Run, RunLaunch
 from laminar_hpc.simulator.constants import DEFAULT
 from laminar_hpc.simulator.finished import command as finished
 from laminar_hpc.simulator.finished.changes import GAIN_MIN, best_of_each, best_together, changed
 from laminar_hpc.simulator.finished.decode import (
-    LocalBatch,
+    MeasuredBatch,
     Queue,
     decode_curve,
     local_batches,
@@ -32,7 +32,7 @@ from laminar_hpc.simulator.finished.decode import (
 )
 from laminar_hpc.simulator.finished.measured import Measured, measure, measure_run
 from laminar_hpc.simulator.finished.prediction import predict
-from laminar_hpc.simulator.request import Admission
+from laminar_hpc.simulator.request import EngineAdmission
 
 PROMPT = 10
 START, STEP, TOKEN, KV = 0.5, 0.002, 0.0001, 2e-7  # seconds of the engines made up here
@@ -41,16 +41,16 @@ TRAIN_STEP, TRAIN_TOKEN, PUBLISH, RELAY, PULL = 0.4, 4e-4, 0.1, 0.05, 0.2
 
 
 def queue(max_concurrent: int = 256, kv_cache_tokens: int = 1 << 20, longest: int = 256) -> Queue:
-    return Queue(PROMPT, kv_cache_tokens, max_concurrent, Admission.of(longest, DEFAULT))
+    return Queue(PROMPT, kv_cache_tokens, max_concurrent, EngineAdmission.of(longest, DEFAULT))
 
 
-def batch_of(lengths: list[int], of: Queue, replica: int = 0) -> LocalBatch:
+def batch_of(lengths: list[int], of: Queue, replica: int = 0) -> MeasuredBatch:
     """A local batch as the engines made up here take it."""
     ends = [
         SLOWER[replica] * (START + STEP * steps + TOKEN * tokens + KV * kv)
         for steps, tokens, kv in work_before(lengths, of)
     ]
-    return LocalBatch(replica, max(ends), tuple(zip(lengths, ends, strict=True)))
+    return MeasuredBatch(replica, max(ends), tuple(zip(lengths, ends, strict=True)))
 
 
 def test_work_before_each_end():
@@ -116,7 +116,7 @@ def made_up_run(folder: Path, steps: int = 12) -> tuple[Run, RunConfig]:
     )
     config.algorithm.prompts_per_step, config.algorithm.samples_per_prompt = 8, 4
     noise, now, consumed, records, relays = random.Random(1), 100.0, [], [], []
-    spans: dict[str, list[Span]] = {"rollout0": [], "rollout1": []}
+    spans: dict[str, list[TraceSpan]] = {"rollout0": [], "rollout1": []}
     for step in range(steps):
         began = now
         lengths = [round(min(256, noise.lognormvariate(4, 0.8))) + 1 for _ in range(32)]
@@ -125,10 +125,10 @@ def made_up_run(folder: Path, steps: int = 12) -> tuple[Run, RunConfig]:
         for replica in (0, 1):
             batch = batch_of(lengths[replica * 16 :][:16], queue(), replica)
             if step:
-                spans[f"rollout{replica}"].append(Span("pull", now + RELAY, generating, {}))
+                spans[f"rollout{replica}"].append(TraceSpan("pull", now + RELAY, generating, {}))
             fields = {"trajectories": 16}
             spans[f"rollout{replica}"].append(
-                Span("generate", generating, generating + batch.seconds, fields)
+                TraceSpan("generate", generating, generating + batch.seconds, fields)
             )
             ends.append(generating + batch.seconds)
             for length, seconds in batch.ends:
@@ -169,7 +169,7 @@ def made_up_run(folder: Path, steps: int = 12) -> tuple[Run, RunConfig]:
             }
         )
         relays.append({"step": step + 1, "time": now + RELAY})
-    launch = Launch(0.0, now, None, "sync", {}, steps=records)
+    launch = RunLaunch(0.0, now, None, "sync", {}, steps=records)
     run = Run(folder, dataclasses.asdict(config), [launch], [], 0, {"relay": relays}, spans, consumed)
     return run, config
 

@@ -102,7 +102,9 @@ def test_every_model_that_is_planned_is_known_to_a_dry_run(model, tmp_path):
         "mixed", [*SMALL, f"model={model}", "pools=[{gpu: B200, count: 256}]", f"name=p{model}"]
     )
     best = next(candidates(config))
-    found = plan.Plan(plan.Planned(best, 0.0, figures={"latency_max": 1.0, "step_seconds": 1.0}), None, 1, 1)
+    found = plan.Plan(
+        plan.RatedCandidate(best, 0.0, figures={"latency_max": 1.0, "step_seconds": 1.0}), None, 1, 1
+    )
     assert "dry_run=true" in "\n".join(plan_command.write(config, found, tmp_path))
 
 

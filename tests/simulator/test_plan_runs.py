@@ -12,7 +12,7 @@ import pytest
 from helpers.runs import assert_clean
 from helpers.small_plans import SMALL, WORK
 from laminar_hpc.simulator import plan_command
-from laminar_hpc.simulator.plan import Plan, Planned, candidates, evaluate
+from laminar_hpc.simulator.plan import Plan, RatedCandidate, candidates, evaluate
 from laminar_hpc.simulator.plan_files import rollout_machines
 from laminar_hpc.simulator.settings import load_plan
 
@@ -26,7 +26,7 @@ def test_a_mixed_plan_starts_all_replicas(tmp_path):
     together to the end."""
     config = load_plan("mixed", [*WORK, POOLS, "name=kinds"])
     best = max(candidates(config), key=lambda candidate: candidate.replicas)  # on all GPUs, whatever is best
-    planned = Planned(best, 0.0, figures=evaluate(config, best))
+    planned = RatedCandidate(best, 0.0, figures=evaluate(config, best))
     plan_command.write(config, Plan(planned, None, 1, 1), tmp_path)
     machines = [n for part in rollout_machines(config, best) for n in part.processes]
     assert best.trainer_gpus == 1 and sum(machines) == best.replicas == 3 and len(machines) == 2

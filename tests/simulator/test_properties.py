@@ -8,17 +8,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.simulator import run as module
 from laminar_hpc.simulator.ahead import Appointments
 from laminar_hpc.simulator.constants import DEFAULT
 from laminar_hpc.simulator.cost import engine_costs
-from laminar_hpc.simulator.replica import Replica
-from laminar_hpc.simulator.request import Admission, Request
+from laminar_hpc.simulator.replica import SimulatedReplica
+from laminar_hpc.simulator.request import EngineAdmission, SimulatedRequest
 from laminar_hpc.simulator.rules import PIPELINES
 from laminar_hpc.simulator.run import simulate
 from laminar_hpc.simulator.schema import WorkloadConfig
-from laminar_hpc.simulator.setup import Setup, setup
+from laminar_hpc.simulator.setup import SimulationSetup, setup
 from laminar_hpc.simulator.tables import GPUS, MODELS
-from laminar_hpc.simulator.tracker import TrajectoryTracker
 from laminar_hpc.simulator.wide_area.link import Site
 from laminar_hpc.simulator.workload import Workload
 
@@ -26,7 +26,7 @@ SLOW = settings(max_examples=25, deadline=None, suppress_health_check=[HealthChe
 
 
 @st.composite
-def setups(draw, names=tuple(PIPELINES)) -> Setup:
+def setups(draw, names=tuple(PIPELINES)) -> SimulationSetup:
     """Small runs: 4 to 12 groups of 2 or 4, up to 6 replicas, tight or ample KV, with turns, failures and
     replicas in another place now and then."""
     rules = PIPELINES[draw(st.sampled_from(names))]
@@ -64,7 +64,7 @@ def setups(draw, names=tuple(PIPELINES)) -> Setup:
     return varied(draw, made, work.prompt_tokens + cap + 2 * work.turn_tokens + 1)
 
 
-def varied(draw, made: Setup, longest: int) -> Setup:
+def varied(draw, made: SimulationSetup, longest: int) -> SimulationSetup:
     """With another KV cache, admission, and replicas in another place. `longest`: tokens of a trajectory."""
     capacity = draw(st.sampled_from([longest, 3 * longest, made.engines[0].capacity]))
     engines = tuple(
@@ -87,46 +87,28 @@ def varied(draw, made: Setup, longest: int) -> Setup:
     )
 
 
-def run(made: Setup, monkeypatch: pytest.MonkeyPatch):
-    """The outcome with the replicas and the tracker as they were at the end, and every time that the clock
-    showed."""
-    seen: dict = {"times": [], "kv": 0.0}
-    from laminar_hpc.simulator import run as module
-
-    class WatchedTracker(TrajectoryTracker):
-        def __init__(self, workload):
-            super().__init__(workload)
-            seen["tracker"] = self
-
-    original = module._replicas
-
-    def replicas(setup):
-        made_replicas, shares = original(setup)
-        seen["replicas"] = made_replicas
-        return made_replicas, shares
+def run(made: SimulationSetup, patch: pytest.MonkeyPatch) -> tuple[module.Simulation, list[float]]:
+    """The simulation at its end, and every time that its clock showed. At each of them no replica exceeds its
+    KV or its places."""
+    times: list[float] = []
 
     class WatchedClock(module.Clock):
         def at(self, time, call, *arguments):
             def watched(*inner):
-                seen["times"].append(self.now)
+                times.append(self.now)
                 call(*inner)
-                for replica in seen["replicas"]:
-                    seen["kv"] = max(seen["kv"], (replica.kv + replica.parked_kv) / replica.capacity)
+                for replica in simulation.replicas:
+                    assert replica.kv + replica.parked_kv <= replica.capacity * (1 + 1e-6)
                     assert len(replica.running) <= replica.max_concurrent
-                    assert math.isclose(
-                        replica.kv,
-                        sum(q.offset + replica.steps for q in replica.running.values()),
-                        abs_tol=1e-3,
-                    )
+                    held = sum(q.offset + replica.steps for q in replica.running.values())
+                    assert math.isclose(replica.kv, held, abs_tol=1e-3)
 
             super().at(time, watched, *arguments)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(module, "TrajectoryTracker", WatchedTracker)
-        patch.setattr(module, "_replicas", replicas)
-        patch.setattr(module, "Clock", WatchedClock)
-        seen["outcome"] = module.simulate(made)
-    return seen
+    patch.setattr(module, "Clock", WatchedClock)
+    simulation = module.Simulation(made)
+    simulation.clock.run()
+    return simulation, times
 
 
 @SLOW
@@ -151,8 +133,8 @@ def test_work_kv_and_time(data):
     back. All steps end."""
     made = data.draw(setups())
     with pytest.MonkeyPatch.context() as patch:
-        seen = run(made, patch)
-    tracker, replicas, figures = seen["tracker"], seen["replicas"], seen["outcome"].figures
+        simulation, times = run(made, patch)
+    tracker, replicas, figures = simulation.tracker, simulation.replicas, simulation.outcome().figures
     unfinished = 0.0
     for group in tracker.live.values():
         for request in group.requests.values():
@@ -165,10 +147,9 @@ def test_work_kv_and_time(data):
     assert math.isclose(
         generated, tracker.finished_tokens + unfinished + tracker.discarded_tokens, rel_tol=1e-6, abs_tol=0.5
     )
-    assert seen["kv"] <= 1 + 1e-6
-    assert seen["times"] == sorted(seen["times"])
+    assert times == sorted(times)
     assert (
-        tracker.consumed_trajectories
+        sum(tracker.training_staleness.values())
         == made.steps * made.workload.prompts_per_step * made.workload.samples_per_prompt
     )
     booked = [sum(replica.seconds.values()) for replica in replicas]
@@ -211,7 +192,7 @@ def test_one_policy_per_trajectory_and_the_bound(made):
     )
 
 
-def longest_wait(made: Setup) -> float:
+def longest_wait(made: SimulationSetup) -> float:
     """Seconds of the slowest answer of an environment."""
     groups = made.workload.prompts_per_step * made.steps
     workload = Workload(made.workload, made.seed, groups)
@@ -229,14 +210,14 @@ def test_deaths_mix_no_weights(made, mtbf):
     runs on those that it began with, the bound holds, and all steps end, unless an environment answers so
     late that hardly a replica lives to hear it: then the simulation says that it is stuck."""
     engines = tuple(dataclasses.replace(kind, mtbf=mtbf) for kind in made.engines)
-    fill = Replica.fill
+    fill = SimulatedReplica.fill
 
-    def watched(self: Replica) -> None:
+    def watched(self: SimulatedReplica) -> None:
         fill(self)
         assert all(request.weight_step == self.weight_id for request in self.running.values())
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Replica, "fill", watched)
+        patch.setattr(SimulatedReplica, "fill", watched)
         try:
             figures = simulate(dataclasses.replace(made, engines=engines, trainer_mtbf=None)).figures
         except LaminarError as stuck:
@@ -304,8 +285,8 @@ def test_doubling_every_rate_halves_the_time(made, factor):
 )
 def test_time_of_steps_and_steps_in_time_are_inverse(n, kv, seconds, gpu):
     """The closed forms, across the change from compute-bound to memory-bound."""
-    replica = Replica(
-        0, engine_costs(MODELS["32B"], GPUS[gpu], 4, DEFAULT), 1e9, 999, Admission.of(16384, DEFAULT), 4
+    replica = SimulatedReplica(
+        0, engine_costs(MODELS["32B"], GPUS[gpu], 4, DEFAULT), 1e9, 999, EngineAdmission.of(16384, DEFAULT), 4
     )
     replica.running = dict.fromkeys(range(n))
     replica.kv = kv
@@ -316,9 +297,9 @@ def test_closed_form_is_the_sum_over_steps():
     """Against a loop over single decode steps with the roofline formula; the continuous time differs by half
     a step of growth."""
     costs = engine_costs(MODELS["32B"], GPUS["H800"], 4, DEFAULT)
-    replica = Replica(0, costs, 1e9, 999, Admission.of(16384, DEFAULT), 4)
+    replica = SimulatedReplica(0, costs, 1e9, 999, EngineAdmission.of(16384, DEFAULT), 4)
     for i, length in enumerate((100, 700, 1500)):
-        replica.waiting.append(Request(i, None, [length], 1000, 0))
+        replica.waiting.append(SimulatedRequest(i, None, [length], 1000, 0))
     replica.fill()
     looped, kv, lengths = replica.stall_until, 3000.0, [100, 700, 1500]
     for step in range(1500):

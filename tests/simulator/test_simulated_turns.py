@@ -13,18 +13,18 @@ import pytest
 
 from laminar_hpc import cli
 from laminar_hpc.config.schema import EnvironmentConfig
-from laminar_hpc.observability.trace import Span
+from laminar_hpc.observability.trace import TraceSpan
 from laminar_hpc.policies.deadlines import FACTOR, FEWEST, HUNG_SECONDS
 from laminar_hpc.simulator.constants import DEFAULT
 from laminar_hpc.simulator.finished.courses import Played, taken
 from laminar_hpc.simulator.finished.decode import DecodeCurve, Queue
 from laminar_hpc.simulator.finished.measured import Split
 from laminar_hpc.simulator.finished.turn_decode import replayed, turn_curve
-from laminar_hpc.simulator.request import Admission
+from laminar_hpc.simulator.request import EngineAdmission
 from laminar_hpc.simulator.rules import PIPELINES
 from laminar_hpc.simulator.run import simulate
 from laminar_hpc.simulator.schema import WorkloadConfig
-from laminar_hpc.simulator.setup import Setup, setup
+from laminar_hpc.simulator.setup import SimulationSetup, setup
 from laminar_hpc.simulator.tables import GPUS, MODELS
 from laminar_hpc.simulator.turns.course import Course, Known, Took
 from laminar_hpc.simulator.turns.environments import Environments
@@ -98,7 +98,7 @@ def test_hanging_calls_are_given_up_as_in_a_run() -> None:
     assert not factory.failed(play, young=False), "the end of a local batch waits for no new try"
 
 
-def small(known: Known, limits: EnvironmentConfig, pipeline: str = "laminar") -> Setup:
+def small(known: Known, limits: EnvironmentConfig, pipeline: str = "laminar") -> SimulationSetup:
     """Two replicas, 16 groups of 4, four steps."""
     work = WorkloadConfig(
         prompts_per_step=16,
@@ -146,7 +146,7 @@ def test_a_replica_whose_requests_only_wait_is_emptied() -> None:
 def test_a_known_curve_of_turns_is_found() -> None:
     """Promise: the curve comes out of the begins and ends of turns, whatever the others do meanwhile."""
     true = DecodeCurve(0.0, 0.002, 0.0003, 2e-7, 2e-3, 0.05)
-    of = Queue(10, 1 << 20, 256, Admission.of(4096, DEFAULT))
+    of = Queue(10, 1 << 20, 256, EngineAdmission.of(4096, DEFAULT))
     draw, batches = random.Random(0), []
     for _ in range(8):
         courses = []
@@ -168,11 +168,11 @@ def test_a_known_curve_of_turns_is_found() -> None:
 def test_what_never_returned_is_told_from_what_was_slow() -> None:
     """From a run's traces: calls and resets apart, with those that were given up and those that failed."""
     spans = [
-        Span("tool", 0.0, 2.0, {"what": "look"}),
-        Span("tool", 0.0, 30.0, {"what": "look"}),
-        Span("tool", 0.0, 5.0, {"what": "look", "failed": "hung"}),
-        Span("tool", 0.0, 1.0, {"what": "look", "failed": "failed"}),
-        Span("tool", 0.0, 0.5, {"what": "reset"}),
+        TraceSpan("tool", 0.0, 2.0, {"what": "look"}),
+        TraceSpan("tool", 0.0, 30.0, {"what": "look"}),
+        TraceSpan("tool", 0.0, 5.0, {"what": "look", "failed": "hung"}),
+        TraceSpan("tool", 0.0, 1.0, {"what": "look", "failed": "failed"}),
+        TraceSpan("tool", 0.0, 0.5, {"what": "reset"}),
     ]
     calls, resets = taken(spans, EnvironmentConfig(timeout_seconds=30.0))
     assert calls == [Took(2.0), Took(math.inf), NEVER, Took(1.0, failed=True)] and resets == [Took(0.5)]

@@ -9,11 +9,11 @@ from laminar_hpc.simulator.groups import exchange_seconds, simulate_groups
 from laminar_hpc.simulator.rules import PIPELINES
 from laminar_hpc.simulator.run import simulate
 from laminar_hpc.simulator.schema import WorkloadConfig
-from laminar_hpc.simulator.setup import Setup, setup
+from laminar_hpc.simulator.setup import SimulationSetup, setup
 from laminar_hpc.simulator.tables import GPUS, MODELS
 
 
-def made(seed: int = 0) -> Setup:
+def made(seed: int = 0) -> SimulationSetup:
     gpu = GPUS["H800"]
     work = WorkloadConfig(
         prompts_per_step=16, samples_per_prompt=4, updates_per_step=2, max_response_tokens=4000

@@ -17,8 +17,7 @@ from laminar_hpc.simulator.settings import load_plan, load_simulation
 from laminar_hpc.simulator.setup import Rollout, setup
 from laminar_hpc.simulator.sweep import point, split
 from laminar_hpc.simulator.tables import GPUS, MODELS
-from laminar_hpc.simulator.wide_area.deliveries import Deliveries
-from laminar_hpc.simulator.wide_area.link import Link, Site, chained
+from laminar_hpc.simulator.wide_area.link import Deliveries, Site, WanLink, chained
 
 SMALL = [
     "workload.prompts_per_step=32",
@@ -32,17 +31,17 @@ SMALL = [
 def test_a_link_carries_its_bandwidth_or_what_tcp_gets_through():
     """Promise: bandwidth without loss; with loss sqrt(3/2) segments per round trip and sqrt(loss), of each of
     the connections."""
-    assert Link(1e9, 0.1).rate(DEFAULT) == 1e9
-    assert Link(1e6, 0.01, 1e-4).rate(DEFAULT) == pytest.approx(1e6 * (1 - 1e-4))
+    assert WanLink(1e9, 0.1).rate(DEFAULT) == 1e9
+    assert WanLink(1e6, 0.01, 1e-4).rate(DEFAULT) == pytest.approx(1e6 * (1 - 1e-4))
     one = dataclasses.replace(DEFAULT, wan_streams=1.0)
-    slow = Link(1e9, 0.1, 0.01).rate(one)
+    slow = WanLink(1e9, 0.1, 0.01).rate(one)
     assert slow == pytest.approx(math.sqrt(1.5) * 1448 / (0.1 * 0.1))
-    assert Link(1e9, 0.1, 0.01).rate(dataclasses.replace(one, wan_streams=4.0)) == pytest.approx(4 * slow)
+    assert WanLink(1e9, 0.1, 0.01).rate(dataclasses.replace(one, wan_streams=4.0)) == pytest.approx(4 * slow)
 
 
 def test_sites_pass_weights_on_so_that_one_copy_leaves_the_trainer():
     """Promise: ten equal sites have a copy hardly later than one; a slow one holds up none that is faster."""
-    fast, slow = (Link(1e9, 0.02), 0.0), (Link(1e7, 0.2), 0.5)
+    fast, slow = (WanLink(1e9, 0.02), 0.0), (WanLink(1e7, 0.2), 0.5)
     (alone,) = chained(30e9, [fast], DEFAULT)
     ten = chained(30e9, [fast] * 10, DEFAULT)
     assert alone.seconds(99) == pytest.approx(30, rel=0.01)
@@ -98,7 +97,7 @@ def test_equal_pools_in_two_places_are_two_places():
     """Promise: each pool has its own link, also where two are alike; one without a link is beside the
     trainer."""
     gpu = GPUS["H800"]
-    far = Rollout(gpu, 4, 1, None, 0.0, Link(1e9))
+    far = Rollout(gpu, 4, 1, None, 0.0, WanLink(1e9))
     rollouts = [far, Rollout(gpu, 4, 1), far]
     settings = {"steps": 2, "warmup_steps": 1}
     made = setup(PIPELINES["laminar"], MODELS["7B"], gpu, 4, rollouts, WorkloadConfig(), DEFAULT, **settings)

@@ -11,7 +11,7 @@ import pytest
 from helpers.runs import assert_clean
 from helpers.small_plans import SMALL, WORK
 from laminar_hpc.simulator import plan_command
-from laminar_hpc.simulator.plan import Plan, Planned, candidates, evaluate
+from laminar_hpc.simulator.plan import Plan, RatedCandidate, candidates, evaluate
 from laminar_hpc.simulator.settings import load_plan
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -25,7 +25,7 @@ def planned(folder: Path) -> tuple[Path, str]:
     config = load_plan("mixed", QUESTION)
     best = max(candidates(config), key=lambda candidate: candidate.replicas)
     assert (best.trainer_gpus, best.replicas) == (1, 2)
-    found = Plan(Planned(best, 0.0, figures=evaluate(config, best)), None, 1, 1)
+    found = Plan(RatedCandidate(best, 0.0, figures=evaluate(config, best)), None, 1, 1)
     lines = plan_command.write(config, found, folder)
     submits = next(line for line in lines if line.startswith("or "))
     return folder / "experiment" / "two.yaml", submits.removeprefix("or").partition(" data.train")[0].strip()

@@ -21,7 +21,7 @@ from helpers.runs import Run, metrics
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.emulation.launch import Emulation, prepare
 from laminar_hpc.report import document, top
-from laminar_hpc.report.live import Follower
+from laminar_hpc.report.live import RunFollower
 from laminar_hpc.report.rundata import load
 
 FUNCTIONS = """
@@ -57,7 +57,7 @@ def finished(config: RunConfig) -> tuple[int | None, str]:
 
 def seen_in_top(run_dir: str) -> str:
     console = Console(width=200, record=True, file=io.StringIO())
-    console.print(top.frame(Follower(Path(run_dir)).look()))
+    console.print(top.frame(RunFollower(Path(run_dir)).look()))
     return console.export_text()
 
 

@@ -15,12 +15,12 @@ _NAME = re.compile(r"step_(\d{6,})\.parquet")
 
 
 def path_of(run_dir: Path, step: int) -> Path:
-    """Of trainer step `step`, from 1, whether it is there or not."""
+    """Where the file of trainer step `step`, from 1, is or would be."""
     return run_dir / FOLDER / f"step_{step:06d}.parquet"
 
 
 def steps(run_dir: Path) -> list[int]:
-    """Those that are there, ascending."""
+    """The steps that have a file, ascending."""
     folder = run_dir / FOLDER
     names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
     return sorted(int(found[1]) for found in map(_NAME.fullmatch, names) if found)
@@ -28,7 +28,7 @@ def steps(run_dir: Path) -> list[int]:
 
 def write(run_dir: Path, step: int, parts: Iterable[list[Whole]]) -> FileSum:
     """The sum of the step's file, which replaces one that may be there; `parts` are written one after the
-    other. Raises OSError and layout.Damaged, and then there is no such file."""
+    other. Raises OSError and layout.DamagedResponse, and then there is no such file."""
     from laminar_hpc.archive import table
 
     path = path_of(run_dir, step)
@@ -47,7 +47,7 @@ def write(run_dir: Path, step: int, parts: Iterable[list[Whole]]) -> FileSum:
 
 
 def read(path: Path, only: Container[int] | None = None) -> Iterator[Whole]:
-    """As table.read."""
+    """Reads as `table.read` does."""
     from laminar_hpc.archive import table
 
     return table.read(path, only)

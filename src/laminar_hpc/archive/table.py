@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from laminar_hpc.messages.data import Trajectory, VersionSpan
-from laminar_hpc.payload.layout import Damaged, Response
+from laminar_hpc.payload.layout import DamagedResponse, Response
 from laminar_hpc.payload.whole import Whole
 
 _TOKENS = pa.list_(pa.int32())
@@ -50,16 +50,16 @@ _RECORD = [name for name in SCHEMA.names if name in Trajectory.__struct_fields__
 
 @contextmanager
 def _pyarrow_errors() -> Iterator[None]:
-    """Are Damaged outside of this file."""
+    """Turns errors of pyarrow into DamagedResponse, the only one that others know."""
     try:
         yield
     except pa.ArrowException as error:
-        raise Damaged(str(error)) from None
+        raise DamagedResponse(str(error)) from None
 
 
 @_pyarrow_errors()
 def batch_of(step: int | None, wholes: Sequence[Whole]) -> pa.RecordBatch:
-    """`step`: that trained them, from 1. Raises Damaged for what no columns can be made of."""
+    """`step`: that trained them, from 1. Raises DamagedResponse for what no columns can be made of."""
     records = [whole.record for whole in wholes]
     columns: dict[str, object] = {name: [getattr(record, name) for record in records] for name in _RECORD}
     columns["step"] = [step] * len(records)
@@ -73,11 +73,9 @@ def batch_of(step: int | None, wholes: Sequence[Whole]) -> pa.RecordBatch:
         [{"weight_id": span.weight_id, "start": span.start, "end": span.end} for span in whole.response.spans]
         for whole in wholes
     ]
-    return pa.RecordBatch.from_arrays([_array(columns[f.name], f.type) for f in SCHEMA], schema=SCHEMA)
-
-
-def _array(values: object, kind: pa.DataType) -> pa.Array:
-    return values if isinstance(values, pa.Array) else pa.array(values, kind)
+    given = ((columns[f.name], f.type) for f in SCHEMA)
+    arrays = [column if isinstance(column, pa.Array) else pa.array(column, kind) for column, kind in given]
+    return pa.RecordBatch.from_arrays(arrays, schema=SCHEMA)
 
 
 def _lists(rows: Sequence[np.ndarray], dtype: type) -> pa.Array:
@@ -88,7 +86,7 @@ def _lists(rows: Sequence[np.ndarray], dtype: type) -> pa.Array:
 
 @contextmanager
 def writer(path: Path, schema: pa.Schema = SCHEMA) -> Iterator[pq.ParquetWriter]:
-    """Of a file with these columns. Raises OSError, and Damaged for rows that it cannot hold."""
+    """Of a file with these columns. Raises OSError, and DamagedResponse for rows that it cannot hold."""
     by_byte = {f"{name}.list.element": "BYTE_STREAM_SPLIT" for name in _BY_BYTE}
     others = [name for name in schema.names if name not in (*_BY_BYTE, "logprobs")]
     with (
@@ -107,11 +105,11 @@ def writer(path: Path, schema: pa.Schema = SCHEMA) -> Iterator[pq.ParquetWriter]
 
 
 def read(path: Path, only: Container[int] | None = None) -> Iterator[Whole]:
-    """Row by row, without places; `only`: trajectories with these ids. Raises OSError, and Damaged for what
-    is no such file."""
+    """Row by row, without places; `only`: trajectories with these ids. Raises OSError, and DamagedResponse
+    for what is no such file."""
     with _pyarrow_errors(), pq.ParquetFile(path) as file:
         if not file.schema_arrow.equals(SCHEMA):
-            raise Damaged("it has other columns than a file of the archive")
+            raise DamagedResponse("it has other columns than a file of the archive")
         for group in range(file.num_row_groups):
             if only is not None:
                 [ids] = file.read_row_group(group, ["trajectory_id"]).to_pydict().values()
@@ -137,7 +135,7 @@ def _rows(batch: pa.RecordBatch) -> Iterator[Whole]:
         step, staleness = row.pop("step"), row.pop("staleness")
         if step is not None and staleness != step - 1 - row["weight_step"]:
             text = f"trajectory {row['trajectory_id']} of weight step {row['weight_step']}"
-            raise Damaged(f"{text} has staleness {staleness} at step {step}")
+            raise DamagedResponse(f"{text} has staleness {staleness} at step {step}")
         known: dict[str, Any] = {
             "length": len(tokens),
             "trained": response.trained,

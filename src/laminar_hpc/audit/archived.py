@@ -8,7 +8,7 @@ from laminar_hpc.cluster import durable
 from laminar_hpc.cluster.durable import FileSum
 from laminar_hpc.controller.old_steps import digest_sum
 from laminar_hpc.messages.data import Trajectory
-from laminar_hpc.payload.layout import Damaged, pack, packed_digest
+from laminar_hpc.payload.layout import DamagedResponse, pack, packed_digest
 from laminar_hpc.policies.retention import RULE, kept
 
 
@@ -56,7 +56,7 @@ def _of_step(
                 yield f"trajectory {i}: {path.name} does not have its tokens or log-probs"
             else:
                 yield _differs(path.name, whole.record, rows[i].record()) if i in rows else None
-    except (OSError, Damaged) as error:
+    except (OSError, DamagedResponse) as error:
         if path.exists():  # else a live run has just removed it
             yield f"step {step}: {path.name} cannot be read ({error})"
         return
@@ -67,7 +67,7 @@ def _of_step(
 
 
 def _differs(name: str, archived: Trajectory, stored: Trajectory | None) -> str | None:
-    """In one of the columns that both have."""
+    """Says in which of the columns that both have the two records differ."""
     if archived == stored:
         return None
     fields = [f for f in archived.__struct_fields__ if getattr(archived, f) != getattr(stored, f, None)]

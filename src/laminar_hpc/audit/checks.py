@@ -15,7 +15,7 @@ SHOWN = 10  # culprits of one check
 
 
 @dataclass
-class Finding:
+class CheckResult:
     """What one check has found: of `looked_at` things, `wrong` are culprits, the first of which are named."""
 
     name: str
@@ -23,7 +23,7 @@ class Finding:
     wrong: int = 0
     culprits: list[str] = field(default_factory=list)
 
-    def take(self, lines: Iterable[str | None]) -> "Finding":
+    def take(self, lines: Iterable[str | None]) -> "CheckResult":
         """A line for a culprit, None for a thing that is as it should be."""
         for line in _all(lines):
             self.looked_at += 1
@@ -66,14 +66,11 @@ CHECKS: dict[str, Check] = {
 }
 
 
-def audit(records: Records) -> list[Finding]:
+def audit(records: Records) -> list[CheckResult]:
     """All checks, in the order in which they are shown."""
-    findings = [Finding("the store can be read").take([_store_damage(records)])]
-    findings.append(Finding("steps follow on each other").take(steps.steps_follow(records)))
+    damage = None if records.is_replay else records.damage or None
+    findings = [CheckResult("the store can be read").take([damage])]
+    findings.append(CheckResult("steps follow on each other").take(steps.steps_follow(records)))
     if records.store is not None:
-        findings += [Finding(name).take(check(records, records.store)) for name, check in CHECKS.items()]
+        findings += [CheckResult(name).take(check(records, records.store)) for name, check in CHECKS.items()]
     return findings
-
-
-def _store_damage(records: Records) -> str | None:
-    return None if records.is_replay else records.damage or None

@@ -2,16 +2,16 @@
 1 = culprits, 2 = no run."""
 
 import json
-import os
 from argparse import Namespace
 from collections import Counter
 from pathlib import Path
 
-from laminar_hpc.audit.checks import Finding, audit
+from laminar_hpc.audit.checks import CheckResult, audit
 from laminar_hpc.audit.records import Records, read
 from laminar_hpc.audit.sealed import not_proven
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.controller.old_steps import GIVEN_UP
+from laminar_hpc.report.run_files import write_whole
 
 # state in the store -> what it means for the run
 _MEANINGS = {
@@ -35,7 +35,7 @@ def main(options: Namespace) -> int:
     return int(not summary["clean"])
 
 
-def _summary(records: Records, findings: list[Finding]) -> dict:
+def _summary(records: Records, findings: list[CheckResult]) -> dict:
     """What --json writes."""
     store = records.store
     states = Counter(t.state for t in store.trajectories) if store else Counter[str]()
@@ -65,7 +65,7 @@ def _summary(records: Records, findings: list[Finding]) -> dict:
     }
 
 
-def _lines(summary: dict, findings: list[Finding]) -> list[str]:
+def _lines(summary: dict, findings: list[CheckResult]) -> list[str]:
     newest = summary["newest_checkpoint"]
     head = (
         f"{Path(summary['run_dir']).resolve().name}  step {summary['steps']}  "
@@ -90,9 +90,7 @@ def _lines(summary: dict, findings: list[Finding]) -> list[str]:
 
 
 def _write(path: Path, summary: dict) -> None:
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        partial.write_text(json.dumps(summary, indent=2) + "\n")
-        partial.replace(path)
+        write_whole(path, json.dumps(summary, indent=2) + "\n")
     except OSError as error:
         raise LaminarError(f"--json {path} cannot be written ({error.strerror}); name another file") from None

@@ -6,7 +6,8 @@ from laminar_hpc.audit.records import Records, StoreRecords
 
 
 def weight_ids_rise(_: Records, store: StoreRecords) -> Iterator[str | None]:
-    """Over restore epochs; not in time, as a clock may be set back, or another machine's be behind."""
+    """Ids rise with restore epochs. Time is no measure: a clock may be set back, another machine's be
+    behind."""
     epoch = 0
     for weights in store.weights:
         if weights.restore_epoch < epoch:
@@ -41,7 +42,7 @@ def weight_ids_are_known(records: Records, store: StoreRecords) -> Iterator[str 
 
 
 def one_policy(records: Records, store: StoreRecords) -> Iterator[str | None]:
-    """Of each trajectory, unless a launch had a pipeline that mixes policies."""
+    """One policy drew each trajectory, unless a launch had a pipeline that mixes policies."""
     pipelines = {launch.refresh for launch in records.launches}
     if None in pipelines:
         pipelines.add((records.config.get("pipeline") or {}).get("refresh"))

@@ -7,7 +7,7 @@ import sqlite3
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -25,6 +25,7 @@ from laminar_hpc.payload.reader import read as read_payloads
 from laminar_hpc.report.run_files import config_of, metrics_of
 
 _AT_ONCE = 256  # responses that are read together
+Row = TypeVar("Row", bound=msgspec.Struct)
 
 
 class GroupRow(msgspec.Struct):
@@ -107,7 +108,7 @@ class WeightsRow(msgspec.Struct):
 
 
 @dataclass
-class Launch:
+class TrainerLaunch:
     """One start of the trainers from a checkpoint, and the steps that it reported. `restored`: 0 where there
     was no checkpoint."""
 
@@ -177,7 +178,7 @@ class Records:
 
     run_dir: Path
     config: dict
-    launches: list[Launch]
+    launches: list[TrainerLaunch]
     events: dict[str, list[dict]]
     checkpoints: dict[int, dict | None]  # step -> its state.json
     store: StoreRecords | None
@@ -234,19 +235,19 @@ def read(run_dir: Path) -> Iterator[Records]:
         yield records
 
 
-def _metrics(path: Path) -> tuple[list[Launch], dict[str, list[dict]]]:
-    launches: list[Launch] = []
+def _metrics(path: Path) -> tuple[list[TrainerLaunch], dict[str, list[dict]]]:
+    launches: list[TrainerLaunch] = []
     events: dict[str, list[dict]] = {}
     for record in jsonl.read(path):
         kind = str(record.get("kind"))
         if kind in ("start", "restored") or not launches:
             restored = max(0, record.get("restored_step") or 0)
-            before = launches[-1] if launches else Launch(0, None, {}, None)
+            before = launches[-1] if launches else TrainerLaunch(0, None, {}, None)
             derived = record.get("derived") or before.derived
             size = derived.get("trajectories_per_step", before.trajectories_per_step)
             if kind == "restored" and launches and not launches[-1].steps:
                 launches.pop()
-            launches.append(Launch(restored, size, derived, record.get("refresh", before.refresh)))
+            launches.append(TrainerLaunch(restored, size, derived, record.get("refresh", before.refresh)))
         if kind == "step":
             launches[-1].steps.append(record)
         else:
@@ -266,23 +267,21 @@ def _state(run_dir: Path, step: int) -> dict | None:
 def _store(connection: sqlite3.Connection, run_dir: Path, store_dir: str | None) -> StoreRecords:
     """All but the responses, which follow from the same snapshot."""
     connection.execute("BEGIN")
-    rows = connection.execute(
+    trajectories = _rows(
+        connection,
+        TrajectoryRow,
         "SELECT trajectories.*, score IS NOT NULL AS scored, trajectory_id IS NOT NULL AS stored "
-        "FROM trajectories LEFT JOIN responses ON trajectory_id = id ORDER BY id"
+        "FROM trajectories LEFT JOIN responses ON trajectory_id = id ORDER BY id",
     )
-    trajectories = [msgspec.convert(row, TrajectoryRow) for row in _named(rows)]
     columns = "id, state, weight_step, finish_order, consumed_step, reason"
-    groups = connection.execute(f"SELECT {columns} FROM groups ORDER BY id")
-    weights = connection.execute("SELECT id, restore_epoch, step FROM weights ORDER BY id")
-    old_steps = connection.execute(
-        "SELECT consumed_step, trajectories, tokens, id_sum, digest_sum FROM old_steps"
-    )
+    groups = _rows(connection, GroupRow, f"SELECT {columns} FROM groups ORDER BY id")
+    old_steps = "SELECT consumed_step, trajectories, tokens, id_sum, digest_sum FROM old_steps"
     return StoreRecords(
         dict(connection.execute("SELECT key, value FROM meta")),
-        [msgspec.convert(row, WeightsRow) for row in _named(weights)],
-        {row["id"]: msgspec.convert(row, GroupRow) for row in _named(groups)},
+        _rows(connection, WeightsRow, "SELECT id, restore_epoch, step FROM weights ORDER BY id"),
+        {group.id: group for group in groups},
         trajectories,
-        {row["consumed_step"]: msgspec.convert(row, OldStep) for row in _named(old_steps)},
+        {old.consumed_step: old for old in _rows(connection, OldStep, old_steps)},
         connection,
         run_dir,
         store_dir,
@@ -298,6 +297,7 @@ def _seals(connection: sqlite3.Connection) -> dict[tuple[str, int], int | str]:
     return {(kind, a): digest for kind, a, digest in rows}
 
 
-def _named(cursor: sqlite3.Cursor) -> Iterator[dict]:
+def _rows(connection: sqlite3.Connection, kind: type[Row], sql: str) -> list[Row]:
+    cursor = connection.execute(sql)
     names = [column[0] for column in cursor.description]
-    return (dict(zip(names, row, strict=True)) for row in cursor)
+    return [msgspec.convert(dict(zip(names, row, strict=True)), kind) for row in cursor]

@@ -65,7 +65,7 @@ def _checkpoint_damage(records: Records, step: int, state: dict | None) -> str |
 
 
 def _signature_damage(run_dir: Path, checkpoint: Path) -> str:
-    """Nothing can be said without the key."""
+    """Says what is wrong with the signature; without the key nothing can be said."""
     try:
         config = read_config(run_dir / "config.yaml")
         return objection(config, run_dir, checkpoint) if read_key(key_path(config, run_dir)) else ""

@@ -16,6 +16,8 @@ _STATES = {
     "given_up": (True, True, {"given_up"}),
 }
 
+MISSING_AT_ONCE = 1000  # ids in a row, of which each has a line of its own
+
 
 def all_on_record(_: Records, store: StoreRecords) -> Iterator[str | None]:
     """Ids are given in a row, and none is missing: also not from the sums over old steps."""
@@ -26,17 +28,21 @@ def all_on_record(_: Records, store: StoreRecords) -> Iterator[str | None]:
         ("group", list(store.groups)),
         ("weight id", [w.id for w in store.weights]),
     ):
-        present = set(ids)
-        yield from (
-            None if i in present else f"{kind} {i}: not in the store" for i in range(max(ids, default=-1) + 1)
-        )
+        expected = 0
+        for i in sorted(ids):
+            if i - expected > MISSING_AT_ONCE:
+                yield f"{kind} {expected} to {i - 1}: not in the store"
+            else:
+                yield from (f"{kind} {lost}: not in the store" for lost in range(expected, i))
+            yield None
+            expected = max(expected, i + 1)
     drawn = int(store.meta.get("prompts_drawn", 0))
     wrong = drawn != len(store.groups)
     yield f"{drawn} prompts were drawn, {len(store.groups)} groups are there" if wrong else None
 
 
 def _sums_wrong(store: StoreRecords) -> str | None:
-    """Number and sum of all ids, which are those from 0 to the next one."""
+    """Compares number and sum of all ids with those of a row from 0 to the next id."""
     old, ids = store.old_steps.values(), {t.id for t in store.trajectories}
     count = len(ids) + sum(step.trajectories for step in old)
     total = sum(ids) + sum(step.id_sum for step in old)
@@ -89,7 +95,7 @@ def scores_agree(_: Records, store: StoreRecords) -> Iterator[str | None]:
 
 
 def groups_agree(records: Records, store: StoreRecords) -> Iterator[str | None]:
-    """With their trajectories, in state, step and number."""
+    """Groups agree with their trajectories in state, step and number."""
     members: dict[int, list[TrajectoryRow]] = defaultdict(list)
     for t in store.trajectories:
         members[t.group_id].append(t)
@@ -148,13 +154,12 @@ def finished_in_one_order(_: Records, store: StoreRecords) -> Iterator[str | Non
         if group.state in ("finished", "consumed"):
             order = group.finish_order
             other = seen.setdefault(order, group.id) if order else group.id
-            yield (
-                f"group {group.id}: {group.state} without a place in the order of finishing"
-                if not order
-                else None
-                if other == group.id
-                else f"groups {other} and {group.id}: both finished as number {order}"
-            )
+            if not order:
+                yield f"group {group.id}: {group.state} without a place in the order of finishing"
+            elif other != group.id:
+                yield f"groups {other} and {group.id}: both finished as number {order}"
+            else:
+                yield None
     count = int(store.meta.get("groups_finished", 0))
     wrong = count < max(seen, default=0)  # the last one may have lost a response since
     yield f"{count} groups were finished, the last as number {max(seen, default=0)}" if wrong else None

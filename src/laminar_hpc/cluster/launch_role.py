@@ -102,7 +102,7 @@ def main(arguments: list[str]) -> int:
         return 2
 
     def stop_run(_: str) -> None:
-        cli.stop([str(run_dir)])
+        cli.run(["stop", str(run_dir)])
 
     agent = Agent(run_dir, groups, one_terminal=several, ask=stop_run if several else None)
     on_stop_signals(agent.on_signal)

@@ -27,7 +27,7 @@ from laminar_hpc.controller.gone_writers import GoneWriters
 from laminar_hpc.controller.shared import Shared
 from laminar_hpc.controller.store import Store
 from laminar_hpc.observability.console import line
-from laminar_hpc.payload.layout import Damaged
+from laminar_hpc.payload.layout import DamagedResponse
 from laminar_hpc.payload.writer import PayloadWriter
 
 log = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ class Archiving:
     def _take(self, job: "Future[Archived]") -> None:
         try:
             done = job.result()
-        except (OSError, LaminarError, sqlite3.Error, Damaged) as error:
+        except (OSError, LaminarError, sqlite3.Error, DamagedResponse) as error:
             self._not_before = time.monotonic() + _AGAIN_SECONDS
             text = f"step {self._done + 1} could not be archived, and its responses stay: {error}"
             self._shared.say(line("warning", text))

@@ -10,7 +10,7 @@ from laminar_hpc.archive import files
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.messages.data import Place
 from laminar_hpc.messages.training import BatchGroup
-from laminar_hpc.payload.layout import Damaged, pack, packed_digest
+from laminar_hpc.payload.layout import DamagedResponse, pack, packed_digest
 from laminar_hpc.payload.whole import Whole
 from laminar_hpc.payload.writer import PayloadWriter
 
@@ -43,9 +43,9 @@ def _packed(path: Path) -> Iterator[tuple[Whole, bytes]]:
         for whole in files.read(path):
             record = pack(whole.response)
             if packed_digest(record) != whole.record.digest:
-                raise Damaged(f"trajectory {whole.record.trajectory_id} does not have its digest")
+                raise DamagedResponse(f"trajectory {whole.record.trajectory_id} does not have its digest")
             yield whole, record
-    except (OSError, Damaged) as error:
+    except (OSError, DamagedResponse) as error:
         raise LaminarError(f"{path} cannot be read ({error}); bring it back from a copy") from None
 
 

@@ -6,7 +6,7 @@ import time
 
 from laminar_hpc.controller.loop import Controller
 from laminar_hpc.controller.members import Member
-from laminar_hpc.observability.status import Queues, Rank, Status
+from laminar_hpc.observability.status import Queues, RankStatus, Status
 
 
 def status(controller: Controller) -> Status:
@@ -37,7 +37,7 @@ def status(controller: Controller) -> Status:
     )
 
 
-def _rank(c: Controller, member: Member) -> Rank:
+def _rank(c: Controller, member: Member) -> RankStatus:
     hello, weight_id, report = member.hello, None, None
     if hello.role == "rollout":
         row = c.replicas.at(hello.index)
@@ -47,7 +47,7 @@ def _rank(c: Controller, member: Member) -> Rank:
         weight_id = newest.weight_id if newest else None
     else:
         weight_id = c.weights.newest_issued
-    return Rank(
+    return RankStatus(
         hello.role,
         hello.index,
         hello.pid,

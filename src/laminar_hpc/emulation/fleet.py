@@ -9,6 +9,7 @@ import logging
 import os
 import uuid
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from laminar_hpc.cluster.channel import Channel
@@ -23,8 +24,6 @@ from laminar_hpc.observability.trace import Trace
 from laminar_hpc.rollout.worker import RolloutWorker
 
 logger = logging.getLogger(__name__)
-
-
 NewWorker = Callable[[RoleContext, RewardPool], RolloutWorker]
 
 
@@ -33,23 +32,21 @@ def new_worker(context: RoleContext, pool: RewardPool) -> RolloutWorker:
     return RolloutWorker(context, engine_factory(context.config, context.index, context.run_dir), pool)
 
 
-class Replica:
+@dataclass
+class EmulatedReplica:
     """One worker of the fleet and its line to the controller. With `index` UNNUMBERED the controller numbers
     it."""
 
-    def __init__(
-        self, config: RunConfig, index: int, pool: RewardPool, new_worker: NewWorker = new_worker
-    ) -> None:
-        self.config, self.index, self.pool, self._new_worker = config, index, pool, new_worker
-        self.worker: RolloutWorker | None = None
+    config: RunConfig
+    index: int
+    pool: RewardPool
+    new_worker: NewWorker = new_worker
+    worker: RolloutWorker | None = None
 
     async def run(self) -> None:
-        """Until the controller says Stop, or the replica cannot go on: then the controller is told."""
-        config, run_dir, machine = (
-            self.config,
-            Path(self.config.run_dir),
-            machine_name(self.config.relay.shm_dir),
-        )
+        """Runs until the controller says Stop. A replica that cannot go on tells the controller."""
+        config, run_dir = self.config, Path(self.config.run_dir)
+        machine = machine_name(config.relay.shm_dir)
         hello = Hello("rollout", self.index, uuid.uuid4().hex[:8], os.getpid(), machine)
         join, heartbeat = config.cluster.join_timeout_seconds, config.cluster.heartbeat_timeout_seconds
         channel = await asyncio.to_thread(Channel, run_dir, hello, join, heartbeat)
@@ -59,7 +56,7 @@ class Replica:
             context = RoleContext(
                 config, "rollout", self.index, machine, run_dir, channel, channel.welcome, trace
             )
-            self.worker = self._new_worker(context, self.pool)
+            self.worker = self.new_worker(context, self.pool)
             await self.worker.run()
             goodbye = True
         except Exception as error:
@@ -73,10 +70,12 @@ class Replica:
 
 
 async def run(config: RunConfig, first: int, count: int) -> None:
-    """Replicas first ... first + count - 1, until the last one has left."""
+    """Runs replicas first ... first + count - 1 until the last one has left."""
     pool = RewardPool(config.reward, config.data.prompt_field)
     await pool.start()
     try:
-        await asyncio.gather(*(Replica(config, index, pool).run() for index in range(first, first + count)))
+        await asyncio.gather(
+            *(EmulatedReplica(config, index, pool).run() for index in range(first, first + count))
+        )
     finally:
         await pool.close()

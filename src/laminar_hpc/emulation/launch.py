@@ -50,7 +50,8 @@ class Emulation:
         per_process: int,
         kinds: Sequence[tuple[RunConfig, int]] = (),
     ) -> None:
-        self.config, self.run_dir = config, Path(config.run_dir)
+        self.config = config
+        self.run_dir = Path(config.run_dir)
         self.run_dir.mkdir(parents=True, exist_ok=True)
         (self.run_dir / "config.yaml").write_text(dump_config(config))
         self.log = open(self.run_dir.with_suffix(".log"), "ab")  # noqa: SIM115 (closed by `stop`)

@@ -43,7 +43,7 @@ A = TypeVar("A", bound=Message)
 
 
 def join(config: RunConfig, role: str) -> Channel:
-    """As number 0 of its role."""
+    """Joins the run as number 0 of its role."""
     hello = Hello(role, 0, uuid.uuid4().hex[:8], os.getpid(), machine_name(config.relay.shm_dir))
     return Channel(
         Path(config.run_dir),
@@ -54,7 +54,7 @@ def join(config: RunConfig, role: str) -> Channel:
 
 
 def relay(config: RunConfig, handed: "queue.SimpleQueue[WeightId]") -> None:
-    """Until the controller says Stop."""
+    """Writes slots until the controller says Stop."""
     channel = join(config, "relay")
     tensors, data = weights_file(Path(config.model.path))
     writer = SlotWriter(
@@ -82,7 +82,7 @@ def relay(config: RunConfig, handed: "queue.SimpleQueue[WeightId]") -> None:
 
 
 def trainer(config: RunConfig, seconds_per_token: float, handed: "queue.SimpleQueue[WeightId]") -> None:
-    """All steps; `seconds_per_token` emulated seconds for each token of a batch."""
+    """Trains all steps; each token of a batch takes `seconds_per_token` emulated seconds."""
     channel = join(config, "trainer")
     channel.send(Restored(None))
     channel.request(Ping(), EpochProposed, timeout=_WAIT, what="the first epoch")
@@ -96,7 +96,7 @@ def train(
     seconds_per_token: float,
     handed: "queue.SimpleQueue[WeightId]",
 ) -> None:
-    """From step `step` to the end of the run."""
+    """Trains from step `step` to the end of the run."""
     try:
         _publish(channel, step, handed)
         while step < config.steps:
@@ -137,7 +137,7 @@ def train(
 
 
 def _answer(channel: Channel, wanted: type[A]) -> A | None:
-    """None when the run is to end here."""
+    """The controller's answer; None when the run is to end here."""
     deadline = time.monotonic() + _WAIT
     while time.monotonic() < deadline:
         heard = channel.wait(wanted, Leave, NotYet, timeout=1.0)
@@ -158,7 +158,7 @@ def _publish(channel: Channel, step: int, handed: "queue.SimpleQueue[WeightId]")
 
 
 def run(config: RunConfig, seconds_per_token: float) -> None:
-    """Both, each in a thread, until the run is over."""
+    """Runs both stand-ins, each in a thread, until the run is over."""
     handed: queue.SimpleQueue[WeightId] = queue.SimpleQueue()
     threads = [
         threading.Thread(target=relay, args=(config, handed)),

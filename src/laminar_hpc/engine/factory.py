@@ -1,9 +1,16 @@
 """Which engine a replica has: the one place that knows all kinds."""
 
+import pkgutil
 from pathlib import Path
 
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.engine.interface import Engine, EngineFactory
+
+# By name: the emulated engine stands on the simulator, above this room. Neither is loaded before it is used.
+_ENGINES = {
+    "sglang": "laminar_hpc.engine.sglang.server:SglangServer",
+    "emulated": "laminar_hpc.engine.emulated.engine:EmulatedEngine",
+}
 
 
 def engine_factory(config: RunConfig, index: int, run_dir: Path) -> EngineFactory:
@@ -11,12 +18,7 @@ def engine_factory(config: RunConfig, index: int, run_dir: Path) -> EngineFactor
     worker is built."""
 
     def new_engine() -> Engine:
-        if config.rollout.engine == "emulated":
-            from laminar_hpc.engine.emulated.engine import EmulatedEngine
-
-            return EmulatedEngine(config, index, run_dir)
-        from laminar_hpc.engine.sglang.server import SglangServer
-
-        return SglangServer(config, index, run_dir)
+        engine: Engine = pkgutil.resolve_name(_ENGINES[config.rollout.engine])(config, index, run_dir)
+        return engine
 
     return new_engine

@@ -19,7 +19,7 @@ from laminar_hpc.controller.read_only import connect_read_only
 from laminar_hpc.controller.store_copy import readable_store
 from laminar_hpc.controller.store_layout import has_tables
 from laminar_hpc.export import rows
-from laminar_hpc.payload.layout import Damaged
+from laminar_hpc.payload.layout import DamagedResponse
 from laminar_hpc.report.run_files import config_of, metrics_of
 
 _STEPS = re.compile(r"(\d*):(\d*)|(\d+)")
@@ -44,7 +44,7 @@ def main(options: Namespace) -> int:
         raise Refused([f"--out {target} exists; name another file"])
     try:
         count = _export(run_dir, config, kind, Path(target), first, last)
-    except (sqlite3.Error, Damaged) as error:
+    except (sqlite3.Error, DamagedResponse) as error:
         raise LaminarError(f"{run_dir} cannot be read ({error}); look at it with laminar audit") from None
     print(f"{target}: {count:,} trajectories")
     return 0
@@ -70,7 +70,7 @@ def _export(run_dir: Path, config: dict, kind: str, target: Path, first: int, la
 
 
 def _steps(words: str) -> tuple[int, int | None]:
-    """First and last step; None: to the end."""
+    """The first and the last step; None means to the end."""
     found = _STEPS.fullmatch(words)
     if not found:
         raise Refused([f"--steps {words}: write A:B, the first step and the last, as --steps 1:20"])
@@ -101,7 +101,7 @@ def _texts(config: dict) -> Callable[[pa.RecordBatch], pa.RecordBatch]:
 
 @contextmanager
 def _complete(target: Path) -> Iterator[Path]:
-    """A file beside it, which gets the name when nothing failed."""
+    """Gives a file beside the target, which gets the target's name when nothing failed."""
     beside = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         yield beside

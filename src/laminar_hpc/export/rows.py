@@ -10,7 +10,7 @@ from pathlib import Path
 from laminar_hpc.archive import files
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.controller.stored import stored_groups
-from laminar_hpc.payload.layout import Damaged
+from laminar_hpc.payload.layout import DamagedResponse
 from laminar_hpc.payload.whole import Whole, wholes
 
 _AT_ONCE = 16  # groups that are read together
@@ -36,7 +36,7 @@ def parts(db: sqlite3.Connection, run_dir: Path, first: int, last: int | None) -
 
 
 def lost(db: sqlite3.Connection, run_dir: Path, first: int, last: int | None) -> list[int]:
-    """Steps of these that have trained something and are not kept any more."""
+    """The steps in this range that trained something and are not kept any more."""
     archived, present = _archived_steps(db), set(files.steps(run_dir))
     end = archived if last is None else min(last, archived)
     return [step for step in range(max(1, first), end + 1) if step not in present]
@@ -72,7 +72,7 @@ def _archived(run_dir: Path, step: int) -> Iterator[list[Whole]]:
             yield part
     except FileNotFoundError:
         return
-    except (OSError, Damaged) as error:
+    except (OSError, DamagedResponse) as error:
         raise LaminarError(f"{path} cannot be read ({error}); look at it with laminar audit") from None
 
 

@@ -15,7 +15,7 @@ class Durations(NamedTuple):
 
 
 def read_durations(run_dir: Path) -> Durations:
-    """Empty where nothing was measured yet."""
+    """The durations so far; empty before anything was measured."""
     steps, saves, is_first = list[float](), list[float](), True
     for record in jsonl.read(run_dir / "metrics.jsonl", "start", "step", "checkpoint"):
         seconds = record.get("seconds")

@@ -36,7 +36,8 @@ class Appender:
         """`seals`: each line gets a digest of the rest of it as its last field, see `seals`."""
         self._seals = seals
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._path, self._renewed = path, renewed
+        self._path = path
+        self._renewed = renewed
         self._lock = threading.Lock()
         self._file = io.FileIO(path, "a")
         self._torn = self._file.tell() > 0 and not _ends_with_newline(path)

@@ -30,24 +30,8 @@ LABELS = {
     "logprob_mismatch": ("replica",),
 }
 NOT_CURVES = frozenset(
-    {
-        "start",
-        "end",
-        "restart",
-        "reward_error",
-        "refused",
-        "given_up",
-        "lost",
-        "regranted",
-        "reattached",
-        "controller_back",
-        "scored_elsewhere",
-        "leaving",
-        "engine_hung",
-        "move",
-        "move_off",
-        "repack",
-    }
+    "start end restart reward_error refused given_up lost regranted reattached controller_back "
+    "scored_elsewhere leaving engine_hung move move_off repack".split()
 )
 TENSORBOARD_FLUSH_SECONDS = 5
 _LINES = 100_000  # that wait for a disk which takes none
@@ -65,8 +49,11 @@ class MetricsWriter:
         assure: Callable[[], None] = lambda: None,
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
-        self._run_dir, self._mirror, self._assure = Path(run_dir), mirror, assure
-        self._say, self._path = say, self._run_dir / "metrics.jsonl"
+        self._run_dir = Path(run_dir)
+        self._mirror = mirror
+        self._assure = assure
+        self._say = say
+        self._path = self._run_dir / "metrics.jsonl"
         self._file = jsonl.Appender(
             self._path, lambda: self._warn("was removed: it is made again, with all its lines"), seals=True
         )
@@ -109,7 +96,7 @@ class MetricsWriter:
         self._say(line("warning", f"{self._path} {text}"))
 
     def _write(self) -> None:
-        """What waits, as far as the disk takes it: nobody dies of a figure."""
+        """Writes the waiting lines as far as the disk takes them: no run ends because of a figure."""
         try:
             while self._waiting:
                 self._file.write(self._waiting[0])

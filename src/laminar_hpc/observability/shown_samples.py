@@ -30,7 +30,8 @@ class Trained(Protocol):
 
 class ShownSamples:
     def __init__(self, model: Path, number: int, say: Callable[[str], None]) -> None:
-        self._number, self._say = number, say
+        self._number = number
+        self._say = say
         self._tokenizer = Tokenizer.from_file(str(model / "tokenizer.json")) if number else None
 
     def show(self, step: int, trained: Trained, run_dir: Path) -> None:

@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 STATUS_FILE = "status.json"
 
 
-class Rank(msgspec.Struct, omit_defaults=True):
+class RankStatus(msgspec.Struct, omit_defaults=True):
     """A worker that is in the run. `load` of rollouts only; None = no verified weights yet."""
 
     role: str
@@ -52,14 +52,14 @@ class Status(msgspec.Struct):
     steps: int
     stopping: str
     newest_weight_id: int | None  # that some relay holds
-    ranks: list[Rank]
+    ranks: list[RankStatus]
     queues: Queues
     rewards_scored: int = 0  # of this launch, evaluations included
     reward_errors: int = 0
 
 
 def write(run_dir: Path, status: Status) -> None:
-    """A disk that is full ends no run for the sake of its display: that is logged."""
+    """Writes the file. A full disk is logged: it ends no run for the sake of its display."""
     temporary = run_dir / f".{STATUS_FILE}.{os.getpid()}"
     try:
         temporary.write_bytes(msgspec.json.encode(status))
@@ -69,7 +69,7 @@ def write(run_dir: Path, status: Status) -> None:
 
 
 def read(run_dir: Path) -> Status | None:
-    """None where there is none, or one of another version of this program."""
+    """The status; None if there is none, or one that another version of this program wrote."""
     try:
         return msgspec.json.decode((Path(run_dir) / STATUS_FILE).read_bytes(), type=Status)
     except (OSError, msgspec.DecodeError):

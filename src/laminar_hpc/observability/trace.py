@@ -18,44 +18,16 @@ log = logging.getLogger(__name__)
 
 # Every kind of span. `publish` is the time in which the trainer stands still for a publication, `send` the
 # rest of it, behind its back.
-KINDS = (
-    "load",
-    "generate",
-    "score",
-    "tool",
-    "pull",
-    "train",
-    "publish",
-    "send",
-    "wait",
-    "checkpoint",
-    "evaluate",
-    "relay",
-    "chain",
-    "decide",
-    "commit",
-    "move",
+KINDS = tuple(
+    "load generate score tool pull train publish send wait checkpoint evaluate relay chain decide commit "
+    "move".split()
 )
-# What keeps a process busy: not its waiting, and neither what goes on behind its back (sending weights,
-# scoring in reward workers).
-BUSY = frozenset(
-    {
-        "load",
-        "generate",
-        "pull",
-        "train",
-        "publish",
-        "checkpoint",
-        "evaluate",
-        "relay",
-        "chain",
-        "decide",
-        "commit",
-    }
-)
+# What keeps a process busy: not its waiting, nor what goes on behind its back, as sending weights or scoring
+# in reward workers.
+BUSY = frozenset(KINDS) - {"score", "tool", "send", "wait", "move"}
 
 
-class Span(NamedTuple):
+class TraceSpan(NamedTuple):
     """`kind` from `t0` to `t1` (seconds since the epoch) with whatever else was recorded of it."""
 
     kind: str
@@ -100,13 +72,13 @@ class Trace:
         self._file.close()
 
 
-def read_spans(run_dir: Path) -> dict[str, list[Span]]:
+def read_spans(run_dir: Path) -> dict[str, list[TraceSpan]]:
     """Process name (trainer0, rollout1, ...) -> its spans in order of their starts. Empty where nothing was
     traced."""
     spans = {}
     for path in sorted((Path(run_dir) / "trace").glob("*.jsonl")):
         records = [r for r in jsonl.read(path) if {"kind", "t0", "t1"} <= r.keys()]
         spans[path.stem] = sorted(
-            (Span(r.pop("kind"), r.pop("t0"), r.pop("t1"), r) for r in records), key=lambda span: span.t0
+            (TraceSpan(r.pop("kind"), r.pop("t0"), r.pop("t1"), r) for r in records), key=lambda span: span.t0
         )
     return spans

@@ -38,8 +38,7 @@ def check_wandb(mode: str) -> None:
     if mode == "online" and not _has_key():
         raise LaminarError(
             "observability.wandb=online found no API key: run `wandb login` or export WANDB_API_KEY on the "
-            "controller's machine, or set "
-            "observability.wandb=offline"
+            "controller's machine, or set observability.wandb=offline"
         )
 
 
@@ -89,8 +88,7 @@ class WandbMirror:
         except Exception as error:
             raise LaminarError(
                 f"observability.wandb={mode}: wandb could not start ({type(error).__name__}: "
-                f"{without_key(str(error))}); check network and "
-                "login, or set observability.wandb=offline"
+                f"{without_key(str(error))}); check network and login, or set observability.wandb=offline"
             ) from None
 
     def log(self, curves: Iterable[tuple[str, float]], step: int) -> None:

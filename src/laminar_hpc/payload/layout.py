@@ -37,7 +37,7 @@ Logprobs = NDArray[np.float32]
 Runs = NDArray[np.uint32]
 
 
-class Damaged(ValueError):
+class DamagedResponse(ValueError):
     """These bytes are no response, or not the one that was generated."""
 
 
@@ -66,25 +66,25 @@ class Response:
 
     @property
     def starts(self) -> list[int]:
-        """Where its later branches begin; empty where it has one."""
+        """Where the later branches begin; empty for a response of one branch."""
         ends = np.cumsum(self.mask_runs)
         return [int(ends[i]) for i in range(2, len(ends), 2) if self.mask_runs[i] == 0]
 
 
 def tokens_array(tokens: ArrayLike) -> Tokens:
-    """Raises Damaged for token ids that are no int32."""
+    """Raises DamagedResponse for token ids that are no int32."""
     array = np.asarray(tokens)
     if array.dtype == _TOKEN:
         return array
     if array.size and not (
         np.issubdtype(array.dtype, np.integer) and -(2**31) <= array.min() <= array.max() < 2**31
     ):
-        raise Damaged("token ids are not 32-bit integers")
+        raise DamagedResponse("token ids are not 32-bit integers")
     return array.astype(_TOKEN)
 
 
 def logprobs_array(logprobs: ArrayLike) -> Logprobs:
-    """Of float32, which is what engines compute."""
+    """Log-probs as float32, which is what engines compute."""
     return np.asarray(logprobs, _LOGPROB)
 
 
@@ -111,10 +111,10 @@ def drawn(count: int, spans: Sequence[VersionSpan], starts: Sequence[int] = ()) 
 
 
 def pack(response: Response) -> bytes:
-    """With its digest. Raises Damaged when columns differ in length."""
+    """The response as bytes, with its digest. Raises DamagedResponse when columns differ in length."""
     count = len(response.tokens)
     if len(response.logprobs) != count or int(response.mask_runs.sum()) != count:
-        raise Damaged(
+        raise DamagedResponse(
             f"{count} tokens, {len(response.logprobs)} log-probs, {response.mask_runs.sum()} in the mask"
         )
     sizes = (count, len(response.spans), len(response.mask_runs))
@@ -131,26 +131,26 @@ def pack(response: Response) -> bytes:
 
 
 def packed_digest(packed: bytes) -> str:
-    """Of what `pack` has made, in hexadecimal."""
+    """The digest inside of what `pack` has made, in hexadecimal."""
     return packed[_COUNTS.size : HEADER_BYTES].hex()
 
 
 def unpack(buffer: bytes | bytearray | memoryview | NDArray[np.uint8], check: bool = True) -> Response:
-    """The response that fills `buffer`; its columns are views of it. Raises Damaged for bytes that are none,
-    and with `check` for those that have not their digest."""
+    """The response that fills `buffer`; its columns are views of it. Raises DamagedResponse for bytes that
+    are none, and with `check` for those that have not their digest."""
     view = buffer.data if isinstance(buffer, np.ndarray) else memoryview(buffer)
     if len(view) < HEADER_BYTES:
-        raise Damaged(f"{len(view)} bytes hold no response")
+        raise DamagedResponse(f"{len(view)} bytes hold no response")
     magic, attempt, trajectory_id, count, spans, runs = _COUNTS.unpack_from(view)
     tokens_at = HEADER_BYTES + spans * _SPAN.size
     if magic != _MAGIC or len(view) != tokens_at + 8 * count + 4 * runs:
-        raise Damaged("it is no response, or is cut off")
+        raise DamagedResponse("it is no response, or is cut off")
     digest = bytes(view[_COUNTS.size : HEADER_BYTES])
     if check and digest != _digest(view[: _COUNTS.size], view[HEADER_BYTES:]):
-        raise Damaged("it has not the digest that it was generated with")
+        raise DamagedResponse("it has not the digest that it was generated with")
     mask_runs = np.frombuffer(view, _RUN, runs, tokens_at + 8 * count)
     if int(mask_runs.sum()) != count:
-        raise Damaged("its loss mask does not cover its tokens")
+        raise DamagedResponse("its loss mask does not cover its tokens")
     return Response(
         trajectory_id,
         attempt,

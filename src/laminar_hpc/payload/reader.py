@@ -16,7 +16,7 @@ import numpy as np
 
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.messages.data import Place
-from laminar_hpc.payload.layout import Damaged, Response, unpack
+from laminar_hpc.payload.layout import DamagedResponse, Response, unpack
 from laminar_hpc.payload.writer import FOLDER
 
 _NAME = re.compile(r"[a-z]+-?\d+_[0-9a-f]{8}\.\d{4,}")
@@ -27,7 +27,7 @@ LATE_SECONDS = 10.0
 
 
 def is_sound(place: Place | None) -> bool:
-    """Whether it can be a place at all; what a peer says is not believed."""
+    """Whether this can be a place at all: a peer may say anything."""
     return place is not None and bool(_NAME.fullmatch(place.file)) and place.offset >= 0 and place.size > 0
 
 
@@ -69,16 +69,16 @@ def _read(folder: Path, trajectory_id: int, place: Place, into: np.ndarray, dead
     path = folder / place.file
     try:
         if not is_sound(place):
-            raise Damaged("no rollout names a file so")
+            raise DamagedResponse("no rollout names a file so")
         while not _fill(path, place.offset, into):
             if time.monotonic() > deadline:
-                raise Damaged(f"bytes {place.offset} to {place.offset + place.size} are not there")
+                raise DamagedResponse(f"bytes {place.offset} to {place.offset + place.size} are not there")
             time.sleep(0.1)
         response = unpack(into)
         if response.trajectory_id != trajectory_id:
-            raise Damaged(f"there is trajectory {response.trajectory_id}")
+            raise DamagedResponse(f"there is trajectory {response.trajectory_id}")
         return response
-    except (OSError, Damaged) as error:
+    except (OSError, DamagedResponse) as error:
         why = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
         raise LaminarError(
             f"the response of trajectory {trajectory_id} is not in {path} as it was generated ({why}): all "
@@ -87,7 +87,8 @@ def _read(folder: Path, trajectory_id: int, place: Place, into: np.ndarray, dead
 
 
 def _fill(path: Path, offset: int, into: np.ndarray) -> bool:
-    """Whether all of it was there. Opened anew each time: only so a network file system looks again."""
+    """Whether all bytes were there. The file is opened anew each time: only so a network file system looks
+    again."""
     try:
         file = os.open(path, os.O_RDONLY)
     except FileNotFoundError:

@@ -23,12 +23,12 @@ class Whole:
 
 
 def prompt_array(group: BatchGroup) -> Tokens:
-    """[tokens] int32."""
+    """The group's prompt, [tokens] int32."""
     return np.frombuffer(group.prompt_tokens, "<i4")
 
 
 def place_of(record: Trajectory) -> tuple[int, Place]:
-    """As `read` wants it. Every stored trajectory has a place."""
+    """A trajectory and its place, as `read` takes them. Every stored trajectory has a place."""
     assert record.place is not None
     return record.trajectory_id, record.place
 

@@ -3,8 +3,8 @@ anybody is told of it.
 
     append(record) -> the thread writes all that waits, syncs once -> the future has the record's place
 
-A file has one writer, one process life, and is never opened again for writing. So what a death leaves behind
-the last place that somebody was told is nobody's, and what a full disk has cut off is cut away here.
+A file has one writer in one process life and is never opened again for writing. So after a death, bytes
+behind the last reported place belong to nobody. What a full disk has cut off is cut away here.
 """
 
 import errno
@@ -30,19 +30,24 @@ _LOOK_SECONDS = 1.0  # for room on a full disk
 
 
 class PayloadWriter:
-    """`append` never waits; the thread begins with the first. `name` is that of the writer, as rollout3.
-    `patience`: for so many seconds a full disk is waited for, with all that waits behind it."""
+    """`append` never waits; its first call starts the thread. `name` names the writer, as rollout3.
+    `patience`: seconds for which the thread waits for room on a full disk, and all later records with it."""
 
     def __init__(self, run_dir: Path, name: str, patience: float = 0.0) -> None:
-        self._folder, self._name = run_dir / FOLDER, f"{name}_{secrets.token_hex(4)}"
+        self._folder = run_dir / FOLDER
+        self._name = f"{name}_{secrets.token_hex(4)}"
+        self._patience = patience
         self._waiting: queue.SimpleQueue[tuple[bytes, Future[Place]] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._patience, self._closing = patience, threading.Event()
-        self._file, self._path, self._number, self._size = -1, Path(), 0, 0
+        self._closing = threading.Event()
+        self._file = -1
+        self._path = Path()
+        self._number = 0  # of the next file
+        self._size = 0
 
     def append(self, record: bytes) -> "Future[Place]":
-        """Its place, once it is on the disk; an OSError where it cannot be written, and then nothing of it is
-        there."""
+        """The future gets the record's place once the record is on the disk. If it cannot be written, the
+        future gets the OSError, and no byte of the record stays."""
         future: Future[Place] = Future()
         self._waiting.put((record, future))
         if self._thread is None:
@@ -51,7 +56,7 @@ class PayloadWriter:
         return future
 
     def close(self) -> None:
-        """What was appended before is written, if there is room."""
+        """Writes what was appended before, if there is room."""
         self._closing.set()
         if self._thread is not None:
             self._waiting.put(None)
@@ -88,7 +93,7 @@ class PayloadWriter:
             future.set_result(place)
 
     def _places(self, records: list[bytes]) -> list[Place]:
-        """All of them, on the disk; none after an OSError."""
+        """Puts all records on the disk; after an OSError none of them is there."""
         before, places = self._size, list[Place]()
         try:
             if self._file < 0 or self._size >= _FILE_BYTES:
@@ -104,7 +109,7 @@ class PayloadWriter:
         return places
 
     def _waits_for_room(self, error: OSError, begun: float) -> bool:
-        """For a while; False where that is of no use."""
+        """Waits a moment for room on the disk. Gives False when waiting is of no use."""
         waited = time.monotonic() - begun
         if error.errno not in (errno.ENOSPC, errno.EDQUOT) or waited >= self._patience:
             return False
@@ -125,11 +130,12 @@ class PayloadWriter:
         self._folder.mkdir(exist_ok=True)
         self._path = self._folder / f"{self._name}.{self._number:04d}"
         self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        self._number, self._size = self._number + 1, 0
+        self._number += 1
+        self._size = 0
         sync_folder(self._folder)
 
     def _cut(self, size: int) -> None:
-        """After a write that failed: another record begins where this one did."""
+        """Cuts off a write that failed: the next record begins where this one did."""
         if self._file >= 0:
             with suppress(OSError):
                 os.ftruncate(self._file, size)

@@ -6,7 +6,6 @@ and leaves out what their files do not hold. The figures are those of `summary`;
 each means.
 """
 
-import os
 import statistics
 import time
 from argparse import Namespace
@@ -15,6 +14,7 @@ from pathlib import Path
 from laminar_hpc.observability.console import count, duration, number
 from laminar_hpc.report import rundata, sections, summary
 from laminar_hpc.report.page import page, tiles
+from laminar_hpc.report.run_files import write_whole
 from laminar_hpc.report.rundata import Run
 from laminar_hpc.report.svg import tag, text
 
@@ -30,9 +30,7 @@ def write(run_dir: Path) -> Path:
 def write_loaded(run: Run) -> Path:
     """The same of a loaded run."""
     path = run.directory / "report.html"
-    temporary = path.with_name(f".report.{os.getpid()}.html")
-    temporary.write_text(document(run), encoding="utf-8")
-    temporary.replace(path)
+    write_whole(path, document(run))
     return path
 
 
@@ -59,16 +57,12 @@ def header(run: Run, figures: dict) -> str:
     launch = run.launches[-1] if run.launches else None
     reason = launch.reason if launch else ""
     wanted = run.config.get("steps")
-    state = (
-        f"ended: {reason}"
-        if reason
-        else f"no end recorded after step {figures['steps']}: still going, or cut off"
-    )
-    started = (
-        time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(run.launches[0].start))
-        if run.launches
-        else "never started"
-    )
+    state = f"ended: {reason}"
+    if not reason:
+        state = f"no end recorded after step {figures['steps']}: still going, or cut off"
+    started = "never started"
+    if run.launches:
+        started = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(run.launches[0].start))
     facts = [
         f"pipeline {figures['pipeline'] or 'unknown'}",
         f"step {figures['steps']}" + (f" of {wanted}" if wanted else ""),
@@ -76,14 +70,10 @@ def header(run: Run, figures: dict) -> str:
     ]
     if str(run.config.get("source", "")).startswith("replay:"):
         facts.append(f"trained again from {run.config['source'].removeprefix('replay:')}")
-    badge = tag(
-        "span",
-        text(state),
-        class_="state " + ("good" if reason and not reason.startswith("failed") else "bad"),
-    )
-    return tag(
-        "header", tag("h1", text(run.directory.resolve().name)) + badge + tag("p", text("  ·  ".join(facts)))
-    )
+    good = "good" if reason and not reason.startswith("failed") else "bad"
+    badge = tag("span", text(state), class_=f"state {good}")
+    title = tag("h1", text(run.directory.resolve().name))
+    return tag("header", title + badge + tag("p", text("  ·  ".join(facts))))
 
 
 def headline(run: Run, f: dict) -> str:
@@ -92,11 +82,8 @@ def headline(run: Run, f: dict) -> str:
 
 
 def _learning(run: Run, f: dict) -> list[Tile]:
-    sampled, trained, reached = (
-        f["accuracy_after_sampled"],
-        f["trajectories_trained"],
-        f["trajectories_to_070"],
-    )
+    sampled, trained = f["accuracy_after_sampled"], f["trajectories_trained"]
+    reached = f["trajectories_to_070"]
     seconds = [step["seconds"] for step in run.steps]
     return [
         (

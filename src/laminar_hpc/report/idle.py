@@ -8,7 +8,7 @@ up and the evaluations before and after do not count.
 
 from collections.abc import Iterable, Sequence
 
-from laminar_hpc.observability.trace import BUSY, Span
+from laminar_hpc.observability.trace import BUSY, TraceSpan
 from laminar_hpc.report.rundata import Run
 
 Interval = tuple[float, float]
@@ -34,7 +34,7 @@ def overlap(intervals: Sequence[Interval], windows: Sequence[Interval]) -> float
     )
 
 
-def busy(spans: Iterable[Span], kinds: Iterable[str] = BUSY) -> list[Interval]:
+def busy(spans: Iterable[TraceSpan], kinds: Iterable[str] = BUSY) -> list[Interval]:
     """When at least one span of `kinds` was open."""
     kinds = frozenset(kinds)
     return union((span.t0, span.t1) for span in spans if span.kind in kinds)

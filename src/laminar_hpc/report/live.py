@@ -24,7 +24,7 @@ TAIL_BYTES = 4096  # of a trace: room for some spans
 
 
 @dataclass
-class Process:
+class TracedProcess:
     """A traced process: its newest finished span."""
 
     name: str
@@ -51,11 +51,11 @@ class View:
     # lost, regranted, given_up, move, move_off; rescued and loaded (of moves), reward_errors (of trained
     # ones)
     counts: dict[str, int] = field(default_factory=dict)
-    processes: list[Process] = field(default_factory=list)
+    processes: list[TracedProcess] = field(default_factory=list)
     wanted_steps: int | None = None
 
 
-class Follower:
+class RunFollower:
     """Follows one run directory. Raises LaminarError when it is no run."""
 
     def __init__(self, run_dir: Path) -> None:
@@ -91,7 +91,8 @@ class Follower:
         start."""
         size = self._metrics.stat().st_size if self._metrics.is_file() else 0
         if size < self._offset:
-            self.view, self._offset = View(self.view.run_dir), 0
+            self.view = View(self.view.run_dir)
+            self._offset = 0
         if size == self._offset:
             return []
         with open(self._metrics, "rb") as file:
@@ -104,7 +105,9 @@ class Follower:
         view, kind = self.view, record.get("kind")
         view.last_sign = max(view.last_sign, record.get("time", 0.0))
         if kind == "start":
-            view.started, view.reason, view.pipeline = record["time"], "", record.get("pipeline") or ""
+            view.started = record["time"]
+            view.reason = ""
+            view.pipeline = record.get("pipeline") or ""
             view.begun = view.begun or view.started
             view.newest.clear()
         if kind in ("start", "restored"):
@@ -136,7 +139,7 @@ def _decoded(line: bytes) -> dict | None:
         return None
 
 
-def _processes(run_dir: Path) -> list[Process]:
+def _processes(run_dir: Path) -> list[TracedProcess]:
     """Every traced process with its newest span, from the last few kilobytes of its trace."""
     processes = []
     for path in sorted((run_dir / "trace").glob("*.jsonl")):
@@ -145,5 +148,5 @@ def _processes(run_dir: Path) -> list[Process]:
             records = [record for line in file.read().split(b"\n") if (record := _decoded(line))]
         spans = [r for r in records if {"kind", "t0", "t1"} <= r.keys() and r["kind"] not in BEHIND]
         newest = max(spans, key=lambda span: span["t1"], default={})
-        processes.append(Process(path.stem, *(newest[key] for key in ("kind", "t0", "t1") if newest)))
+        processes.append(TracedProcess(path.stem, *(newest[key] for key in ("kind", "t0", "t1") if newest)))
     return processes

@@ -4,10 +4,11 @@ the page loads nothing.
 Colours are CSS variables with a light and a dark set, chosen by the reader's system.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from laminar_hpc.report.svg import tag, text
+from laminar_hpc.report.svg import THIRD, Series, lines, tag, text
 
 STYLE = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
 SCRIPT = Path(__file__).with_name("page.js").read_text(encoding="utf-8")
@@ -18,8 +19,7 @@ def page(title: str, body: str) -> str:
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>{text(title)}</title><style>\n{STYLE}</style></head>"
-        f"<body><main>{body}</main><script>\n{SCRIPT}</script></body></html>\n"
+        f"<title>{text(title)}</title><style>\n{STYLE}</style></head><body><main>{body}</main><script>\n{SCRIPT}</script></body></html>\n"
     )
 
 
@@ -33,6 +33,11 @@ def section(title: str, content: str, note: str = "") -> str:
 def figure(title: str, chart: str, legend: str = "") -> str:
     """A chart under its title; `chart` and `legend` are markup."""
     return tag("figure", tag("h3", text(title)) + legend + chart)
+
+
+def chart(title: str, series: Sequence[Series], x_name: str = "trainer step", **options: Any) -> str:
+    """Lines under their title, of the width of one in three; `options` as those of svg.lines."""
+    return figure(title, lines(series, x_name, **{"width": THIRD, **options}))
 
 
 def grid(columns: str, *figures: str) -> str:

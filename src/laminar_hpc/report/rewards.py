@@ -4,9 +4,9 @@ there is neither."""
 from collections import Counter
 
 from laminar_hpc.report import summary, svg
-from laminar_hpc.report.page import figure, grid, section
+from laminar_hpc.report.page import chart, figure, grid, section
 from laminar_hpc.report.rundata import Run
-from laminar_hpc.report.svg import Series, tag, text
+from laminar_hpc.report.svg import Series, tag
 
 COLORS = ("var(--generate)", "var(--train)", "var(--pull)", "var(--publish)", "var(--soft)")
 SHOWN_ERRORS = 8  # the most frequent ones
@@ -21,9 +21,9 @@ def rewards(run: Run) -> str:
         return ""
     charts = [_means(run, names)] if names else []
     if errors:
-        failed = [(s["step"], s.get("reward_error_count")) for s in run.steps]
-        plot = svg.lines([Series("errors", COLORS[1], failed)], "trainer step", y_range=(0.0, 0.0))
-        charts.append(figure("trajectories with a reward error, per step", plot))
+        failed = Series("errors", COLORS[1], run.over_steps("reward_error_count"))
+        title = "trajectories with a reward error, per step"
+        charts.append(chart(title, [failed], y_range=(0.0, 0.0), width=svg.HALF))
     note = (
         "The reward is the sum of weight x reward; a reward that failed counts as reward.score_on_failure."
         if names
@@ -35,8 +35,7 @@ def rewards(run: Run) -> str:
 def _means(run: Run, names: list[str]) -> str:
     colors = {name: COLORS[i % len(COLORS)] for i, name in enumerate(names)}
     series = [
-        Series(name, color, [(s["step"], s.get(summary.REWARD_PREFIX + name)) for s in run.steps])
-        for name, color in colors.items()
+        Series(name, color, run.over_steps(summary.REWARD_PREFIX + name)) for name, color in colors.items()
     ]
     return figure(
         "mean of each reward function per batch",
@@ -48,9 +47,6 @@ def _table(errors: Counter) -> str:
     """The most frequent errors of trained trajectories."""
     if not errors:
         return ""
-    head = tag("tr", tag("th", "trajectories") + tag("th", "reward error"))
-    rows = "".join(
-        tag("tr", tag("td", f"{n:,}") + tag("td", text(words)))
-        for words, n in errors.most_common(SHOWN_ERRORS)
-    )
+    head = svg.row("trajectories", "reward error", cell="th")
+    rows = "".join(svg.row(f"{n:,}", words) for words, n in errors.most_common(SHOWN_ERRORS))
     return tag("table", head + rows)

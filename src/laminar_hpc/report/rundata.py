@@ -24,8 +24,8 @@ from laminar_hpc.controller.store_layout import has_tables
 from laminar_hpc.controller.stored import stored_trajectories
 from laminar_hpc.messages.training import BatchGroup
 from laminar_hpc.observability import jsonl
-from laminar_hpc.observability.trace import Span, read_spans
-from laminar_hpc.payload.layout import Damaged
+from laminar_hpc.observability.trace import TraceSpan, read_spans
+from laminar_hpc.payload.layout import DamagedResponse
 from laminar_hpc.payload.whole import Whole, wholes
 from laminar_hpc.report.run_files import config_of, metrics_of
 
@@ -71,7 +71,7 @@ class Totals(msgspec.Struct):
 
 
 @dataclass
-class Launch:
+class RunLaunch:
     """One start of the run. `reason` is "" and `end` the time of its newest line where the launch came to no
     end of its own."""
 
@@ -92,11 +92,11 @@ class Run:
 
     directory: Path
     config: dict
-    launches: list[Launch]
+    launches: list[RunLaunch]
     evaluations: list[dict]
     abandoned_steps: int
     records: dict[str, list[dict]]
-    spans: dict[str, list[Span]]
+    spans: dict[str, list[TraceSpan]]
     consumed: list[Consumed]
     totals: list[Totals] = field(default_factory=list)
     kept_store: ReadableStore | None = None  # None: in the run's folder
@@ -109,6 +109,10 @@ class Run:
     @property
     def steps(self) -> list[dict]:
         return [step for launch in self.launches for step in launch.steps]
+
+    def over_steps(self, field: str) -> list[tuple[float, float | None]]:
+        """(step, what its record has under `field`) of each step."""
+        return [(step["step"], step.get(field)) for step in self.steps]
 
     @property
     def has_old_steps(self) -> bool:
@@ -137,7 +141,7 @@ class Run:
                 found += wholes(self.directory, [group], late=0.0)
         missing = set(ids) - {whole.record.trajectory_id for whole in found}
         for step in {t.consumed_step + 1 for t in self.consumed if t.id in missing}:
-            with suppress(OSError, Damaged):
+            with suppress(OSError, DamagedResponse):
                 found += files.read(files.path_of(self.directory, step), missing)
         return sorted(found, key=lambda whole: whole.record.trajectory_id)
 
@@ -153,12 +157,8 @@ class Run:
         if not any(_select(self.store, "name", "name = 'mismatches'", "sqlite_master")):
             return {}
         where = f"mean IS NOT NULL AND trajectory_id IN ({','.join(str(int(i)) for i in ids)})"
-        return {
-            i: (mean, ahead)
-            for i, mean, ahead in _select(
-                self.store, "trajectory_id, mean, minibatches_ahead", where, "mismatches"
-            )
-        }
+        rows = _select(self.store, "trajectory_id, mean, minibatches_ahead", where, "mismatches")
+        return {i: (mean, ahead) for i, mean, ahead in rows}
 
     def group_times(self, ids: list[int]) -> dict[int, tuple[float, float]]:
         """Group id -> when it was granted and when its last trajectory was scored, seconds since the epoch; 0
@@ -172,7 +172,7 @@ def load(run_dir: Path) -> Run:
     """Raises LaminarError when `run_dir` is no run."""
     run_dir = Path(run_dir)
     metrics = metrics_of(run_dir)
-    launches: list[Launch] = []
+    launches: list[RunLaunch] = []
     evaluations: list[dict] = []
     abandoned = 0
     records: dict[str, list[dict]] = defaultdict(list)
@@ -181,7 +181,9 @@ def load(run_dir: Path) -> Run:
         if kind == "start" or not launches:
             restored = record.get("restored_step")
             abandoned += _abandon(launches, evaluations, restored or 0)
-            launches.append(Launch(time, time, restored, record.get("pipeline"), record.get("derived") or {}))
+            launches.append(
+                RunLaunch(time, time, restored, record.get("pipeline"), record.get("derived") or {})
+            )
         launches[-1].end = max(launches[-1].end, time)
         if kind == "restored":  # by trainers that start, with the launch or later
             abandoned += _abandon(launches, evaluations, record["restored_step"] or 0)
@@ -199,11 +201,12 @@ def load(run_dir: Path) -> Run:
     store = readable_store(run_dir, config.get("store_dir"))
     run = Run(run_dir, config, launches, evaluations, abandoned, dict(records), spans, [], [], store)
     done = max((step["step"] for step in run.steps), default=0)
-    run.consumed, run.totals = _consumed(run.store, done), _totals(run.store, done)
+    run.consumed = _consumed(run.store, done)
+    run.totals = _totals(run.store, done)
     return run
 
 
-def _abandon(launches: list[Launch], evaluations: list[dict], restored: int) -> int:
+def _abandon(launches: list[RunLaunch], evaluations: list[dict], restored: int) -> int:
     """Takes back what came after step `restored`; gives how many steps that were."""
     dropped = 0
     for launch in launches:
@@ -214,7 +217,7 @@ def _abandon(launches: list[Launch], evaluations: list[dict], restored: int) -> 
     return dropped
 
 
-def _spans(run_dir: Path) -> dict[str, list[Span]]:
+def _spans(run_dir: Path) -> dict[str, list[TraceSpan]]:
     """The traces, with the generation for evaluations set apart from that for training."""
     return {
         name: [

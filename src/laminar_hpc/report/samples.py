@@ -83,22 +83,17 @@ def _row(row: Consumed, whole: Whole, decode: Callable[[list[int]], str]) -> str
     response = trajectory_page.shortened(decode(whole.response.tokens.tolist()), MAX_CHARACTERS)
     good = "good" if row.accuracy > 0 else "bad"
     reward = f"{row.reward:g}" + (" (scoring failed)" if row.reward_error else "")
+    prompt = trajectory_page.shortened(decode(whole.prompt.tolist()), MAX_CHARACTERS)
+    cut = "" if row.finish_reason == "stop" else tag("em", " cut at the limit")
     cells = [
-        tag("td", tag("a", f"{row.id}", href=f"#{trajectory_page.anchor(row.id)}")),
-        tag("td", str(row.consumed_step + 1)),
-        tag(
-            "td",
-            tag("code", text(trajectory_page.shortened(decode(whole.prompt.tolist()), MAX_CHARACTERS))),
-        ),
-        tag(
-            "td",
-            tag("code", text(response))
-            + ("" if row.finish_reason == "stop" else tag("em", " cut at the limit")),
-        ),
-        tag("td", tag("b", text(reward), class_=good)),
-        tag("td", str(row.response_length)),
-        tag("td", f"{row.weight_step} (id {row.weight_id})"),
-        tag("td", f"{row.staleness_generation} → {row.staleness_training}"),
-        tag("td", f"rollout {row.replica}, {row.time_finished - row.time_started:.2f} s"),
+        tag("a", f"{row.id}", href=f"#{trajectory_page.anchor(row.id)}"),
+        str(row.consumed_step + 1),
+        tag("code", text(prompt)),
+        tag("code", text(response)) + cut,
+        tag("b", text(reward), class_=good),
+        str(row.response_length),
+        f"{row.weight_step} (id {row.weight_id})",
+        f"{row.staleness_generation} → {row.staleness_training}",
+        f"rollout {row.replica}, {row.time_finished - row.time_started:.2f} s",
     ]
-    return tag("tr", "".join(cells))
+    return tag("tr", "".join(tag("td", cell) for cell in cells))

@@ -8,17 +8,12 @@ from collections.abc import Callable
 
 from laminar_hpc.observability.console import duration, value_text
 from laminar_hpc.report import rewards, samples, summary, svg, timeline, turns
-from laminar_hpc.report.page import figure, grid, keys, section
+from laminar_hpc.report.page import chart, figure, grid, keys, section
 from laminar_hpc.report.rundata import Run
-from laminar_hpc.report.svg import Series, tag, text
+from laminar_hpc.report.svg import Series, tag
 
-BLUE, ORANGE, GREEN, PURPLE, GREY = (
-    "var(--generate)",
-    "var(--train)",
-    "var(--pull)",
-    "var(--publish)",
-    "var(--soft)",
-)
+BLUE, ORANGE, GREEN = "var(--generate)", "var(--train)", "var(--pull)"
+PURPLE, GREY = "var(--publish)", "var(--soft)"
 
 
 def learning(run: Run) -> str:
@@ -72,14 +67,10 @@ def accuracy_by_weight_id(run: Run) -> list[tuple[float, float]]:
 
 def held_out(run: Run, file: str, place: Callable[[dict], float]) -> list[Series]:
     """A file's evaluations: greedy filled, sampled hollow."""
-    points = {
-        name: [
-            (place(e), e["accuracy"])
-            for e in run.evaluations
-            if (e["name"], e.get("file", "")) == (name, file)
-        ]
-        for name in ("sampled", "greedy")
-    }
+    points: dict[str, list[tuple[float, float]]] = {"sampled": [], "greedy": []}
+    for e in run.evaluations:
+        if e.get("file", "") == file and e["name"] in points:
+            points[e["name"]].append((place(e), e["accuracy"]))
     return [
         Series(f"{file}, sampled", ORANGE, points["sampled"], points=True, hollow=True),
         Series(f"{file}, greedy", ORANGE, points["greedy"], points=True),
@@ -91,21 +82,15 @@ def staleness(run: Run) -> str:
     bound = (run.config.get("pipeline") or {}).get("max_staleness")
     generation = sorted(Counter(t.staleness_generation for t in run.consumed).items())
     training = sorted(Counter(t.staleness_training for t in run.consumed).items())
-    steps = run.steps
     over_time = [
-        Series("at training", ORANGE, [(s["step"], s["staleness_training_mean"]) for s in steps]),
-        Series("at generation", BLUE, [(s["step"], s["staleness_generation_mean"]) for s in steps]),
+        Series("at training", ORANGE, run.over_steps("staleness_training_mean")),
+        Series("at generation", BLUE, run.over_steps("staleness_generation_mean")),
     ]
     charts = grid(
         "three",
-        figure(
-            "when the last token was generated", svg.share_bars(generation, BLUE, "trainer steps", width=380)
-        ),
-        figure(
-            "when it was trained on",
-            svg.share_bars(training, ORANGE, "trainer steps", width=380, bound=bound),
-        ),
-        figure("mean per batch: the same two", svg.lines(over_time, "trainer step", width=380)),
+        figure("when the last token was generated", svg.share_bars(generation, BLUE, "trainer steps")),
+        figure("when it was trained on", svg.share_bars(training, ORANGE, "trainer steps", bound)),
+        chart("mean per batch: the same two", over_time),
     )
     note = (
         "Trainer steps between the weights that generated a trajectory and the trainer's own, as shares "
@@ -124,20 +109,16 @@ def lengths(run: Run) -> str:
         marks = [(cuts[49], f"median {cuts[49]:.0f}"), (cuts[98], f"99th percentile {cuts[98]:.0f}")]
     first, last = everything[:third], everything[-third:] if third else []
     over_time = [
-        Series("longest", GREY, [(s["step"], s["response_length_max"]) for s in run.steps], faint=True),
-        Series("mean", BLUE, [(s["step"], s["response_length_mean"]) for s in run.steps]),
+        Series("longest", GREY, run.over_steps("response_length_max"), faint=True),
+        Series("mean", BLUE, run.over_steps("response_length_mean")),
     ]
     thirds = [("first third", ORANGE, first), ("last third", BLUE, last)]
+    everywhere = svg.log_histogram([("all", BLUE, everything)], "response tokens", marks)
     charts = grid(
         "three",
-        figure(
-            run.of_consumed,
-            svg.log_histogram([("all", BLUE, everything)], "response tokens", width=380, marks=marks),
-        ),
-        figure(
-            "first third (orange), last third (blue)", svg.log_histogram(thirds, "response tokens", width=380)
-        ),
-        figure("per batch: mean (blue) and longest", svg.lines(over_time, "trainer step", width=380)),
+        figure(run.of_consumed, everywhere),
+        figure("first third (orange), last third (blue)", svg.log_histogram(thirds, "response tokens")),
+        chart("per batch: mean (blue) and longest", over_time),
     )
     return section("Response lengths", charts)
 
@@ -156,7 +137,7 @@ def accounts(run: Run) -> str:
     body = ""
     for name, parts in rows:
         listed = ", ".join(f"{kind} {seconds:.1f} s" for kind, seconds, _ in parts)
-        body += tag("tr", tag("td", text(name)) + tag("td", text(listed)))
+        body += svg.row(name, listed)
     details = tag("details", tag("summary", "in seconds") + tag("table", body))
     return section(
         "Where the time went",
@@ -175,53 +156,44 @@ def sampling(run: Run) -> str:
         Series("generated", BLUE, [(s["step"], s["tokens_generated"]) for s in steps]),
         Series("saved", GREEN, [(s["step"], s["tokens_saved"]) for s in steps]),
     ]
-    return section(
-        "Sampling",
-        grid(
-            "two",
-            figure(
-                "groups filtered, per step: all rewards equal",
-                svg.lines(groups, "trainer step", y_range=(0.0, 0.0)),
-            ),
-            figure(
-                "response tokens per step: generated (blue), saved (green)",
-                svg.lines(tokens, "trainer step", y_range=(0.0, 0.0)),
-            ),
+    charts = grid(
+        "two",
+        chart("groups filtered, per step: all rewards equal", groups, y_range=(0.0, 0.0), width=svg.HALF),
+        chart(
+            "response tokens per step: generated (blue), saved (green)",
+            tokens,
+            y_range=(0.0, 0.0),
+            width=svg.HALF,
         ),
-        "Saved: the samples that groups did without, against "
-        "always the most, at the mean length of their own responses.",
     )
+    note = (
+        "Saved: the samples that groups did without, against always the most, at the mean length of their "
+        "own responses."
+    )
+    return section("Sampling", charts, note)
 
 
 def trainer_curves(run: Run) -> str:
     """Loss, gradient norm and the like per trainer step."""
-    steps = run.steps
-    if not steps:
+    if not run.steps:
         return ""
 
     def curve(title: str, *fields: tuple[str, str]) -> str:
-        series = [
-            Series(field.replace("_", " "), color, [(s["step"], s.get(field)) for s in steps])
-            for field, color in fields
-        ]
-        return figure(title, svg.lines(series, "trainer step", width=380, height=190))
+        series = [Series(field.replace("_", " "), color, run.over_steps(field)) for field, color in fields]
+        return chart(title, series, height=190)
 
-    return section(
-        "Trainer",
-        grid(
-            "three",
-            curve("entropy per token (nats)", ("entropy", BLUE)),
-            curve("gradient norm", ("grad_norm", BLUE)),
-            curve("loss", ("loss", BLUE)),
-            curve("share of clipped tokens", ("clip_fraction", BLUE)),
-            curve("largest importance ratio", ("ratio_max", BLUE)),
-            curve(
-                "seconds per step: training (orange), waiting",
-                ("wait_seconds", GREY),
-                ("train_seconds", ORANGE),
-            ),
+    charts = grid(
+        "three",
+        curve("entropy per token (nats)", ("entropy", BLUE)),
+        curve("gradient norm", ("grad_norm", BLUE)),
+        curve("loss", ("loss", BLUE)),
+        curve("share of clipped tokens", ("clip_fraction", BLUE)),
+        curve("largest importance ratio", ("ratio_max", BLUE)),
+        curve(
+            "seconds per step: training (orange), waiting", ("wait_seconds", GREY), ("train_seconds", ORANGE)
         ),
     )
+    return section("Trainer", charts)
 
 
 def weights(run: Run) -> str:
@@ -233,40 +205,21 @@ def weights(run: Run) -> str:
         Series(name, color, [(g["weight_id"], g[name]) for g in mismatches])
         for name, color in (("max", GREY), ("mean", BLUE))
     ]
-    published = [
-        Series(
-            "stall of the trainer",
-            PURPLE,
-            [(p["weight_id"], p["stall_seconds"]) for p in run.records.get("publish", [])],
-        )
-    ]
-    pulled = [
-        Series(
-            "pull",
-            GREEN,
-            [(p["weight_id"], p["seconds"]) for p in pulls],
-            points=len({p["replica"] for p in pulls}) > 1,
-        )
-    ]
-    return section(
-        "Weights",
-        grid(
-            "three",
-            figure(
-                "log-prob mismatch: mean (blue) and largest",
-                svg.lines(mismatch, "weight id", width=380, log_y=True),
-            ),
-            figure(
-                "seconds the trainer stood still to publish",
-                svg.lines(published, "weight id", width=380, y_range=(0.0, 0.0)),
-            ),
-            figure(
-                "seconds of a replica's pull", svg.lines(pulled, "weight id", width=380, y_range=(0.0, 0.0))
-            ),
-        ),
-        "The mismatch is |engine − trainer| over a fixed probe "
-        "of 124 tokens, with the same weights on both sides.",
+    stalls = [(p["weight_id"], p["stall_seconds"]) for p in run.records.get("publish", [])]
+    seconds = [(p["weight_id"], p["seconds"]) for p in pulls]
+    pulled = Series("pull", GREEN, seconds, points=len({p["replica"] for p in pulls}) > 1)
+    published = Series("stall of the trainer", PURPLE, stalls)
+    charts = grid(
+        "three",
+        chart("log-prob mismatch: mean (blue) and largest", mismatch, "weight id", log_y=True),
+        chart("seconds the trainer stood still to publish", [published], "weight id", y_range=(0.0, 0.0)),
+        chart("seconds of a replica's pull", [pulled], "weight id", y_range=(0.0, 0.0)),
     )
+    note = (
+        "The mismatch is |engine − trainer| over a fixed probe of 124 tokens, with the same weights on both "
+        "sides."
+    )
+    return section("Weights", charts, note)
 
 
 def sample_trajectories(run: Run) -> str:
@@ -304,24 +257,18 @@ def _flat(tree: dict, prefix: str = "") -> dict[str, object]:
 
 def launches(run: Run) -> str:
     """One row per launch of the run: when, from which step, how it ended."""
-    head = tag(
-        "tr",
-        "".join(
-            tag("th", name)
-            for name in ("launch", "started (UTC)", "from step", "steps that count", "time", "end")
-        ),
-    )
+    head = svg.row("launch", "started (UTC)", "from step", "steps that count", "time", "end", cell="th")
     rows = ""
     for index, launch in enumerate(run.launches, 1):
         started = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(launch.start))
         origin = "the beginning" if launch.restored_step is None else f"step {launch.restored_step}"
         end = launch.reason or "none recorded"
         lasted = duration(launch.end - launch.start)
-        rows += _row(index, started, origin, len(launch.steps), lasted, end)
+        rows += svg.row(index, started, origin, len(launch.steps), lasted, end)
     for restart in run.records.get("restart", []):
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(restart["time"]))
         origin, why = f"step {restart['restored_step'] or 0}", f"because: {restart['cause']}"
-        rows += _row("restart", when, origin, "", "", why)
+        rows += svg.row("restart", when, origin, "", "", why)
     kinds = ("given_up", "lost", "regranted")
     incidents = [
         f"{len(run.records[kind])} × {kind.replace('_', ' ')}" for kind in kinds if kind in run.records
@@ -331,10 +278,6 @@ def launches(run: Run) -> str:
     return section(
         "Launches", tag("table", head + rows), "Incidents: " + (", ".join(incidents) or "none") + "."
     )
-
-
-def _row(*cells: object) -> str:
-    return tag("tr", "".join(tag("td", text(cell)) for cell in cells))
 
 
 ALL = (

@@ -7,13 +7,13 @@ count over everything that happened.
 """
 
 import json
-import os
 import statistics
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from laminar_hpc.report import rundata, turns
 from laminar_hpc.report.idle import idle_fraction
+from laminar_hpc.report.run_files import write_whole
 from laminar_hpc.report.rundata import Run, Totals
 
 GOAL = 0.70  # mean accuracy of the trained batches ...
@@ -35,10 +35,7 @@ def write(run_dir: Path) -> dict:
 def write_loaded(run: Run) -> dict:
     """The same of a loaded run."""
     summary = figures(run)
-    path = run.directory / "summary.json"
-    temporary = path.with_name(f".summary.{os.getpid()}.json")
-    temporary.write_text(json.dumps(summary, indent=2) + "\n")
-    temporary.replace(path)
+    write_whole(run.directory / "summary.json", json.dumps(summary, indent=2) + "\n")
     return summary
 
 
@@ -61,9 +58,9 @@ def figures(run: Run) -> dict:
         "wall_seconds": sum(launch.end - launch.start for launch in run.launches),
         "tokens_per_second": tokens_per_second(run),
         "max_versions_per_trajectory": versions_max(run),
-        "staleness_generation_mean": _weighted_mean(steps, "staleness_generation_mean"),
+        "staleness_generation_mean": turns.weighted_mean(steps, "staleness_generation_mean"),
         "staleness_generation_max": _whole_max(steps, "staleness_generation_max"),
-        "staleness_training_mean": _weighted_mean(steps, "staleness_training_mean"),
+        "staleness_training_mean": turns.weighted_mean(steps, "staleness_training_mean"),
         "staleness_training_max": _whole_max(steps, "staleness_training_max"),
         "trainer_idle_fraction": idle_fraction(run, "trainer"),
         "rollout_idle_fraction": idle_fraction(run, "rollout"),
@@ -137,14 +134,8 @@ def accuracy(run: Run, name: str, label: str, file: str | None = None) -> float 
     """Of the newest evaluation so named and labelled; of the first file unless another one is named."""
     file = next(iter(files(run)), "") if file is None else file
     wanted = (name, label, file)
-    return next(
-        (
-            e["accuracy"]
-            for e in reversed(run.evaluations)
-            if (e["name"], e["label"], e.get("file", "")) == wanted
-        ),
-        None,
-    )
+    found = (e for e in reversed(run.evaluations) if (e["name"], e["label"], e.get("file", "")) == wanted)
+    return next((e["accuracy"] for e in found), None)
 
 
 def evaluations(run: Run) -> dict[str, dict[str, float | None]]:
@@ -224,10 +215,3 @@ def _whole_max(records: Iterable[dict], field: str) -> int | None:
     """As `_max`, of counts, which cross between processes as floats."""
     value = _max(records, field)
     return None if value is None else int(value)
-
-
-def _weighted_mean(steps: list[dict], field: str) -> float | None:
-    """Mean over trajectories of a field that each step has the mean of."""
-    known = [step for step in steps if step.get(field) is not None]
-    weight = sum(step["trajectories"] for step in known)
-    return sum(step[field] * step["trajectories"] for step in known) / weight if weight else None

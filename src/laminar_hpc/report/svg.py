@@ -14,6 +14,8 @@ from itertools import pairwise
 
 # margins around the plot, for tick labels and the name of the x axis
 LEFT, RIGHT, TOP, BOTTOM = 52, 14, 12, 40
+HALF, THIRD = 560, 380  # widths of charts, two or three of which stand side by side
+HEIGHT = 250
 _BINS = 28  # of a histogram of lengths
 
 # what may be closed at once; HTML's elements may not
@@ -45,6 +47,11 @@ def tag(name: str, content: str = "", /, *, title: str = "", **attributes: objec
     )
     inner = (f"<title>{text(title)}</title>" if title else "") + content
     return f"<{name}{written}/>" if name in SHAPES and not inner else f"<{name}{written}>{inner}</{name}>"
+
+
+def row(*cells: object, cell: str = "td") -> str:
+    """A row of a table, of plain values; `cell`: td, or th in the head."""
+    return tag("tr", "".join(tag(cell, text(value)) for value in cells))
 
 
 def _written(value: object) -> str:
@@ -95,7 +102,7 @@ def figure(width: int, height: int, body: str, label: str) -> str:
     return tag("svg", body, viewBox=f"0 0 {width} {height}", role="img", aria_label=label)
 
 
-def empty(width: int, height: int, why: str) -> str:
+def empty(why: str, width: int = THIRD, height: int = HEIGHT) -> str:
     """A chart without values: it says why."""
     said = tag("text", text(why), x=width / 2, y=height / 2, class_="none", text_anchor="middle")
     return figure(width, height, said, why)
@@ -109,6 +116,14 @@ class Plot:
     height: int
     x: Callable[[float], float]
     y: Callable[[float], float]
+
+    @staticmethod
+    def over(
+        width: int, height: int, x: tuple[float, float], y: tuple[float, float], log: str = ""
+    ) -> "Plot":
+        """A frame for these two ranges; `log`: the axes that are logarithmic, "x" or "y"."""
+        right, bottom = width - RIGHT, height - BOTTOM
+        return Plot(width, height, scale(*x, LEFT, right, log == "x"), scale(*y, bottom, TOP, log == "y"))
 
     @property
     def bottom(self) -> int:
@@ -178,8 +193,8 @@ def lines(
     series: Sequence[Series],
     x_name: str,
     *,
-    width: int = 560,
-    height: int = 250,
+    width: int = HALF,
+    height: int = HEIGHT,
     log_y: bool = False,
     y_range: tuple[float, float] | None = None,
 ) -> str:
@@ -190,18 +205,13 @@ def lines(
     ]
     points = [point for _, values in kept for point in values]
     if not points:
-        return empty(width, height, "nothing measured yet")
+        return empty("nothing measured yet", width, height)
     xs, ys = [p[0] for p in points], [p[1] for p in points] + list(y_range or ())
     x_low, x_high = min(xs), max(xs)
     if x_low == x_high:
         x_low, x_high = x_low - 1, x_high + 1
     low, high = _with_margin(min(ys), max(ys), log_y, fixed=y_range is not None)
-    plot = Plot(
-        width,
-        height,
-        scale(x_low, x_high, LEFT, width - RIGHT),
-        scale(low, high, height - BOTTOM, TOP, log_y),
-    )
+    plot = Plot.over(width, height, (x_low, x_high), (low, high), "y" if log_y else "")
     x_ticks = ticks(x_low, x_high, 6, whole=all(isinstance(x, int) for x in xs))
     body = plot.axes(x_ticks, log_ticks(low, high) if log_y else ticks(low, high), x_name)
     for s, values in kept:
@@ -233,25 +243,15 @@ def percent(share: float) -> str:
     return f"{share * 100:.0f}%" if share >= 0.0995 or share == 0 else f"{share * 100:.1f}%"
 
 
-def share_bars(
-    counts: Sequence[tuple[int, int]],
-    color: str,
-    x_name: str,
-    *,
-    width: int = 560,
-    height: int = 250,
-    bound: int | None = None,
-) -> str:
+def share_bars(counts: Sequence[tuple[int, int]], color: str, x_name: str, bound: int | None = None) -> str:
     """A bar per (whole number, count): its share of all. `bound`, the largest number allowed, is drawn as a
     line beside its bar."""
     total = sum(n for _, n in counts)
     if not total:
-        return empty(width, height, "no trajectories stored")
+        return empty("no trajectories stored")
     low, high = min(k for k, _ in counts), max(max(k for k, _ in counts), bound if bound is not None else 0)
     top = max(n for _, n in counts) / total * 1.12
-    plot = Plot(
-        width, height, scale(low - 0.6, high + 0.6, LEFT, width - RIGHT), scale(0, top, height - BOTTOM, TOP)
-    )
+    plot = Plot.over(THIRD, HEIGHT, (low - 0.6, high + 0.6), (0, top))
     body = plot.axes(list(range(low, high + 1, max(1, (high - low) // 12))), ticks(0, top), x_name, percent)
     half = min(60.0, (plot.x(1) - plot.x(0)) * 0.36)
     for value, n in counts:
@@ -270,12 +270,7 @@ def share_bars(
         body += tag("text", percent(share), class_="value", x=plot.x(value), y=y - 4, text_anchor="middle")
     if bound is not None:
         body += plot.mark(plot.x(bound + 0.5), "bound")
-    return figure(width, height, body, x_name)
-
-
-def length_edges(longest: int) -> list[int]:
-    """Whole-numbered bin edges from 1 to beyond `longest`, about evenly spaced on a log axis."""
-    return sorted({round((longest + 1) ** (i / _BINS)) for i in range(_BINS + 1)} | {1, longest + 1})
+    return figure(THIRD, HEIGHT, body, x_name)
 
 
 def shares(values: Sequence[int], edges: Sequence[int]) -> list[float]:
@@ -286,27 +281,19 @@ def shares(values: Sequence[int], edges: Sequence[int]) -> list[float]:
 
 
 def log_histogram(
-    groups: Sequence[tuple[str, str, Sequence[int]]],
-    x_name: str,
-    *,
-    width: int = 560,
-    height: int = 250,
-    marks: Sequence[tuple[float, str]] = (),
+    groups: Sequence[tuple[str, str, Sequence[int]]], x_name: str, marks: Sequence[tuple[float, str]] = ()
 ) -> str:
     """Shares of positive whole numbers over a log axis: groups of (name, colour, values), the first filled,
     further ones as outlines."""
     groups = [(name, color, [max(1, v) for v in values]) for name, color, values in groups if values]
     if not groups:
-        return empty(width, height, "no trajectories stored")
-    edges = length_edges(max(max(values) for *_, values in groups))
+        return empty("no trajectories stored")
+    longest = max(max(values) for *_, values in groups)
+    # about evenly spaced on the axis
+    edges = sorted({round((longest + 1) ** (i / _BINS)) for i in range(_BINS + 1)} | {1, longest + 1})
     heights = [shares(values, edges) for *_, values in groups]
     top = max(map(max, heights)) * (1.12 + 0.1 * len(marks))
-    plot = Plot(
-        width,
-        height,
-        scale(edges[0], edges[-1], LEFT, width - RIGHT, log=True),
-        scale(0, top, height - BOTTOM, TOP),
-    )
+    plot = Plot.over(THIRD, HEIGHT, (edges[0], edges[-1]), (0, top), "x")
     body = plot.axes(log_ticks(edges[0], edges[-1]), ticks(0, top, 4), x_name, percent)
     for index, ((name, color, _), parts) in enumerate(zip(groups, heights, strict=True)):
         tops = [(edge, part) for pair, part in zip(pairwise(edges), parts, strict=True) for edge in pair]
@@ -323,14 +310,12 @@ def log_histogram(
             title=name,
         )
     body += "".join(plot.mark(plot.x(max(1, value)), label, row) for row, (value, label) in enumerate(marks))
-    return figure(width, height, body, x_name)
+    return figure(THIRD, HEIGHT, body, x_name)
 
 
-def stacked_bars(
-    rows: Sequence[tuple[str, Sequence[tuple[str, float, str]]]], *, width: int = 1140, label_width: int = 130
-) -> str:
+def stacked_bars(rows: Sequence[tuple[str, Sequence[tuple[str, float, str]]]], label_width: int = 130) -> str:
     """One horizontal bar per (name, parts), each part (kind, seconds, colour) as its share of the row."""
-    row, bar, body = 30, 22, ""
+    width, row, bar, body = 1140, 30, 22, ""
     for index, (name, parts) in enumerate(rows):
         top, at = index * row + 2, float(label_width)
         total = sum(seconds for _, seconds, _ in parts)

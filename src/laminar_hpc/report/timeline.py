@@ -9,29 +9,19 @@ scripts both are still there. Time between launches is cut out.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from laminar_hpc.observability.trace import Span
+from laminar_hpc.observability.trace import TraceSpan
 from laminar_hpc.report import svg
 from laminar_hpc.report.idle import busy, overlap, training_windows, union
 from laminar_hpc.report.rundata import Run
 from laminar_hpc.report.svg import tag
 
+_LIKE = {"tool": "evaluate", "chain": "relay", "decide": "train", "commit": "checkpoint"}  # in colour
 COLORS = {
-    "generate": "var(--generate)",
-    "train": "var(--train)",
-    "publish": "var(--publish)",
-    "send": "var(--send)",
-    "pull": "var(--pull)",
-    "score": "var(--score)",
-    "tool": "var(--evaluate)",
-    "wait": "var(--wait)",
-    "evaluate": "var(--evaluate)",
-    "checkpoint": "var(--checkpoint)",
-    "load": "var(--load)",
-    "relay": "var(--relay)",
-    "chain": "var(--relay)",
-    "decide": "var(--train)",
-    "commit": "var(--checkpoint)",
-    "move": "var(--move)",
+    kind: f"var(--{_LIKE.get(kind, kind)})"
+    for kind in (
+        *("generate", "train", "publish", "send", "pull", "score", "tool", "wait", "evaluate"),
+        *("checkpoint", "load", "relay", "chain", "decide", "commit", "move"),
+    )
 }
 BACKGROUND = frozenset({"send", "move"})  # drawn as a strip under what the process itself does
 WINDOW_SECONDS = 20.0
@@ -39,31 +29,21 @@ MAX_SPANS_PER_ROW = 1500  # of one kind; beyond that neighbours are joined, whic
 WIDTH, LABELS, ROW, BAR, AXIS = 1140, 130, 26, 20, 26
 # A moment in which a process did several things counts for the first of these.
 ACCOUNT_ORDER = (
-    "evaluate",
-    "checkpoint",
-    "pull",
-    "publish",
-    "relay",
-    "chain",
-    "train",
-    "generate",
-    "decide",
-    "commit",
-    "load",
-    "wait",
+    *("evaluate", "checkpoint", "pull", "publish", "relay", "chain", "train"),
+    *("generate", "decide", "commit", "load", "wait"),
 )
 _ROLES = ("trainer", "relay", "rollout", "controller")
 
 
 @dataclass
-class Row:
+class TimelineRow:
     """A line of the figure: a process, or the tools or the reward scoring of one."""
 
     name: str
-    spans: list[Span]
+    spans: list[TraceSpan]
 
 
-def rows(run: Run) -> list[Row]:
+def rows(run: Run) -> list[TimelineRow]:
     """Trainers, relays, rollouts (each followed by its tools and its scoring), controller; processes without
     spans are left out."""
     rows = []
@@ -75,7 +55,7 @@ def rows(run: Run) -> list[Row]:
             (f"{name} rewards", [s for s in spans if s.kind == "score"]),
         ):
             if part:
-                rows.append(Row(label, part))
+                rows.append(TimelineRow(label, part))
     return rows
 
 
@@ -142,16 +122,8 @@ def figures(run: Run, window_seconds: float = WINDOW_SECONDS) -> str:
     height = len(shown) * ROW
     rectangles = "".join(_rectangles(row, index, time) for index, row in enumerate(shown))
     for _, _, at in time.launches[1:]:
-        rectangles += tag(
-            "line",
-            class_="launch",
-            x1=at,
-            x2=at,
-            y1=0,
-            y2=height,
-            vector_effect="non-scaling-stroke",
-            title="launch",
-        )
+        place = {"x1": at, "x2": at, "y1": 0, "y2": height, "vector_effect": "non-scaling-stroke"}
+        rectangles += tag("line", class_="launch", title="launch", **place)
     overview = _frame(
         shown, f"0 0 {time.total:.3f} {height}", tag("g", rectangles, id="spans"), 0.0, time.total, "overview"
     )
@@ -169,14 +141,8 @@ def figures(run: Run, window_seconds: float = WINDOW_SECONDS) -> str:
         class_="hint",
     )
     legend = svg.legend([(_kind_name(kind), COLORS[kind]) for kind in names])
-    return tag(
-        "div",
-        legend + overview + hint + detail,
-        id="timeline",
-        data_total=time.total,
-        data_left=LABELS,
-        data_width=WIDTH,
-    )
+    content = legend + overview + hint + detail
+    return tag("div", content, id="timeline", data_total=time.total, data_left=LABELS, data_width=WIDTH)
 
 
 def _kind_name(kind: str) -> str:
@@ -192,7 +158,7 @@ def _kind_name(kind: str) -> str:
     }.get(kind, kind)
 
 
-def _frame(shown: Sequence[Row], view: str, content: str, start: float, end: float, name: str) -> str:
+def _frame(shown: Sequence[TimelineRow], view: str, content: str, start: float, end: float, name: str) -> str:
     """Row names, the stretched content, and a time axis."""
     height, body = len(shown) * ROW, ""
     for index, row in enumerate(shown):
@@ -216,7 +182,7 @@ def _frame(shown: Sequence[Row], view: str, content: str, start: float, end: flo
     )
 
 
-def _rectangles(row: Row, index: int, time: RunTime) -> str:
+def _rectangles(row: TimelineRow, index: int, time: RunTime) -> str:
     """The spans of a row, in seconds of run time by pixels; waiting at the bottom, the background on top."""
     parts = []
     for kind in sorted({s.kind for s in row.spans}, key=lambda k: (k != "wait", k in BACKGROUND, k)):
@@ -227,7 +193,7 @@ def _rectangles(row: Row, index: int, time: RunTime) -> str:
     return "".join(parts)
 
 
-def _joined(spans: Sequence[Span], time: RunTime) -> list[tuple[float, float, str]]:
+def _joined(spans: Sequence[TraceSpan], time: RunTime) -> list[tuple[float, float, str]]:
     """(start, end, tooltip) of spans; scoring as the times in which any call was open, and crowds joined
     until they are few enough."""
     placed = [(time(s.t0), time(s.t1), _title(s)) for s in spans]
@@ -243,7 +209,7 @@ def _joined(spans: Sequence[Span], time: RunTime) -> list[tuple[float, float, st
     return placed
 
 
-def _title(span: Span) -> str:
+def _title(span: TraceSpan) -> str:
     """Kind, duration, and whatever was recorded with the span."""
     known = [
         f"{key.replace('_', ' ')} {value}"

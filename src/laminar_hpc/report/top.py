@@ -16,9 +16,9 @@ from rich.text import Text
 
 from laminar_hpc.observability.console import count, duration, eta, number
 from laminar_hpc.observability.output import printable
-from laminar_hpc.observability.status import Rank
+from laminar_hpc.observability.status import RankStatus
 from laminar_hpc.report import turns
-from laminar_hpc.report.live import Follower, View
+from laminar_hpc.report.live import RunFollower, View
 
 REFRESH_SECONDS = 1.0
 BAR = 10  # characters of the KV cache's bar
@@ -34,7 +34,7 @@ _GAP = 2  # between two columns
 
 def main(options: Namespace) -> int:
     """The exit code: 0, or 1 for `--once` on a run that died. Raises LaminarError for what is no run."""
-    follower = Follower(Path(options.words[0]))
+    follower = RunFollower(Path(options.words[0]))
     console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, highlight=False)
     if options.once:
         view = follower.look()
@@ -128,7 +128,7 @@ def _ranks(view: View, width: int) -> Table:
     return table
 
 
-def _rank_cells(rank: Rank, view: View) -> list[str | Text]:
+def _rank_cells(rank: RankStatus, view: View) -> list[str | Text]:
     weights = f"id {rank.weight_id} (step {rank.weight_step})" if rank.weight_id is not None else "none yet"
     cells: list[str | Text] = [f"{rank.role}{rank.index}", str(rank.pid), weights]
     silent = view.status.time - rank.heard if view.status else 0.0

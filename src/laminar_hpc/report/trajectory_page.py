@@ -7,6 +7,7 @@ trained on it, with weights that had moved on by so many mini-batches.
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -14,12 +15,12 @@ import numpy as np
 
 from laminar_hpc.messages.data import Trajectory
 from laminar_hpc.observability.console import duration
-from laminar_hpc.observability.trace import Span
+from laminar_hpc.observability.trace import TraceSpan
 from laminar_hpc.payload.layout import Response
 from laminar_hpc.payload.whole import Whole
 from laminar_hpc.policies.metrics import ENVIRONMENT
 from laminar_hpc.report import svg, turn_table
-from laminar_hpc.report.page import keys
+from laminar_hpc.report.page import figure, grid, keys
 from laminar_hpc.report.rundata import Consumed, Run
 from laminar_hpc.report.svg import Series, tag, text
 from laminar_hpc.report.turns import ENDS
@@ -39,14 +40,14 @@ class Facts:
     steps: dict[int, dict]
     groups: dict[int, tuple[float, float]]
     lost: dict[int, list[dict]]
-    tools: dict[int, list[Span]]
+    tools: dict[int, list[TraceSpan]]
 
 
 def facts(run: Run, rows: Sequence[Consumed]) -> Facts:
     """What the run's files say of these trajectories beyond their rows, read once for all."""
-    lost: dict[int, list[dict]] = {}
+    lost: dict[int, list[dict]] = defaultdict(list)
     for record in run.records.get("lost", []):
-        lost.setdefault(record.get("trajectory_id", -1), []).append(record)
+        lost[record.get("trajectory_id", -1)].append(record)
     return Facts(
         mismatches={(str(m["replica"]), m["weight_id"]): m for m in run.records.get("logprob_mismatch", [])},
         own_mismatches=run.mismatches([row.id for row in rows]),
@@ -76,27 +77,14 @@ def page(row: Consumed, whole: Whole, known: Facts, decode: Callable[[list[int]]
         f"trajectory {row.id}: reward {row.reward:g}, "
         f"{row.response_length} tokens, trained in step {row.consumed_step + 1}"
     )
-    body = tag("h3", "prompt") + tag(
-        "p", tag("code", text(shortened(decode(whole.prompt.tolist()), MAX_CHARACTERS)))
-    )
+    prompt = tag("code", text(shortened(decode(whole.prompt.tolist()), MAX_CHARACTERS)))
+    body = tag("h3", "prompt") + tag("p", prompt)
     body += tag("h3", "answer") + _answer(row, whole, known, decode)
-    figures = (
-        _reward(row, whole.record)
-        | _log_probs(row, whole.response, known, decode)
-        | _where(row, whole, known)
-    )
-    body += keys(figures)
-    curve = svg.lines(
-        [Series("log-prob", "var(--generate)", _curve(whole.response))],
-        "token of the answer",
-        width=560,
-        height=150,
-    )
-    body += tag(
-        "div",
-        tag("figure", tag("h3", "log-prob of each token when it was drawn") + curve) + _life(row, known),
-        class_="two",
-    )
+    log_probs = _log_probs(row, whole.response, known, decode)
+    body += keys(_reward(row, whole.record) | log_probs | _where(row, whole, known))
+    drawn = Series("log-prob", "var(--generate)", _curve(whole.response))
+    curve = svg.lines([drawn], "token of the answer", height=150)
+    body += grid("two", figure("log-prob of each token when it was drawn", curve), _life(row, known))
     return tag("details", tag("summary", text(title)) + body, id=anchor(row.id), class_="trajectory")
 
 
@@ -186,10 +174,8 @@ def _life(row: Consumed, known: Facts) -> str:
     ]
     present = [(name, at) for name, at in events if at]
     first = min((at for _, at in present), default=0.0)
-    lines = "".join(
-        tag("tr", tag("td", name) + tag("td", f"+{duration(at - first)}")) for name, at in present
-    )
-    return tag("figure", tag("h3", "its life") + tag("table", lines))
+    lines = "".join(svg.row(name, f"+{duration(at - first)}") for name, at in present)
+    return figure("its life", tag("table", lines))
 
 
 def _curve(response: Response) -> list[tuple[float, float | None]]:

@@ -4,7 +4,7 @@ trained, and when it was generated, waited, or had a tool at work."""
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from laminar_hpc.observability.trace import Span
+from laminar_hpc.observability.trace import TraceSpan
 from laminar_hpc.payload.whole import Whole
 from laminar_hpc.report import svg
 from laminar_hpc.report.rundata import Consumed, Run
@@ -24,10 +24,10 @@ class Stretch(NamedTuple):
     seconds: list[tuple[str, float]]
 
 
-def tool_spans(run: Run, rows: Sequence[Consumed]) -> dict[int, list[Span]]:
+def tool_spans(run: Run, rows: Sequence[Consumed]) -> dict[int, list[TraceSpan]]:
     """Trajectory -> the spans of its tool calls, in order; of its last attempt, at the replica that ended
     it."""
-    found: dict[int, list[Span]] = {row.id: [] for row in rows}
+    found: dict[int, list[TraceSpan]] = {row.id: [] for row in rows}
     by_id = {row.id: row for row in rows}
     for process, spans in run.spans.items():
         for span in spans:
@@ -40,7 +40,7 @@ def tool_spans(run: Run, rows: Sequence[Consumed]) -> dict[int, list[Span]]:
     return found
 
 
-def table(row: Consumed, whole: Whole, tools: Sequence[Span], said: Callable[[list[int]], str]) -> str:
+def table(row: Consumed, whole: Whole, tools: Sequence[TraceSpan], said: Callable[[list[int]], str]) -> str:
     """A bar of its time, then a row for each stretch; `said`: tokens -> markup."""
     shown = stretches(row, whole, tools)
     parts = [(kind, seconds, COLORS[kind]) for each in shown for kind, seconds in each.seconds]
@@ -55,7 +55,7 @@ def table(row: Consumed, whole: Whole, tools: Sequence[Span], said: Callable[[li
     return bar + tag("table", head + body, class_="turns")
 
 
-def stretches(row: Consumed, whole: Whole, tools: Sequence[Span]) -> list[Stretch]:
+def stretches(row: Consumed, whole: Whole, tools: Sequence[TraceSpan]) -> list[Stretch]:
     """In the order of the tokens. A trajectory that moved has spans elsewhere too: then no times are told."""
     response, at, begun = whole.response, 0, False
     branches = response.starts
@@ -74,7 +74,7 @@ def stretches(row: Consumed, whole: Whole, tools: Sequence[Span]) -> list[Stretc
 
 
 def _timed(
-    row: Consumed, found: list[Stretch], tools: Sequence[Span], parts: Mapping[str, float]
+    row: Consumed, found: list[Stretch], tools: Sequence[TraceSpan], parts: Mapping[str, float]
 ) -> list[Stretch]:
     """With the seconds of each: of a turn up to its tools' span, which says how long the turn had waited;
     of the last turn the generation that is left of all."""

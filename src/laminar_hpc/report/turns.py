@@ -7,7 +7,7 @@ from laminar_hpc.policies.filtering import UNGRADED
 from laminar_hpc.report import svg
 from laminar_hpc.report.page import figure, grid, section
 from laminar_hpc.report.rundata import Run
-from laminar_hpc.report.svg import Series, tag, text
+from laminar_hpc.report.svg import Series, tag
 
 ENDS = {
     "stop": "its end-of-sequence token",
@@ -27,7 +27,7 @@ def figures(run: Run) -> dict | None:
     steps = [step for step in run.steps if step.get("turns_mean") is not None]
     if not steps:
         return None
-    return {name: _mean(steps, f"{name}_mean") for name in (*_MEANS, *_SHARES)} | failures(run)
+    return {name: weighted_mean(steps, f"{name}_mean") for name in (*_MEANS, *_SHARES)} | failures(run)
 
 
 def failures(run: Run) -> dict:
@@ -49,30 +49,26 @@ def section_of_turns(run: Run) -> str:
     found = figures(run)
     if found is None:
         return ""
-    seconds = [
-        Series(kind, color, _over_steps(run, f"{kind}_seconds_mean")) for kind, color in COLORS.items()
-    ]
+    seconds = [Series(kind, color, run.over_steps(f"{kind}_seconds_mean")) for kind, color in COLORS.items()]
     counts = [
-        Series("turns", COLORS["generate"], _over_steps(run, "turns_mean")),
-        Series("tool calls", COLORS["tool"], _over_steps(run, "tool_calls_mean")),
-        Series("failed calls", "var(--bad)", _over_steps(run, "failed_calls_mean")),
+        Series("turns", COLORS["generate"], run.over_steps("turns_mean")),
+        Series("tool calls", COLORS["tool"], run.over_steps("tool_calls_mean")),
+        Series("failed calls", "var(--bad)", run.over_steps("failed_calls_mean")),
     ]
     shares = [
-        Series(
-            "later prompts in the prefix cache", COLORS["generate"], _over_steps(run, "cached_share_mean")
-        ),
-        Series("environments at work", COLORS["tool"], _over_steps(run, "busy_share_mean")),
+        Series("later prompts in the prefix cache", COLORS["generate"], run.over_steps("cached_share_mean")),
+        Series("environments at work", COLORS["tool"], run.over_steps("busy_share_mean")),
     ]
 
-    def chart(title: str, series: list[Series], top: float = 0.0) -> str:
+    def with_legend(title: str, series: list[Series], top: float = 0.0) -> str:
         legend = svg.legend([(one.name, one.color) for one in series])
-        return figure(title, svg.lines(series, "trainer step", width=380, y_range=(0.0, top)), legend)
+        return figure(title, svg.lines(series, "trainer step", width=svg.THIRD, y_range=(0.0, top)), legend)
 
     charts = grid(
         "three",
-        chart("per trajectory", counts),
-        chart("seconds per trajectory", seconds),
-        chart("shares", shares, 1.0),
+        with_legend("per trajectory", counts),
+        with_legend("seconds per trajectory", seconds),
+        with_legend("shares", shares, 1.0),
     )
     return section("Turns and tools", charts + _table(run, found), "Means over each batch.")
 
@@ -87,7 +83,7 @@ def _table(run: Run, found: dict) -> str:
             (
                 f"requests of agents that were refused, the first: {record['text']}",
                 "told to the agent",
-                f"{_mean(run.steps, 'refused_requests_mean') or 0:.3f} per trajectory",
+                f"{weighted_mean(run.steps, 'refused_requests_mean') or 0:.3f} per trajectory",
             )
             for record in run.records.get("refused", [])[:1]
         ),
@@ -101,18 +97,12 @@ def _table(run: Run, found: dict) -> str:
         ("groups whose environment failed", "not trained", found["groups_given_up"]),
         ("attempts lost", "generated again", len(run.records.get("lost", []))),
     ]
-    head = tag("tr", "".join(tag("th", name) for name in ("failures by class", "then", "how many")))
-    body = "".join(
-        tag("tr", "".join(tag("td", text("-" if cell is None else cell)) for cell in row)) for row in rows
-    )
+    head = svg.row("failures by class", "then", "how many", cell="th")
+    body = "".join(svg.row(*("-" if cell is None else cell for cell in cells)) for cells in rows)
     return tag("table", head + body)
 
 
-def _over_steps(run: Run, field: str) -> list[tuple[float, float | None]]:
-    return [(step["step"], step.get(field)) for step in run.steps]
-
-
-def _mean(steps: list[dict], field: str) -> float | None:
+def weighted_mean(steps: list[dict], field: str) -> float | None:
     """Over trajectories, of a field that steps have the mean of; None where none has it."""
     known = [step for step in steps if step.get(field) is not None]
     weight = sum(step["trajectories"] for step in known)

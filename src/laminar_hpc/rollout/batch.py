@@ -23,7 +23,7 @@ from laminar_hpc.engine.interface import Generation, RequestFailed, sampling_par
 from laminar_hpc.messages.data import TOKEN_BYTES, VersionSpan
 from laminar_hpc.messages.moves import MoveFailed
 from laminar_hpc.messages.rollouts import Increment
-from laminar_hpc.payload.layout import Damaged, Logprobs, Tokens
+from laminar_hpc.payload.layout import DamagedResponse, Logprobs, Tokens
 from laminar_hpc.rollout.engine_lives import EngineLives
 from laminar_hpc.rollout.state import ReplicaState
 from laminar_hpc.rollout.work import Outcome, Work, columns, extended, objection
@@ -197,7 +197,7 @@ class LocalBatch:
             work.cached_tokens = work.cached_tokens or generation.cached_tokens
             try:
                 work.partial, work.of_request = extended(work.partial, generation), None
-            except Damaged as error:
+            except DamagedResponse as error:
                 return Outcome(lost=str(error))
             self.progress += 1
             work.finish_reason = generation.finish_reason

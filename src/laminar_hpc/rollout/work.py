@@ -16,7 +16,7 @@ from laminar_hpc.messages.data import TOKEN_BYTES, Partial, PromptGroup, Sample,
 from laminar_hpc.messages.moves import MoveOrder
 from laminar_hpc.messages.rollouts import Grant
 from laminar_hpc.payload.layout import (
-    Damaged,
+    DamagedResponse,
     Logprobs,
     Response,
     Tokens,
@@ -181,7 +181,7 @@ def extended(partial: Partial, generation: Generation) -> Partial:
     of which the engine does not say who drew them: they would pass for the environment's."""
     named, count = sum(span.end - span.start for span in generation.spans), len(generation.tokens)
     if named != count:
-        raise Damaged(f"the engine names the weights of {named} tokens, and gave {count}")
+        raise DamagedResponse(f"the engine names the weights of {named} tokens, and gave {count}")
     return _joined(partial, Partial(*columns(generation.tokens, generation.logprobs), generation.spans))
 
 

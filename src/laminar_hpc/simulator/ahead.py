@@ -9,17 +9,18 @@ looks and arrivals of repack, samples, the end of a trainer step.
 import heapq
 
 from laminar_hpc.simulator.clock import Clock
-from laminar_hpc.simulator.replica import EPSILON, Replica
-from laminar_hpc.simulator.request import Request
-from laminar_hpc.simulator.setup import Setup
+from laminar_hpc.simulator.replica import EPSILON, SimulatedReplica
+from laminar_hpc.simulator.request import SimulatedRequest
+from laminar_hpc.simulator.setup import SimulationSetup
 from laminar_hpc.simulator.trainer import Trainer
 
 
 class Appointments:
     """When somebody else comes to the replicas that generate."""
 
-    def __init__(self, clock: Clock, trainer: Trainer, setup: Setup) -> None:
-        self._clock, self._trainer = clock, trainer
+    def __init__(self, clock: Clock, trainer: Trainer, setup: SimulationSetup) -> None:
+        self._clock = clock
+        self._trainer = trainer
         self._times: list[float] = []
         fails = setup.trainer_mtbf or any(kind.mtbf for kind in setup.engines)
         scored_later = setup.several or setup.job.score
@@ -28,7 +29,7 @@ class Appointments:
     def add(self, time: float) -> None:
         heapq.heappush(self._times, time)
 
-    def next(self, replica: Replica) -> float:
+    def next(self, replica: SimulatedReplica) -> float:
         """No one comes to it before this time; not later than now where that is not known."""
         if not self._known or replica.visitors:
             return 0.0
@@ -39,7 +40,7 @@ class Appointments:
         return times[0] if times and times[0] < end else end
 
 
-def may_end_group(replica: Replica) -> bool:
+def may_end_group(replica: SimulatedReplica) -> bool:
     """Whether the next event, which `next_time` has found, can be the end of a group's last request."""
     ends, last = replica.ends, replica.target + EPSILON
     if ends[0][0] > last:
@@ -50,12 +51,14 @@ def may_end_group(replica: Replica) -> bool:
     return unfinished == 1
 
 
-def decode_alone(r: Replica, until: float, now: float | None = None) -> list[tuple[float, Request]]:
+def decode_alone(
+    r: SimulatedReplica, until: float, now: float | None = None
+) -> list[tuple[float, SimulatedRequest]]:
     """`next_time`, `advance` and `pop_finished` of a replica again and again, the same numbers in less time:
     over ends of single requests before `until` that are not the last of their group, while nothing waits and
     the KV is not full. Gives (time, request) of each. `now`: the time of the first, as `next_time` gave it.
     """
-    done: list[tuple[float, Request]] = []
+    done: list[tuple[float, SimulatedRequest]] = []
     if r.waiting or r.parked_kv or r.stall_until > r.clock or r.spans is not None:
         return done
     costs, ends, running, capacity, full = r.costs, r.ends, r.running, r.capacity, r.full

@@ -36,7 +36,7 @@ class Clock:
             )
 
     def charge(self, calls: int) -> None:
-        """For a call that costs as much as `calls` others."""
+        """Counts a call that costs as much as `calls` others."""
         self._limit -= calls
 
     def at(self, time: float, call: Callable, *arguments: object) -> None:
@@ -48,8 +48,8 @@ class Clock:
         self.at(self.now + seconds, call, *arguments)
 
     def run(self) -> None:
-        """Until `running` is false or nothing is left. Raises LaminarError when nothing is finished any
-        more."""
+        """Makes the calls in order until `running` is false or none is left. Raises LaminarError when nothing
+        is finished any more."""
         heap = self._heap
         while self.running and heap:
             self.now, _, call, arguments = heapq.heappop(heap)
@@ -57,8 +57,7 @@ class Clock:
             if self.calls > self._limit:
                 raise LaminarError(
                     f"simulation: stuck after {self.now / 3600:,.1f} simulated hours, nothing is finished "
-                    "any more: failures that come "
-                    "faster than work is done, or replicas that get none; raise *mtbf_hours, max_staleness "
-                    "or the number of GPUs"
+                    "any more: failures that come faster than work is done, or replicas that get none; "
+                    "raise *mtbf_hours, max_staleness or the number of GPUs"
                 )
             call(*arguments)

@@ -3,32 +3,29 @@ report.html. `laminar sim RUN_DIR`: finished/."""
 
 import dataclasses
 import json
-import sys
 import time
 from argparse import Namespace
+from collections.abc import Callable
 
 from laminar_hpc.simulator import report
 from laminar_hpc.simulator.finished import command as finished
-from laminar_hpc.simulator.settings import experiments, load_simulation, output_folder
+from laminar_hpc.simulator.settings import experiments, load_simulation, output_folder, say
 from laminar_hpc.simulator.sweep import sweep
 
 _PROGRESS_SECONDS = 4.0  # between two lines of progress
 
 
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+def _progress() -> Callable[[str], None]:
+    """What says a line when none was said for a while."""
+    said = time.monotonic()
 
+    def tell(line: str) -> None:
+        nonlocal said
+        if time.monotonic() - said >= _PROGRESS_SECONDS:
+            say(line)
+            said = time.monotonic()
 
-class _Progress:
-    """Says a line when none was said for a while."""
-
-    def __init__(self) -> None:
-        self._said = time.monotonic()
-
-    def __call__(self, line: str) -> None:
-        if time.monotonic() - self._said >= _PROGRESS_SECONDS:
-            _say(line)
-            self._said = time.monotonic()
+    return tell
 
 
 def main(options: Namespace) -> int:
@@ -38,7 +35,7 @@ def main(options: Namespace) -> int:
         return finished.sim(name, overrides, options.json)
     config = load_simulation(name, overrides)
     folder = output_folder(config, f"runs/sim-{config.name}")
-    rows = sweep(config, _say, folder / "ranges.json", _Progress())
+    rows = sweep(config, say, folder / "ranges.json", _progress())
     report.write(folder / "report.html", config.name, dataclasses.asdict(config), rows)
     result = json.dumps({"settings": dataclasses.asdict(config), "rows": report.as_json(rows)}, indent=1)
     (folder / "result.json").write_text(result + "\n")

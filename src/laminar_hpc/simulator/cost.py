@@ -30,17 +30,17 @@ class EngineCosts:
     """
 
     overhead: float
-    weights: float
-    kv_token: float
-    compute: float  # of a request's token: matrix products
-    request: float  # the same: what they don't overlap with
-    prefill_token: float
-    prefill_attention: float  # per squared token
-    pull: float
-    global_sync: float
-    move_token: float
-    move_latency: float
-    restart: float
+    weights: float = 0.0
+    kv_token: float = 0.0
+    compute: float = 0.0  # of a request's token: matrix products
+    request: float = 0.0  # the same: what they don't overlap with
+    prefill_token: float = 0.0
+    prefill_attention: float = 0.0  # per squared token
+    pull: float = 0.0
+    global_sync: float = 0.0
+    move_token: float = 0.0
+    move_latency: float = 0.0
+    restart: float = 0.0
     floor: float = 0.0
     ask: float = 0.0  # a turn's request on its way to the engine, where trajectories have several
     experts: float = 0.0
@@ -96,17 +96,17 @@ def engine_costs(
     exchanges = 2 * model.layers if tensor_parallel > 1 else 0  # per step
     exchange = exchanges * exchange_seconds(model, gpu, tensor_parallel, c)
     prefill_token = 2.0 * model.active_parameters / (c.prefill_mfu * flops)
-    pull = c.pull_overhead + 2.0 * model.parameters / (gpu.pcie * tensor_parallel)
+    kv_copies = max(1.0, tensor_parallel / model.kv_heads)  # beyond one rank per KV head heads are copied
     layer = c.decode_layer_seconds if gpu.decode_layer is None else gpu.decode_layer
     return EngineCosts(
         overhead=model.layers * layer + exchanges * c.decode_allreduce_seconds,
         weights=2.0 * model.read_parameters / weights,
-        kv_token=model.kv_bytes * kv_copies(model, tensor_parallel) / (c.decode_kv_efficiency * bandwidth),
+        kv_token=model.kv_bytes * kv_copies / (c.decode_kv_efficiency * bandwidth),
         compute=2.0 * model.active_parameters / (c.decode_flops_efficiency * flops),
         request=exchange + c.decode_request_seconds,
         prefill_token=prefill_token,
         prefill_attention=prefill_token * attention_share(model),
-        pull=pull,
+        pull=c.pull_overhead + 2.0 * model.parameters / (gpu.pcie * tensor_parallel),
         global_sync=c.pull_overhead + 2.0 * model.parameters / c.global_sync_bytes_per_second,
         move_token=model.kv_bytes / c.kv_move_bytes_per_second,
         move_latency=c.kv_move_latency,
@@ -115,11 +115,6 @@ def engine_costs(
         experts=2.0 * model.expert_parameters / weights,
         expert_miss=1.0 - model.expert_share,
     )
-
-
-def kv_copies(model: Model, tensor_parallel: int) -> float:
-    """How often a token's KV is held and read: beyond one rank per KV head the heads are copied."""
-    return max(1.0, tensor_parallel / model.kv_heads)
 
 
 def kv_capacity(model: Model, gpu: Gpu, tensor_parallel: int, share: float) -> int:

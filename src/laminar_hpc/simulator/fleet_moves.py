@@ -3,21 +3,25 @@
 
 import random
 
-from laminar_hpc.policies.failover import Idle, Orphan, Room, plan_reloads, redirect
+from laminar_hpc.policies.failover import Idle, Orphan, plan_reloads, redirect
 from laminar_hpc.policies.repack import ReplicaView, plan
-from laminar_hpc.simulator.replica import Replica
-from laminar_hpc.simulator.request import Request
+from laminar_hpc.simulator.replica import SimulatedReplica
+from laminar_hpc.simulator.request import SimulatedRequest
 from laminar_hpc.simulator.rollouts import Rollouts
+from laminar_hpc.simulator.setup import SimulationSetup
 from laminar_hpc.simulator.wide_area.hand_over import HandOver
 
 
-class Repacker:
-    """`kv_share`: C_max as a share of the smallest replica's capacity; `requests_max`: B."""
+class SimulatedRepacker:
+    """Empties replicas in ramp-down. `kv_max`: C_max in tokens, of the smallest replica's capacity;
+    `requests_max`: B."""
 
-    def __init__(self, rollouts: Rollouts, kv_share: float, requests_max: int) -> None:
-        self.rollouts, self.requests_max = rollouts, requests_max
-        self.kv_max = kv_share * min(replica.capacity for replica in rollouts.replicas)
-        self.replicas_emptied = self.trajectories_moved = 0
+    def __init__(self, rollouts: Rollouts, setup: SimulationSetup) -> None:
+        self.rollouts = rollouts
+        self.requests_max = min(kind.saturation for kind in setup.engines)
+        self.kv_max = setup.repack_kv_share * min(replica.capacity for replica in rollouts.replicas)
+        self.replicas_emptied = 0
+        self.trajectories_moved = 0
         self.move_seconds = 0.0
 
     def tick(self) -> None:
@@ -40,8 +44,7 @@ class Repacker:
                 not replica.pending
                 or replica.waiting
                 or on_the_way
-                or replica.index in self.rollouts.down
-                or replica.index in self.rollouts.leaving
+                or self.rollouts.gone(replica)
                 or replica.state == "pull"
             ):
                 replica.kv_before = 0.0  # not in ramp-down yet: it takes two looks to see a fall
@@ -63,8 +66,9 @@ class Repacker:
                 source, destination = merge.source, merge.destination
                 self.carry_out(self.rollouts.replicas[source], self.rollouts.replicas[destination])
 
-    def carry_out(self, source: Replica, destination: Replica) -> None:
-        """The destination is reserved at once; the requests go on there when they have arrived."""
+    def carry_out(self, source: SimulatedReplica, destination: SimulatedReplica) -> None:
+        """Empties the source. The destination is reserved at once; requests go on there when they have
+        arrived."""
         ship = self.rollouts.rules.repack == "kv"
         away, parked = list(source.away.values()), list(source.parked.values())
         for request in parked:
@@ -73,7 +77,8 @@ class Repacker:
         source.away.clear()
         kv = sum(request.context for request in [*moved, *parked])
         for request in [*moved, *away]:
-            request.home, request.moves = destination, request.moves + 1
+            request.home = destination
+            request.moves += 1
         if not ship:
             for request in parked:
                 request.uncached = request.context
@@ -93,7 +98,9 @@ class Repacker:
             if ship:
                 destination.park(request)
 
-    def arrived(self, source: Replica, destination: Replica, moved: list[Request]) -> None:
+    def arrived(
+        self, source: SimulatedReplica, destination: SimulatedReplica, moved: list[SimulatedRequest]
+    ) -> None:
         now = self.rollouts.clock.now
         source.advance(now)
         if source.state == "move":
@@ -108,36 +115,61 @@ class Repacker:
 
 
 class Failures:
-    """Deaths of replicas and of the trainer, exponential, by the seed. `mtbf` in seconds."""
+    """Deaths of replicas and of the trainer, at exponential intervals that the seed gives."""
 
-    def __init__(self, rollouts: Rollouts, seed: int, trainer_mtbf: float | None) -> None:
-        self.rollouts, self.random = rollouts, random.Random(f"failures:{seed}")
-        self.trainer_mtbf = trainer_mtbf
-        self.replica_deaths = self.trainer_deaths = self.redirected = self.restarted = self.loaded = 0
+    def __init__(self, rollouts: Rollouts, setup: SimulationSetup) -> None:
+        self.rollouts = rollouts
+        self.random = random.Random(f"failures:{setup.seed}")
+        self.trainer_mtbf = setup.trainer_mtbf
+        self.replica_deaths = 0
+        self.trainer_deaths = 0
+        self.redirected = 0
+        self.restarted = 0
+        self.loaded = 0
         # nobody generates with their weights: they wait for a replica to ask
-        self.stranded: dict[int, Request] = {}
+        self.stranded: dict[int, SimulatedRequest] = {}
         rollouts.rescue = self.rescue
         self.hand_over = HandOver(rollouts)
         for replica in rollouts.replicas:
             self._next(replica)
-        if trainer_mtbf:
-            rollouts.clock.after(self.random.expovariate(1 / trainer_mtbf), self.trainer_dies)
+        if self.trainer_mtbf:
+            self._next_trainer(self.trainer_mtbf)
 
-    def _next(self, replica: Replica) -> None:
+    def _next_trainer(self, mtbf: float) -> None:
+        self.rollouts.clock.after(self.random.expovariate(1 / mtbf), self.trainer_dies, mtbf)
+
+    def _next(self, replica: SimulatedReplica) -> None:
         if replica.mtbf:
             self.rollouts.clock.after(self.random.expovariate(1 / replica.mtbf), self.replica_dies, replica)
 
-    def trainer_dies(self) -> None:
-        assert self.trainer_mtbf
+    def trainer_dies(self, mtbf: float) -> None:
         self.trainer_deaths += 1
-        self.rollouts.trainer.fail(self.rollouts.trainer.costs.job_restart)
-        if not self.rollouts.rules.isolated:
-            self._all_down(self.rollouts.trainer.costs.job_restart)
-        self.rollouts.clock.after(self.random.expovariate(1 / self.trainer_mtbf), self.trainer_dies)
+        self._job_restarts(rollouts_too=not self.rollouts.rules.isolated)
+        self._next_trainer(mtbf)
 
-    def replica_dies(self, replica: Replica) -> None:
+    def _job_restarts(self, rollouts_too: bool = True) -> None:
+        """The trainer's job starts again. With the rollouts in it, everything in progress goes back to its
+        prompt, on the replica where it was."""
+        r = self.rollouts
+        restart = r.trainer.costs.job_restart
+        r.trainer.fail(restart)
+        if not rollouts_too:
+            return
+        for replica in r.replicas:
+            if replica.index not in r.down:
+                self._down(replica, restart)
+        for group in r.tracker.live.values():
+            for request in group.requests.values():
+                if request.home is not None:
+                    r.tracker.discarded_tokens += request.restart(group.prompt_tokens, request.weight_step)
+                    if request.away:
+                        request.away = False
+                        request.home.away.pop(request.trajectory_id, None)
+                        request.home.waiting.append(request)
+
+    def replica_dies(self, replica: SimulatedReplica) -> None:
         self._next(replica)
-        if replica.index in self.rollouts.down or replica.index in self.rollouts.leaving:
+        if self.rollouts.gone(replica):
             return
         if replica.grace and self.rollouts.rules.isolated:
             self.hand_over.begin(replica)
@@ -145,7 +177,7 @@ class Failures:
         else:
             self._taken_away(replica)
 
-    def _taken_away(self, replica: Replica) -> None:
+    def _taken_away(self, replica: SimulatedReplica) -> None:
         self.rollouts.leaving.discard(replica.index)
         if replica.index in self.rollouts.down:
             return  # the whole job went down meanwhile
@@ -154,11 +186,9 @@ class Failures:
             self._down(replica, replica.costs.restart)
             self._rescue(replica)
         else:
-            restart = self.rollouts.trainer.costs.job_restart
-            self.rollouts.trainer.fail(restart)
-            self._all_down(restart)
+            self._job_restarts()
 
-    def _down(self, replica: Replica, seconds: float) -> None:
+    def _down(self, replica: SimulatedReplica, seconds: float) -> None:
         r = self.rollouts
         replica.advance(r.clock.now)
         r.unload(replica, keep_kv=False)
@@ -168,26 +198,22 @@ class Failures:
         replica.state = "down"
         r.clock.after(seconds, self._up, replica)
 
-    def _rescue(self, dead: Replica) -> None:
-        """Its trajectories go to replicas on the same weights with room, else back to their prompts."""
+    def _rescue(self, dead: SimulatedReplica) -> None:
+        """Moves the dead replica's trajectories to replicas on the same weights with room, else back to their
+        prompts."""
         r = self.rollouts
         orphans = {
             i: q for group in r.tracker.live.values() for i, q in group.requests.items() if q.home is dead
         }
-        rooms = []
-        for replica in r.replicas:
-            gone = replica.index in r.down or replica.index in r.leaving
-            if replica.pending and not gone and replica.state != "pull":
-                replica.advance(r.clock.now)
-                held = replica.kv + replica.parked_kv + sum(q.context for q in replica.waiting)
-                rooms.append(Room(replica.index, replica.weight_id, replica.capacity - held))
+        rooms = r.rooms()
         drained = r.rules.refresh == "drained"
         views = [self._orphan(q, q.weight_step if drained else dead.weight_id) for q in orphans.values()]
-        placed = redirect(views, rooms, dead.admission.ratio_min * dead.admission.clip)
+        placed = redirect(views, rooms, dead.admission.reserve_min)
         dead.waiting.clear()
         dead.parked.clear()
         dead.away.clear()
-        dead.parked_kv, dead.pending = 0.0, 0
+        dead.parked_kv = 0.0
+        dead.pending = 0
         for i, request in orphans.items():
             if i in placed:
                 replica = r.replicas[placed[i]]
@@ -210,7 +236,7 @@ class Failures:
             r.feed_hungry()
 
     @staticmethod
-    def _orphan(q: Request, weight_id: int) -> Orphan:
+    def _orphan(q: SimulatedRequest, weight_id: int) -> Orphan:
         return Orphan(
             q.trajectory_id,
             weight_id,
@@ -218,13 +244,13 @@ class Failures:
             int(sum(q.turns[: q.turn]) + q.turns[q.turn] - q.remaining),
         )
 
-    def _begin_anew(self, request: Request) -> None:
+    def _begin_anew(self, request: SimulatedRequest) -> None:
         self.restarted += 1
         self.rollouts.tracker.lost.append(request)
 
-    def rescue(self, replica: Replica) -> bool:
-        """Whether one that asks for work goes on with stranded trajectories: it loads their weights first, if
-        it serves others."""
+    def rescue(self, replica: SimulatedReplica) -> bool:
+        """Gives a replica that asks for work the stranded trajectories, if it can take any: it loads their
+        weights first if it serves others. Gives whether it took some."""
         if not self.stranded:
             return False
         r, now = self.rollouts, self.rollouts.clock.now
@@ -236,10 +262,8 @@ class Failures:
             replica.capacity,
             replica.generated / now * replica.costs.pull,
         )
-        reserved = replica.admission.ratio_min * replica.admission.clip
-        reloads, again = plan_reloads(
-            [self._orphan(q, q.weight_step) for q in self.stranded.values()], [mine], reserved
-        )
+        orphans = [self._orphan(q, q.weight_step) for q in self.stranded.values()]
+        reloads, again = plan_reloads(orphans, [mine], replica.admission.reserve_min)
         for i in again:
             self._begin_anew(self.stranded.pop(i))
         for each in reloads:
@@ -256,23 +280,7 @@ class Failures:
                 r.settle(replica)
         return bool(reloads)
 
-    def _all_down(self, seconds: float) -> None:
-        """The whole job starts again: everything in progress goes back to its prompt, on the replica where it
-        was."""
-        r = self.rollouts
-        for replica in r.replicas:
-            if replica.index not in r.down:
-                self._down(replica, seconds)
-        for group in r.tracker.live.values():
-            for request in group.requests.values():
-                if request.home is not None:
-                    r.tracker.discarded_tokens += request.restart(group.prompt_tokens, request.weight_step)
-                    if request.away:
-                        request.away = False
-                        request.home.away.pop(request.trajectory_id, None)
-                        request.home.waiting.append(request)
-
-    def _up(self, replica: Replica) -> None:
+    def _up(self, replica: SimulatedReplica) -> None:
         r = self.rollouts
         replica.advance(r.clock.now)
         r.down.discard(replica.index)

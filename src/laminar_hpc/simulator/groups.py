@@ -10,8 +10,8 @@ from collections import Counter
 from functools import partial
 
 from laminar_hpc.simulator.constants import Constants
-from laminar_hpc.simulator.run import Outcome, Simulation, without_collector
-from laminar_hpc.simulator.setup import Setup
+from laminar_hpc.simulator.run import Simulation, SimulationOutcome, without_collector
+from laminar_hpc.simulator.setup import SimulationSetup
 from laminar_hpc.simulator.tables import Model
 
 _MASTER_BYTES = 4  # of a parameter, in the precision in which it is averaged
@@ -25,7 +25,7 @@ def exchange_seconds(model: Model, groups: int, c: Constants) -> float:
     return 2.0 * (groups - 1) / groups * size / c.group_exchange_bytes_per_second
 
 
-def simulate_groups(setup: Setup, groups: int, exchange: float) -> Outcome:
+def simulate_groups(setup: SimulationSetup, groups: int, exchange: float) -> SimulationOutcome:
     """`setup`: of one group; `exchange`: seconds. Rates and counts are sums over all."""
     with without_collector():
         seeds = (setup.seed + _SEEDS * number for number in range(groups))
@@ -52,12 +52,12 @@ def simulate_groups(setup: Setup, groups: int, exchange: float) -> Outcome:
 
 
 def _stand(part: Simulation, stands: list[Simulation]) -> None:
-    """Its trainer waits for the other groups."""
+    """Stops a group's clock: its trainer waits for the other groups."""
     part.clock.running = False
     stands.append(part)
 
 
-def merged(outcomes: list[Outcome]) -> Outcome:
+def merged(outcomes: list[SimulationOutcome]) -> SimulationOutcome:
     """One outcome of all; time lines and samples are those of the first."""
     figures: dict[str, float] = {}
     for key in outcomes[0].figures:

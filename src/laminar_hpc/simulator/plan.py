@@ -52,7 +52,7 @@ class Candidate:
 
 
 @dataclass
-class Planned:
+class RatedCandidate:
     """`score`: tokens/s, or tokens per $ with objective=cost. `bound`: what it could be at most. `figures`:
     None before it is simulated."""
 
@@ -66,8 +66,8 @@ class Planned:
 
 @dataclass
 class Plan:
-    best: Planned
-    runner_up: Planned | None
+    best: RatedCandidate
+    runner_up: RatedCandidate | None
     simulated: int
     candidates: int
     ended: bool = True  # no other candidate can be better; false: the search was cut off
@@ -81,7 +81,7 @@ def price(config: PlanConfig, candidate: Candidate) -> float:
     )
 
 
-def tensor_parallels(config: PlanConfig, pool: PoolConfig, c: Constants) -> list[int]:
+def tensor_parallels(config: PlanConfig, pool: PoolConfig) -> list[int]:
     """TPs within a machine at which the model and the longest trajectory fit; the smallest three, as more
     only adds exchanges."""
     model, tokens_min = MODELS[config.model], 2 * config.workload.longest
@@ -92,7 +92,7 @@ def tensor_parallels(config: PlanConfig, pool: PoolConfig, c: Constants) -> list
         if tp <= machine
         and (machine == pool.count or machine % tp == 0)
         and shards(model, tp)
-        and kv_capacity(model, GPUS[pool.gpu], tp, c.kv_memory_share) >= tokens_min
+        and kv_capacity(model, GPUS[pool.gpu], tp, DEFAULT.kv_memory_share) >= tokens_min
     ][:3]
 
 
@@ -119,11 +119,11 @@ def trainer_settings(config: PlanConfig, candidate: Candidate) -> TrainerConfig:
     return trainer
 
 
-def kv_cache_tokens(config: PlanConfig, candidate: Candidate, c: Constants = DEFAULT) -> int:
+def kv_cache_tokens(config: PlanConfig, candidate: Candidate) -> int:
     """KV tokens of every replica: one experiment file has one number, so that of the smallest GPUs."""
     model = MODELS[config.model]
     return min(
-        kv_capacity(model, GPUS[config.pools[pool].gpu], tp, c.kv_memory_share)
+        kv_capacity(model, GPUS[config.pools[pool].gpu], tp, DEFAULT.kv_memory_share)
         for pool, _, tp in candidate.rollouts
     )
 
@@ -141,9 +141,9 @@ def repack_of(config: PlanConfig, candidate: Candidate) -> str:
     return "off" if candidate.replicas == 1 or places > 1 else "kv"
 
 
-def candidates(config: PlanConfig, c: Constants = DEFAULT) -> Iterator[Candidate]:
+def candidates(config: PlanConfig) -> Iterator[Candidate]:
     """Every placement that fits: trainer's pool and size, and the replicas of each pool."""
-    parallel = [tensor_parallels(config, pool, c) for pool in config.pools]
+    parallel = [tensor_parallels(config, pool) for pool in config.pools]
     for index, pool in enumerate(config.pools):
         for trainer in [] if pool.only_generates else trainer_sizes(config, pool):
             if trainer_of(config, index, trainer) is None:
@@ -176,11 +176,9 @@ def bound(
     """
     model, w = MODELS[config.model], config.workload
     rollout_gpus = sum(gpus for _, gpus, _ in candidate.rollouts)
-    gpu, layout = (
-        GPUS[config.pools[candidate.trainer_pool].gpu],
-        layout_of(trainer_settings(config, candidate)),
-    )
-    job = job_costs(model, gpu, candidate.trainer_gpus, layout, rollout_gpus, w.max_response_tokens, c)
+    gpu = GPUS[config.pools[candidate.trainer_pool].gpu]
+    layout = layout_of(trainer_settings(config, candidate))
+    job = job_costs(model, gpu, candidate.trainer_gpus, layout, rollout_gpus, w.max_response_tokens, DEFAULT)
     # Attention of the mean length: no more than that of the lengths (mean of squares), so the bound stays
     # one.
     mean_tokens = mean + w.prompt_tokens
@@ -190,17 +188,17 @@ def bound(
         + (job.train_attention + job.logprob_attention) * mean_tokens
         + job.overlapped_handling / mean_tokens
     )
-    generate, capacity = 0.0, kv_cache_tokens(config, candidate, c)
+    generate, capacity = 0.0, kv_cache_tokens(config, candidate)
     for pool, gpus, tp in candidate.rollouts:
         gpu = GPUS[config.pools[pool].gpu]
-        costs = engine_costs(model, gpu, tp, c)
+        costs = engine_costs(model, gpu, tp, DEFAULT)
         batch = min(config.max_concurrent, capacity / context)
         generate += gpus // tp * batch / costs.step(batch, batch * context)
-    generate *= 1.0 + 2.0 * c.replica_speed_spread  # of a few replicas all may be fast ones
+    generate *= 1.0 + 2.0 * DEFAULT.replica_speed_spread  # of a few replicas all may be fast ones
     return _SLACK * min(train, generate * (mean + w.prompt_tokens) / mean)
 
 
-def evaluate(config: PlanConfig, candidate: Candidate, c: Constants = DEFAULT) -> dict:
+def evaluate(config: PlanConfig, candidate: Candidate) -> dict:
     """Figures of a simulated run of it."""
     rollouts = [rollout_of(config.pools[pool], gpus, tp) for pool, gpus, tp in candidate.rollouts]
     pool = config.pools[candidate.trainer_pool]
@@ -216,7 +214,7 @@ def evaluate(config: PlanConfig, candidate: Candidate, c: Constants = DEFAULT) -
         candidate.trainer_gpus,
         rollouts,
         config.workload,
-        c,
+        DEFAULT,
         steps=config.steps,
         warmup_steps=config.warmup_steps,
         seed=config.seed,
@@ -225,12 +223,12 @@ def evaluate(config: PlanConfig, candidate: Candidate, c: Constants = DEFAULT) -
         layout=layout_of(trainer_settings(config, candidate)),
         equal_batches=True,
     )
-    capacity = kv_cache_tokens(config, candidate, c)
+    capacity = kv_cache_tokens(config, candidate)
     kinds = tuple(dataclasses.replace(kind, capacity=capacity) for kind in run.engines)
     return simulate(dataclasses.replace(run, engines=kinds)).figures
 
 
-def judge(config: PlanConfig, planned: Planned) -> None:
+def judge(config: PlanConfig, planned: RatedCandidate) -> None:
     """Score of a simulated candidate; -inf when it leaves the trainer idle beyond what `trainer_busy` allows
     or is slower than `least_throughput` (objective=cost only)."""
     assert planned.figures is not None
@@ -238,9 +236,11 @@ def judge(config: PlanConfig, planned: Planned) -> None:
     planned.score = rate if config.objective == "throughput" else rate * 3600 / planned.price
     busy = 1.0 - planned.figures["trainer_wait_share"]
     if config.objective == "cost" and busy < config.trainer_busy:
-        planned.why_not, planned.score = f"the trainer is busy for {busy:.0%} of the time only", -math.inf
+        planned.why_not = f"the trainer is busy for {busy:.0%} of the time only"
     if config.objective == "cost" and rate < config.least_throughput:
-        planned.why_not, planned.score = f"fewer than {config.least_throughput:,.0f} tokens/s", -math.inf
+        planned.why_not = f"fewer than {config.least_throughput:,.0f} tokens/s"
+    if planned.why_not:
+        planned.score = -math.inf
 
 
 def search(
@@ -251,24 +251,26 @@ def search(
     mean = sum(lengths) / len(lengths)
     context = config.workload.prompt_tokens + sum(n * n for n in lengths) / (2 * sum(lengths))
     options = []
-    for candidate in itertools.islice(candidates(config, c), _CANDIDATES + 1):
-        rate, cost = bound(config, candidate, mean, context, c), price(config, candidate)
+    for candidate in itertools.islice(candidates(config), _CANDIDATES + 1):
+        rate, cost = bound(config, candidate, mean, context), price(config, candidate)
         options.append(
-            Planned(candidate, rate if config.objective == "throughput" else rate * 3600 / cost, price=cost)
+            RatedCandidate(
+                candidate, rate if config.objective == "throughput" else rate * 3600 / cost, price=cost
+            )
         )
     if not options:
-        raise LaminarError(why_nothing_fits(config, c))
+        raise LaminarError(why_nothing_fits(config))
     if len(options) > _CANDIDATES:
         raise LaminarError(
             f"plan: more than {_CANDIDATES:,} ways to divide these pools; ask with fewer or smaller ones"
         )
     options.sort(key=lambda planned: -planned.bound)
-    best: Planned | None = None
-    tried: list[Planned] = []
+    best: RatedCandidate | None = None
+    tried: list[RatedCandidate] = []
     for planned in options:
         if (best is not None and planned.bound <= best.score) or len(tried) == _SIMULATED:
             break
-        planned.figures = evaluate(config, planned.candidate, c)
+        planned.figures = evaluate(config, planned.candidate)
         judge(config, planned)
         tried.append(planned)
         say(
@@ -296,16 +298,14 @@ def _lengths(config: PlanConfig) -> list[int]:
     return [n for index in range(first, end, -(-(end - first) // _GROUPS)) for n in work.lengths(index)]
 
 
-def why_nothing_fits(config: PlanConfig, c: Constants = DEFAULT) -> str:
+def why_nothing_fits(config: PlanConfig) -> str:
     """What the pools lack: GPUs to train on, GPUs to generate on, or both at the same time."""
     cure = "add GPUs, take a smaller model, or lower workload.max_response_tokens"
     model, pools = config.model, ", ".join(f"{pool.count} {pool.gpu}" for pool in config.pools)
     trains = {
         pool.gpu: n for pool in config.pools if not pool.only_generates and (n := _min_trainer(config, pool))
     }
-    generates = {
-        pool.gpu: min(sizes) for pool in config.pools if (sizes := tensor_parallels(config, pool, c))
-    }
+    generates = {pool.gpu: min(sizes) for pool in config.pools if (sizes := tensor_parallels(config, pool))}
     if trains and generates:
         to_train, to_generate = (
             " or ".join(f"{n} {gpu}" for gpu, n in needed.items()) for needed in (trains, generates)

@@ -5,7 +5,6 @@ import dataclasses
 import json
 import math
 import shlex
-import sys
 from argparse import Namespace
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from laminar_hpc.config.load import load_config
 from laminar_hpc.simulator.finished import command as finished
 from laminar_hpc.simulator.plan import (
     Plan,
-    Planned,
+    RatedCandidate,
     away,
     describe,
     kv_cache_tokens,
@@ -33,7 +32,7 @@ from laminar_hpc.simulator.plan_files import (
     trainer_machines,
 )
 from laminar_hpc.simulator.schema import PlanConfig
-from laminar_hpc.simulator.settings import load_plan, output_folder, questions
+from laminar_hpc.simulator.settings import load_plan, output_folder, questions, say
 
 
 def expectations(config: PlanConfig, plan: Plan) -> list[str]:
@@ -47,8 +46,7 @@ def expectations(config: PlanConfig, plan: Plan) -> list[str]:
     lines = [
         f"plan         {describe(config, plan.best.candidate)}",
         f"trainer      TP {t.tensor_parallel} x PP {t.pipeline_parallel} x DP {t.data_parallel}, "
-        "micro-batches of "
-        f"{t.tokens_per_microbatch:,} tokens{recompute}",
+        f"micro-batches of {t.tokens_per_microbatch:,} tokens{recompute}",
         f"rollouts     {kv_cache_tokens(config, best):,} KV tokens each, repack {repack_of(config, best)};  "
         f"relays {machines * lanes(config)} on {machines} rollout machine{'s' if machines > 1 else ''}",
         f"expected     {f['tokens_per_second']:,.0f} tokens/s, a step in {f['step_seconds']:,.0f} s, "
@@ -74,15 +72,12 @@ def explain(plan: Plan) -> str:
     if second.why_not:
         return second.why_not
     a, b = best.figures, second.figures
-    side = (
-        "its trainer waits"
-        if b["trainer_wait_share"] > a["trainer_wait_share"] + 0.01
-        else (
-            "its trainer is the narrower side"
-            if b["trainer_wait_share"] < 0.05
-            else "its rollouts fill less of their KV"
-        )
-    )
+    if b["trainer_wait_share"] > a["trainer_wait_share"] + 0.01:
+        side = "its trainer waits"
+    elif b["trainer_wait_share"] < 0.05:
+        side = "its trainer is the narrower side"
+    else:
+        side = "its rollouts fill less of their KV"
     waits = f"trainer waits {b['trainer_wait_share']:.0%} against {a['trainer_wait_share']:.0%}"
     idle = f"rollouts idle {b['rollout_idle_share']:.0%} against {a['rollout_idle_share']:.0%}"
     return f"{1 - second.score / best.score:.1%} worse: {side} ({waits}, {idle})"
@@ -137,7 +132,7 @@ def _numbers(count: int) -> str:
     return "0" if count == 1 else f"0 to {count - 1}"
 
 
-def _as_dict(planned: Planned) -> dict[str, object]:
+def _as_dict(planned: RatedCandidate) -> dict[str, object]:
     """Without a score that no number is: that of one that keeps the trainer too idle or is too slow."""
     score = planned.score if math.isfinite(planned.score) else None
     return dataclasses.asdict(planned) | {"score": score}
@@ -150,7 +145,7 @@ def main(options: Namespace) -> int:
         return finished.plan(name, overrides, options.json)
     config = load_plan(name, overrides)
     folder = output_folder(config, f"runs/plan-{config.name}")
-    plan = search(config, lambda line: print(line, file=sys.stderr, flush=True))
+    plan = search(config, say)
     lines = write(config, plan, folder)
     if options.json:
         second = plan.runner_up and _as_dict(plan.runner_up)

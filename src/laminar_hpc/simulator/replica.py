@@ -10,107 +10,67 @@ closed forms. Steps are real numbers.
 import math
 from bisect import insort
 from collections import deque
+from dataclasses import dataclass, field
 
 from laminar_hpc.simulator.cost import EngineCosts
-from laminar_hpc.simulator.request import Admission, Request
+from laminar_hpc.simulator.request import EngineAdmission, SimulatedRequest
 
 EPSILON = 1e-7  # steps; closer completions count as one
 INFINITY = math.inf
 
 
-class Replica:
-    """`capacity` and all KV in tokens. `site`: where it is, 0 = beside the trainer; `grace`: seconds from
-    the notice that it is taken away until it is. `state` names what an empty replica waits for; it is what
-    its idle seconds are booked under."""
+@dataclass(slots=True, eq=False, repr=False)
+class SimulatedReplica:
+    """`capacity` and all KV in tokens. `site`: where the replica is, 0 = beside the trainer. `grace`: seconds
+    from the notice that it is taken away until it is. `state` names what an empty replica waits for, under
+    which its idle seconds are booked."""
 
-    __slots__ = (
-        "admission",
-        "away",
-        "capacity",
-        "clock",
-        "costs",
-        "ends",
-        "event",
-        "full",
-        "generated",
-        "gpus",
-        "grace",
-        "index",
-        "kv",
-        "kv_before",
-        "kv_seconds",
-        "max_concurrent",
-        "mtbf",
-        "parked",
-        "parked_kv",
-        "pending",
-        "preemptions",
-        "prefilled",
-        "prompts",
-        "pulls",
-        "ratio",
-        "ratio_steps",
-        "request_seconds",
-        "running",
-        "seconds",
-        "site",
-        "spans",
-        "stall_kind",
-        "stall_until",
-        "state",
-        "steps",
-        "target",
-        "tickets",
-        "visitors",
-        "waiting",
-        "weight_id",
-        "weight_step",
-    )
+    index: int
+    costs: EngineCosts
+    capacity: float
+    max_concurrent: int
+    admission: EngineAdmission
+    gpus: int
+    mtbf: float | None = None
+    site: int = 0
+    grace: float = 0.0
+    full: float = field(init=False)
+    clock: float = 0.0
+    steps: float = 0.0
+    kv: float = 0.0
+    kv_before: float = 0.0  # at repack's previous look
+    parked_kv: float = 0.0
+    running: dict[int, SimulatedRequest] = field(default_factory=dict)  # by ticket, in order of admission
+    # (steps at its end, ticket) of each running request, in order; and of some that have left
+    ends: list[tuple[float, int]] = field(default_factory=list)
+    waiting: deque[SimulatedRequest] = field(default_factory=deque)
+    away: dict[int, SimulatedRequest] = field(default_factory=dict)  # with their environments
+    parked: dict[int, SimulatedRequest] = field(default_factory=dict)  # of those, the ones with KV here
+    prompts: set[int] = field(default_factory=set)  # groups whose prompt is in the prefix cache
+    stall_until: float = 0.0
+    stall_kind: str = "prefill"
+    target: float = INFINITY  # steps at the next event
+    tickets: int = 0
+    event: int = 0  # the newest in the clock, which makes earlier ones void; so with `pulls`
+    pulls: int = 0
+    pending: int = 0  # unfinished trajectories that belong here, on their way ones included
+    weight_step: int = 0
+    weight_id: int = 0
+    visitors: int = 0  # moves on their way here
+    state: str = "weights"
+    seconds: dict[str, float] = field(default_factory=dict)
+    kv_seconds: float = 0.0
+    generated: float = 0.0
+    prefilled: float = 0.0
+    request_seconds: float = 0.0
+    preemptions: int = 0
+    ratio: float = field(init=False)  # of the admission, as it was set at `ratio_steps`
+    ratio_steps: float = 0.0
+    spans: list[tuple[str, float, float]] | None = None
 
-    def __init__(
-        self,
-        index: int,
-        costs: EngineCosts,
-        capacity: float,
-        max_concurrent: int,
-        admission: Admission,
-        gpus: int,
-        mtbf: float | None = None,
-        site: int = 0,
-        grace: float = 0.0,
-    ) -> None:
-        self.index, self.costs, self.capacity, self.max_concurrent, self.admission, self.gpus = (
-            index,
-            costs,
-            capacity,
-            max_concurrent,
-            admission,
-            gpus,
-        )
-        self.full = capacity * (1 - 1e-9)
-        self.mtbf, self.site, self.grace = mtbf, site, grace
-        self.clock = self.steps = self.kv = self.parked_kv = 0.0
-        self.running: dict[int, Request] = {}  # by ticket, in order of admission
-        # (steps at its end, ticket) of each running request, in order; and of some that have left
-        self.ends: list[tuple[float, int]] = []
-        self.waiting: deque[Request] = deque()
-        self.away: dict[int, Request] = {}  # with their environments
-        self.parked: dict[int, Request] = {}  # of those, the ones whose KV is kept while there is room
-        self.prompts: set[int] = set()  # groups whose prompt is in the prefix cache
-        self.stall_until, self.stall_kind = 0.0, "prefill"
-        self.target = INFINITY  # steps at the next event
-        self.tickets = 0
-        self.event = self.pulls = 0  # the newest of each; earlier ones in the clock are void
-        self.pending = 0  # unfinished trajectories that belong here, on their way ones included
-        self.weight_step = self.weight_id = 0
-        self.visitors = 0  # moves on their way here
-        self.state = "weights"
-        self.kv_before = 0.0  # at repack's previous look
-        self.seconds: dict[str, float] = {}
-        self.kv_seconds = self.generated = self.prefilled = self.request_seconds = 0.0
-        self.preemptions = 0
-        self.ratio, self.ratio_steps = admission.start, 0.0  # as it was set, and when
-        self.spans: list[tuple[str, float, float]] | None = None
+    def __post_init__(self) -> None:
+        self.full = self.capacity * (1 - 1e-9)
+        self.ratio = self.admission.start
 
     # ---- time ----------------------------------------------------------------------------------------------
 
@@ -204,7 +164,8 @@ class Replica:
         if not self.waiting:
             return
         if not self.running:
-            self.ratio, self.ratio_steps = self.admission.start, self.steps
+            self.ratio = self.admission.start
+            self.ratio_steps = self.steps
         tokens = seconds = 0.0
         reserve, running, waiting = self.reserve(), self.running, self.waiting
         clip, longest = self.admission.clip, self.admission.longest
@@ -230,7 +191,7 @@ class Replica:
                 self.stall_kind = "prefill"
             self.stall_until = max(self.clock, self.stall_until) + seconds
 
-    def _admit(self, request: Request) -> float:
+    def _admit(self, request: SimulatedRequest) -> float:
         """Starts decoding it; gives the tokens to prefill."""
         uncached = request.uncached
         group = request.group
@@ -256,7 +217,7 @@ class Replica:
         insort(self.ends, (end, ticket))
         return uncached
 
-    def stop(self, request: Request) -> None:
+    def stop(self, request: SimulatedRequest) -> None:
         """Takes a running request out; its fields hold the present again."""
         del self.running[request.ticket]
         request.context = request.offset + self.steps
@@ -269,7 +230,7 @@ class Replica:
         request.uncached = request.context
         self.parked_kv = self.parked_kv - request.context if self.parked else 0.0
 
-    def pop_finished(self) -> list[Request]:
+    def pop_finished(self) -> list[SimulatedRequest]:
         """Requests whose turn has ended by now, out of the batch."""
         done = []
         ends, running, steps = self.ends, self.running, self.steps
@@ -288,7 +249,7 @@ class Replica:
     def make_room(self) -> None:
         """At the KV limit: parked KV goes first, then requests go back to the queue and will be prefilled
         again; the rest of the batch tells how much growth is expected from now on."""
-        order: list[Request] = []
+        order: list[SimulatedRequest] = []
         newest_back = self.admission.newest_back
         while len(self.running) + len(self.parked) > 1 and self.kv + self.parked_kv >= self.full:
             if self.parked:
@@ -311,21 +272,19 @@ class Replica:
             generated = sum(
                 r.turns[r.turn] - r.end + self.steps + self.admission.retract_steps for r in order
             )
-            self.ratio, self.ratio_steps = (
-                min(1.0, generated / (self.admission.longest * len(order))),
-                self.steps,
-            )
+            self.ratio = min(1.0, generated / (self.admission.longest * len(order)))
+            self.ratio_steps = self.steps
 
-    def park(self, request: Request) -> None:
+    def park(self, request: SimulatedRequest) -> None:
         """Its turn is over and the environment works; the KV stays while there is room."""
         self.parked[request.trajectory_id] = request
         self.parked_kv += request.context
 
-    def unpark(self, request: Request) -> None:
+    def unpark(self, request: SimulatedRequest) -> None:
         if self.parked.pop(request.trajectory_id, None) is not None:
             self.parked_kv = self.parked_kv - request.context if self.parked else 0.0
 
-    def take_all(self, keep_kv: bool) -> list[Request]:
+    def take_all(self, keep_kv: bool) -> list[SimulatedRequest]:
         """All but parked requests out of the replica, running ones first; without `keep_kv` all must be
         prefilled again."""
         taken = list(self.running.values())

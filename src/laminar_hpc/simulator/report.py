@@ -5,37 +5,23 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from laminar_hpc.observability.console import count
-from laminar_hpc.observability.trace import KINDS, Span
+from laminar_hpc.observability.trace import KINDS, TraceSpan
 from laminar_hpc.report import svg, timeline
 from laminar_hpc.report.page import figure, grid, keys, page, section, tiles
-from laminar_hpc.report.rundata import Launch, Run
+from laminar_hpc.report.rundata import Run, RunLaunch
 from laminar_hpc.report.svg import Series, tag, text
-from laminar_hpc.simulator.run import Outcome
+from laminar_hpc.simulator.run import SimulationOutcome
 
-PALETTE = (
-    "var(--generate)",
-    "var(--train)",
-    "var(--pull)",
-    "var(--publish)",
-    "var(--score)",
-    "var(--evaluate)",
-    "var(--checkpoint)",
+PALETTE = tuple(
+    f"var(--{kind})" for kind in ("generate", "train", "pull", "publish", "score", "evaluate", "checkpoint")
 )
+_LIKE = {  # the colours of causes that are no kind of span
+    **{"prefill": "evaluate", "exchange": "publish", "move": "send", "environment": "score"},
+    **{"barrier": "wait", "weights": "load", "admission": "none", "down": "bad"},
+}
 CAUSES = {
-    "generate": "var(--generate)",
-    "prefill": "var(--evaluate)",
-    "train": "var(--train)",
-    "pull": "var(--pull)",
-    "publish": "var(--publish)",
-    "exchange": "var(--publish)",
-    "checkpoint": "var(--checkpoint)",
-    "move": "var(--send)",
-    "environment": "var(--score)",
-    "barrier": "var(--wait)",
-    "weights": "var(--load)",
-    "admission": "var(--none)",
-    "wait": "var(--wait)",
-    "down": "var(--bad)",
+    cause: f"var(--{_LIKE.get(cause, cause)})"
+    for cause in (*_LIKE, "generate", "train", "pull", "publish", "checkpoint", "wait")
 }
 COLUMNS = (
     ("pipeline", "pipeline", "{}"),
@@ -72,15 +58,10 @@ def table(rows: Sequence[dict]) -> str:
 
 def as_json(rows: Sequence[dict]) -> list[dict]:
     """Per row all figures, GPU-seconds by role and cause, and staleness counts."""
+    others = ("gpu_seconds", "staleness_generation", "staleness_training")
     return [
-        {
-            "pipeline": row["pipeline"],
-            "gpus": row["gpus"],
-            **row["outcome"].figures,
-            "gpu_seconds": row["outcome"].gpu_seconds,
-            "staleness_generation": row["outcome"].staleness_generation,
-            "staleness_training": row["outcome"].staleness_training,
-        }
+        {"pipeline": row["pipeline"], "gpus": row["gpus"], **row["outcome"].figures}
+        | {key: getattr(row["outcome"], key) for key in others}
         for row in rows
     ]
 
@@ -101,46 +82,29 @@ def document(name: str, settings: dict, rows: Sequence[dict]) -> str:
     head = tag("header", tag("h1", text(name)) + tag("p", "simulated; no GPU was used"))
     f = best["outcome"].figures
     base = at_largest[0]["outcome"].figures["tokens_per_second"]
-    body = head + tiles(
+    rate, first = f["tokens_per_second"], at_largest[0]["pipeline"]
+    staleness = f"{f['staleness_training_mean']:.1f} / {f['staleness_training_max']}"
+    headline = tiles(
         [
-            ("fastest at " + f"{largest:,} GPUs", best["pipeline"], f"{f['trainer_gpus']} train"),
-            (
-                "tokens per second",
-                count(f["tokens_per_second"]),
-                f"{f['tokens_per_second'] / base:.2f} x {at_largest[0]['pipeline']}",
-            ),
+            (f"fastest at {largest:,} GPUs", best["pipeline"], f"{f['trainer_gpus']} train"),
+            ("tokens per second", count(rate), f"{rate / base:.2f} x {first}"),
             ("KV use", f"{f['kv_use']:.0%}", f"rollouts idle {f['rollout_idle_share']:.0%}"),
-            (
-                "staleness at training",
-                f"{f['staleness_training_mean']:.1f} / {f['staleness_training_max']}",
-                "mean / max",
-            ),
+            ("staleness at training", staleness, "mean / max"),
         ]
     )
-    return page(
-        f"{name}: laminar sim",
-        body
-        + _scales(rows, names, color)
-        + _spent(rows)
-        + _time(best)
-        + _histograms(at_largest, color)
-        + _settings(settings),
-    )
+    charts = _scales(rows, names, color) + _spent(rows) + _time(best) + _histograms(at_largest, color)
+    return page(f"{name}: laminar sim", head + headline + charts + _settings(settings))
 
 
 def _scales(rows: Sequence[dict], names: Sequence[str], color: dict[str, str]) -> str:
     def series(key: str) -> list[Series]:
-        return [
-            Series(
-                n,
-                color[n],
-                [(row["gpus"], row["outcome"].figures[key]) for row in rows if row["pipeline"] == n],
-            )
-            for n in names
-        ]
+        points: dict[str, list[tuple[float, float | None]]] = {name: [] for name in names}
+        for row in rows:
+            points[row["pipeline"]].append((row["gpus"], row["outcome"].figures[key]))
+        return [Series(name, color[name], points[name]) for name in names]
 
-    head = tag("tr", "".join(tag("th", text(title)) for _, title, _ in COLUMNS))
-    body = "".join(tag("tr", "".join(tag("td", text(cell)) for cell in cells(row))) for row in rows)
+    head = svg.row(*(title for _, title, _ in COLUMNS), cell="th")
+    body = "".join(svg.row(*cells(row)) for row in rows)
     charts = grid(
         "two",
         figure("tokens per second", svg.lines(series("tokens_per_second"), "GPUs", log_y=True)),
@@ -152,22 +116,15 @@ def _scales(rows: Sequence[dict], names: Sequence[str], color: dict[str, str]) -
 
 
 def _spent(rows: Sequence[dict]) -> str:
-    bars = [
-        (
-            f"{row['pipeline'][:14]} {row['gpus']}",
-            [
-                (
-                    cause if role == "rollout" or cause != "wait" else "trainer waits",
-                    seconds,
-                    CAUSES.get(cause, "var(--none)"),
-                )
-                for role, causes in row["outcome"].gpu_seconds.items()
-                for cause, seconds in causes.items()
-                if seconds > 0
-            ],
-        )
-        for row in rows
-    ]
+    bars = []
+    for row in rows:
+        parts = [
+            ("trainer waits" if (role, cause) == ("trainer", "wait") else cause, seconds, color)
+            for role, causes in row["outcome"].gpu_seconds.items()
+            for cause, seconds in causes.items()
+            if seconds > 0 and (color := CAUSES.get(cause, "var(--none)"))
+        ]
+        bars.append((f"{row['pipeline'][:14]} {row['gpus']}", parts))
     return section(
         "Where each GPU-second went",
         svg.stacked_bars(bars, label_width=190),
@@ -177,15 +134,16 @@ def _spent(rows: Sequence[dict]) -> str:
 
 def _time(row: dict) -> str:
     """The time line of the first replicas and the trainer, and the KV use over time."""
-    outcome: Outcome = row["outcome"]
+    outcome: SimulationOutcome = row["outcome"]
     spans = {}
     for name, recorded in outcome.spans.items():
         process = name if name != "trainer" else "trainer0"
         spans[process] = [
-            Span(k, a, b, {}) if k in KINDS else Span("wait", a, b, {"cause": k}) for k, a, b in recorded
+            TraceSpan(k, a, b, {}) if k in KINDS else TraceSpan("wait", a, b, {"cause": k})
+            for k, a, b in recorded
         ]
     end = outcome.figures["seconds"]
-    run = Run(Path("."), {}, [Launch(0.0, end, -1, row["pipeline"], {})], [], 0, {}, spans, [])
+    run = Run(Path("."), {}, [RunLaunch(0.0, end, -1, row["pipeline"], {})], [], 0, {}, spans, [])
     samples = outcome.kv_samples[:: max(1, len(outcome.kv_samples) // 400)]
     kv = svg.lines([Series("KV use", "var(--generate)", samples)], "seconds", width=1140, y_range=(0.0, 1.0))
     title = f"Time line: {row['pipeline']} on {row['gpus']} GPUs"
@@ -193,20 +151,13 @@ def _time(row: dict) -> str:
 
 
 def _histograms(rows: Sequence[dict], color: dict[str, str]) -> str:
-    charts = [
-        figure(
-            f"{row['pipeline']}: staleness at training",
-            svg.share_bars(
-                list(row["outcome"].staleness_training.items()),
-                color[row["pipeline"]],
-                "trainer steps",
-                width=380,
-            ),
-        )
-        for row in rows
-    ]
+    charts = []
+    for row in rows:
+        name, counts = row["pipeline"], list(row["outcome"].staleness_training.items())
+        chart = svg.share_bars(counts, color[name], "trainer steps")
+        charts.append(figure(f"{name}: staleness at training", chart))
     lengths = svg.log_histogram(
-        [("response", "var(--generate)", rows[0]["outcome"].lengths)], "response tokens", width=380
+        [("response", "var(--generate)", rows[0]["outcome"].lengths)], "response tokens"
     )
     return section("Staleness and lengths", grid("three", *charts, figure("lengths", lengths)))
 

@@ -16,17 +16,18 @@ from functools import partial
 from itertools import accumulate
 
 from laminar_hpc.policies import admission
+from laminar_hpc.policies.failover import Room
 from laminar_hpc.simulator.ahead import Appointments, decode_alone, may_end_group
 from laminar_hpc.simulator.clock import Clock
-from laminar_hpc.simulator.replica import INFINITY, Replica
-from laminar_hpc.simulator.request import Request
-from laminar_hpc.simulator.setup import Setup
-from laminar_hpc.simulator.tracker import TrajectoryTracker
+from laminar_hpc.simulator.replica import INFINITY, SimulatedReplica
+from laminar_hpc.simulator.request import SimulatedRequest
+from laminar_hpc.simulator.setup import SimulationSetup
+from laminar_hpc.simulator.tracker import SimulatedTracker
 from laminar_hpc.simulator.trainer import Trainer
 from laminar_hpc.simulator.turns.course import Course
 from laminar_hpc.simulator.turns.environments import Play
 from laminar_hpc.simulator.turns.events import TurnEvents
-from laminar_hpc.simulator.wide_area.deliveries import Deliveries
+from laminar_hpc.simulator.wide_area.link import Deliveries
 
 SLOTS = 3  # ids that a relay holds (relay.slots)
 _ENDLESS = 1 << 40  # steps: the run is cut off at its last step, without a ramp-down of grants before it
@@ -36,15 +37,18 @@ class Rollouts:
     def __init__(
         self,
         clock: Clock,
-        tracker: TrajectoryTracker,
+        tracker: SimulatedTracker,
         trainer: Trainer,
-        replicas: list[Replica],
-        setup: Setup,
+        replicas: list[SimulatedReplica],
+        setup: SimulationSetup,
         shares: list[float],
     ) -> None:
         """`shares`: of a batch, each replica's local batch, unless the setup says how large it is."""
-        self.clock, self.tracker, self.trainer = clock, tracker, trainer
-        self.replicas, self.rules = replicas, setup.rules
+        self.clock = clock
+        self.tracker = tracker
+        self.trainer = trainer
+        self.replicas = replicas
+        self.rules = setup.rules
         self.groups_per_step = groups = setup.workload.prompts_per_step
         # A local batch is ceil(G / replicas) groups; with unequal replicas the faster get more.
         given = setup.local_batch_groups
@@ -63,7 +67,7 @@ class Rollouts:
         self.paused = False
         self.global_sync_seconds = max(replica.costs.global_sync for replica in replicas)
         # whether one that asks goes on with a dead one's trajectories
-        self.rescue: Callable[[Replica], bool] = lambda replica: False
+        self.rescue: Callable[[SimulatedReplica], bool] = lambda replica: False
         trainer.rollouts = self
         self.turns = TurnEvents(self, setup.environments())
 
@@ -80,9 +84,23 @@ class Rollouts:
             for replica in self.replicas:
                 self.ask(replica)
 
+    def gone(self, replica: SimulatedReplica) -> bool:
+        """The replica is down, or has had its notice."""
+        return replica.index in self.down or replica.index in self.leaving
+
+    def rooms(self, fits: Callable[[SimulatedReplica], bool] = lambda replica: True) -> list[Room]:
+        """KV tokens that are free at the replicas that generate, stay and fit."""
+        rooms = []
+        for replica in self.replicas:
+            if replica.pending and replica.state != "pull" and not self.gone(replica) and fits(replica):
+                replica.advance(self.clock.now)
+                held = replica.kv + replica.parked_kv + sum(q.context for q in replica.waiting)
+                rooms.append(Room(replica.index, replica.weight_id, replica.capacity - held))
+        return rooms
+
     # ---- a replica's events --------------------------------------------------------------------------------
 
-    def schedule(self, replica: Replica) -> None:
+    def schedule(self, replica: SimulatedReplica) -> None:
         """Enters the replica's next event that concerns others; an earlier one becomes void. What comes
         before concerns it alone, and happens here."""
         replica.event += 1
@@ -97,7 +115,7 @@ class Rollouts:
         if time < INFINITY:
             self.clock.at(time, self.on_event, replica, replica.event)
 
-    def pass_ends(self, replica: Replica, alone_until: float, now: float | None = None) -> bool:
+    def pass_ends(self, replica: SimulatedReplica, alone_until: float, now: float | None = None) -> bool:
         """Gets past ends that concern nobody else, the first one at `now`; whether there are any."""
         if alone_until <= self.clock.now:
             return False
@@ -105,7 +123,7 @@ class Rollouts:
         self.tracker.complete(done, self.trainer.step)
         return bool(done)
 
-    def on_event(self, replica: Replica, version: int) -> None:
+    def on_event(self, replica: SimulatedReplica, version: int) -> None:
         if version != replica.event:
             return
         if self.pass_ends(replica, self.appointments.next(replica), self.clock.now):
@@ -114,7 +132,7 @@ class Rollouts:
             self.reach(replica, self.clock.now)
             self.settle(replica)
 
-    def reach(self, replica: Replica, time: float) -> None:
+    def reach(self, replica: SimulatedReplica, time: float) -> None:
         """What happens at the replica's next event, but for what it admits then."""
         replica.advance(time, at_event=True)
         for request in replica.pop_finished():
@@ -122,7 +140,7 @@ class Rollouts:
         if replica.kv + replica.parked_kv >= replica.full:
             replica.make_room()
 
-    def settle(self, replica: Replica) -> None:
+    def settle(self, replica: SimulatedReplica) -> None:
         """After any change: admit what fits, ask for more work if there is none, enter the next event."""
         if replica.index in self.down or self.paused or replica.state == "pull":
             return
@@ -133,12 +151,12 @@ class Rollouts:
             self.drained(replica)
         self.schedule(replica)
 
-    def turn_done(self, replica: Replica, request: Request, time: float) -> None:
+    def turn_done(self, replica: SimulatedReplica, request: SimulatedRequest, time: float) -> None:
         request.turn += 1
         if request.play is None or not self.turns.turned(replica, request, time):
             self.trajectory_ended(replica, request, time)
 
-    def trajectory_ended(self, replica: Replica, request: Request, time: float) -> None:
+    def trajectory_ended(self, replica: SimulatedReplica, request: SimulatedRequest, time: float) -> None:
         replica.pending -= 1
         request.home = None
         self.tracker.ends(time, request)
@@ -147,12 +165,12 @@ class Rollouts:
         else:
             self.scored(request)
 
-    def scored(self, request: Request) -> None:
+    def scored(self, request: SimulatedRequest) -> None:
         if self.tracker.finish(request, self.trainer.step):
             self.clock.progress(finished=self.samples)
             self.clock.at(self.clock.now, self.trainer.poke)
 
-    def drained(self, replica: Replica) -> None:
+    def drained(self, replica: SimulatedReplica) -> None:
         if self.rules.refresh == "barrier":
             replica.state = "barrier"
             self.barrier.add(replica.index)
@@ -162,16 +180,18 @@ class Rollouts:
 
     # ---- grants --------------------------------------------------------------------------------------------
 
-    def give(self, replica: Replica, request: Request, goes_on: bool = False) -> None:
+    def give(self, replica: SimulatedReplica, request: SimulatedRequest, goes_on: bool = False) -> None:
         """`goes_on`: not from its prompt, but from where it is."""
-        request.home, request.granted, request.away = replica, self.clock.now, False
+        request.home = replica
+        request.granted = self.clock.now
+        request.away = False
         replica.pending += 1
         if request.play is None or goes_on:
             replica.waiting.append(request)
         else:
             self.turns.begin(replica, request)
 
-    def give_anew(self, replica: Replica, request: Request) -> None:
+    def give_anew(self, replica: SimulatedReplica, request: SimulatedRequest) -> None:
         self.tracker.discarded_tokens += request.restart(request.group.prompt_tokens, replica.weight_step)
         self.give(replica, request)
 
@@ -184,7 +204,7 @@ class Rollouts:
             counted -= int((bound - whole) * self.groups_per_step)
         return admission.quota(weight_step, counted, self.groups_per_step, self.granted_steps, whole)
 
-    def ask(self, replica: Replica) -> None:
+    def ask(self, replica: SimulatedReplica) -> None:
         """An idle replica pulls newer weights first, then asks for a local batch."""
         if replica.index in self.down or replica.state == "pull":
             return
@@ -211,13 +231,14 @@ class Rollouts:
         if given:
             self.turns.begun[replica.index] = len(given)
             self.waiting_replicas.pop(replica.index, None)
-            replica.state, replica.kv_before = "generate", 0.0
+            replica.state = "generate"
+            replica.kv_before = 0.0
             self.settle(replica)
         else:
             replica.state = "admission"
             self.waiting_replicas[replica.index] = None
 
-    def top_up(self, replica: Replica) -> None:
+    def top_up(self, replica: SimulatedReplica) -> None:
         """Continuous filling: whole groups while there is room, up to the replica's share of what admission
         allows to be in flight."""
         samples = self.samples
@@ -293,7 +314,7 @@ class Rollouts:
         for index in list(self.waiting_replicas):
             self.ask(self.replicas[index])
 
-    def pull(self, replica: Replica, seconds: float, step: int | None = None) -> None:
+    def pull(self, replica: SimulatedReplica, seconds: float, step: int | None = None) -> None:
         """The newest weights, or those of `step`."""
         replica.state = "pull"
         replica.prompts.clear()
@@ -301,7 +322,7 @@ class Rollouts:
         step = self.newest_at(replica.site) if step is None else step
         self.clock.after(seconds, self.pulled, replica, step, replica.pulls)
 
-    def pulled(self, replica: Replica, step: int, pull: int) -> None:
+    def pulled(self, replica: SimulatedReplica, step: int, pull: int) -> None:
         replica.advance(self.clock.now)
         if replica.index in self.down or pull != replica.pulls:
             return
@@ -318,7 +339,7 @@ class Rollouts:
             else:
                 self.ask(replica)
 
-    def interrupt(self, replica: Replica) -> None:
+    def interrupt(self, replica: SimulatedReplica) -> None:
         """New weights come into everything in progress."""
         if replica.index in self.down:
             return
@@ -329,7 +350,7 @@ class Rollouts:
         self.schedule(replica)
         self.pull(replica, 0.0 if self.rules.placement == "colocated" else self.global_sync_seconds)
 
-    def unload(self, replica: Replica, keep_kv: bool) -> None:
+    def unload(self, replica: SimulatedReplica, keep_kv: bool) -> None:
         replica.waiting.extend(replica.take_all(keep_kv))
         replica.stall_until = 0.0
 

@@ -11,13 +11,12 @@ import numpy as np
 
 from laminar_hpc.simulator.clock import Clock
 from laminar_hpc.simulator.cost import faster
-from laminar_hpc.simulator.fleet_moves import Failures, Repacker
-from laminar_hpc.simulator.replica import Replica
+from laminar_hpc.simulator.fleet_moves import Failures, SimulatedRepacker
+from laminar_hpc.simulator.replica import SimulatedReplica
 from laminar_hpc.simulator.rollouts import Rollouts
-from laminar_hpc.simulator.setup import Setup
-from laminar_hpc.simulator.tracker import TrajectoryTracker
+from laminar_hpc.simulator.setup import SimulationSetup
+from laminar_hpc.simulator.tracker import SimulatedTracker
 from laminar_hpc.simulator.trainer import Trainer
-from laminar_hpc.simulator.turns.environments import Spent
 from laminar_hpc.simulator.workload import Workload
 
 _SHOWN_REPLICAS = 8  # in the time line
@@ -26,7 +25,7 @@ IDLE = ("admission", "barrier", "weights", "environment", "move", "pull", "down"
 
 
 @dataclass
-class Outcome:
+class SimulationOutcome:
     """Figures of the window after the warm-up; see docs/simulator.md. `gpu_seconds`: by role and cause."""
 
     figures: dict[str, float]
@@ -41,35 +40,24 @@ class Outcome:
 class _Window:
     """Ledgers at the end of the warm-up, subtracted at the end."""
 
-    def __init__(
-        self,
-        replicas: list[Replica],
-        trainer: Trainer,
-        tracker: TrajectoryTracker,
-        clock: Clock,
-        spent: Spent,
-    ) -> None:
-        for replica in replicas:
-            replica.advance(clock.now)
-        self.start = clock.now
-        self.seconds = [dict(replica.seconds) for replica in replicas]
-        self.kv = [replica.kv_seconds for replica in replicas]
-        self.busy = [replica.request_seconds for replica in replicas]
-        self.generated = sum(replica.generated for replica in replicas)
-        self.trainer = dict(trainer.seconds)
-        self.waiting = clock.now - trainer.waiting_since if trainer.waiting_since is not None else 0.0
-        self.generation, self.training = (
-            tracker.generation_staleness.copy(),
-            tracker.training_staleness.copy(),
-        )
+    def __init__(self, run: "Simulation") -> None:
+        run.advance()
+        tracker = run.tracker
+        self.seconds = [dict(replica.seconds) for replica in run.replicas]
+        self.kv = [replica.kv_seconds for replica in run.replicas]
+        self.busy = [replica.request_seconds for replica in run.replicas]
+        self.generated = sum(replica.generated for replica in run.replicas)
+        self.trainer = dict(run.trainer.seconds)
+        self.generation = tracker.generation_staleness.copy()
+        self.training = tracker.training_staleness.copy()
         self.ended = len(tracker.ended)
-        self.spent = dataclasses.replace(spent)
+        self.spent = dataclasses.replace(run.rollouts.turns.environments.spent)
 
 
-def _replicas(setup: Setup) -> tuple[list[Replica], list[float]]:
+def _replicas(setup: SimulationSetup) -> tuple[list[SimulatedReplica], list[float]]:
     """All replicas and the share of a batch that each one's local batch is: by its kind's
     rate at a full batch. How fast each one of a kind is nobody knows before."""
-    made: list[Replica] = []
+    made: list[SimulatedReplica] = []
     weights: list[float] = []
     random = np.random.default_rng([setup.seed, 2])
     mean = setup.workload.prompt_tokens + setup.workload.mean_response_tokens / 2
@@ -78,7 +66,7 @@ def _replicas(setup: Setup) -> tuple[list[Replica], list[float]]:
         rate = batch / kind.costs.step(batch, batch * mean)
         for speed in np.exp(setup.speed_spread * random.standard_normal(kind.count)).tolist():
             made.append(
-                Replica(
+                SimulatedReplica(
                     len(made),
                     faster(kind.costs, speed),
                     kind.capacity,
@@ -94,7 +82,7 @@ def _replicas(setup: Setup) -> tuple[list[Replica], list[float]]:
     return made, [w / sum(weights) for w in weights]
 
 
-def simulate(setup: Setup) -> Outcome:
+def simulate(setup: SimulationSetup) -> SimulationOutcome:
     """Runs `setup.steps` trainer steps. The garbage collector is off meanwhile: nothing here makes cycles
     that matter."""
     with without_collector():
@@ -118,50 +106,41 @@ class Simulation:
     """One trainer with its rollouts and a clock of its own. Made, it has its first events; `clock.run()` runs
     it to its last step."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: SimulationSetup) -> None:
         self.setup = setup
-        w, rules = setup.workload, setup.rules
+        w = setup.workload
         work = Workload(w, setup.seed, w.prompts_per_step * setup.steps, setup.lengths, setup.known)
-        self.clock, self.tracker = Clock(), TrajectoryTracker(work)
-        self.trainer = Trainer(
-            self.clock,
-            self.tracker,
-            setup.job,
-            rules,
-            w.prompts_per_step,
-            w.updates_per_step,
-            setup.steps,
-            setup.checkpoint_every,
-            setup.layout,
-            setup.seed,
-        )
+        self.clock = Clock()
+        self.tracker = SimulatedTracker(work)
+        self.trainer = Trainer(self.clock, self.tracker, setup)
         self.replicas, shares = _replicas(setup)
         self.rollouts = Rollouts(self.clock, self.tracker, self.trainer, self.replicas, setup, shares)
         self.tracker.play = self.rollouts.play_of
-        saturation = min(kind.saturation for kind in setup.engines)
-        self.repacker = Repacker(self.rollouts, setup.repack_kv_share, saturation)
-        self.failures = Failures(self.rollouts, setup.seed, setup.trainer_mtbf)
+        self.repacker = SimulatedRepacker(self.rollouts, setup)
+        self.failures = Failures(self.rollouts, setup)
         self.window: _Window
         self.samples: list[tuple[float, float]] = []
         self.trainer.on_step = self._on_step
         if setup.warmup_steps == 0:
-            self._begin_window()
+            self.window = _Window(self)
         if setup.watch:
             for replica in self.replicas[:_SHOWN_REPLICAS]:
                 replica.spans = []
             self._sample_at(0.0)
-        if rules.repack != "off":
+        if setup.rules.repack != "off":
             self.repacker.look_again()
         self.rollouts.start()
 
-    def _begin_window(self) -> None:
-        spent = self.rollouts.turns.environments.spent
-        self.window = _Window(self.replicas, self.trainer, self.tracker, self.clock, spent)
+    def advance(self) -> float:
+        """Brings all replicas to now, which it gives."""
+        for replica in self.replicas:
+            replica.advance(self.clock.now)
+        return self.clock.now
 
     def _on_step(self, step: int) -> None:
         self.clock.progress()
         if step == self.setup.warmup_steps:
-            self._begin_window()
+            self.window = _Window(self)
         if self.setup.rules.repack != "off" and step < self.setup.steps:
             self.repacker.look()
 
@@ -170,33 +149,82 @@ class Simulation:
         self.clock.at(time, self._sample)
 
     def _sample(self) -> None:
+        now = self.advance()
         used = 0.0
         for replica in self.replicas:
-            replica.advance(self.clock.now)
             used += replica.kv / replica.capacity
-        self.samples.append((self.clock.now, used / len(self.replicas)))
-        self._sample_at(self.clock.now + _SAMPLE_SECONDS)
+        self.samples.append((now, used / len(self.replicas)))
+        self._sample_at(now + _SAMPLE_SECONDS)
 
-    def outcome(self) -> Outcome:
-        """Of the window, once the last step is trained."""
-        for replica in self.replicas:
-            replica.advance(self.clock.now)
-        outcome = _outcome(
-            self.setup, self.clock, self.tracker, self.trainer, self.replicas, self.rollouts, self.window
-        )
-        outcome.figures |= _move_figures(self.repacker, self.failures, self.rollouts)
+    def outcome(self) -> SimulationOutcome:
+        """The figures of the window, once the last step is trained."""
+        now, tracker, window = self.advance(), self.tracker, self.window
+        generation = tracker.generation_staleness - window.generation
+        training = tracker.training_staleness - window.training
+        gpu_seconds = {"rollout": _rollout_seconds(self)}
+        before = window.trainer
+        trained = {kind: value - before.get(kind, 0.0) for kind, value in self.trainer.seconds.items()}
+        if self.setup.rules.placement == "split":
+            gpus = self.setup.trainer_gpus
+            gpu_seconds["trainer"] = {kind: value * gpus for kind, value in trained.items()}
+        figures = {
+            **_rates(self, trained.get("wait", 0.0), gpu_seconds["rollout"]),
+            **_latencies(tracker, window.ended),
+            **_staleness("generation", generation),
+            **_staleness("training", training),
+            "versions_max": tracker.versions,
+            "site_copy_seconds_max": max(
+                (site.latency + site.copy for site in self.setup.sites), default=0.0
+            ),
+            "discarded_tokens": tracker.discarded_tokens,
+            "finished_tokens": tracker.finished_tokens,
+            "finished_trajectories": sum(tracker.generation_staleness.values()),
+            "events": self.clock.calls,
+            "seconds": now,
+            **_move_figures(self.repacker, self.failures, self.rollouts),
+        }
         if self.setup.several:
-            outcome.figures |= self.rollouts.turns.environments.spent.means(self.window.spent)
+            figures |= self.rollouts.turns.environments.spent.means(window.spent)
+        counts = [dict(sorted(count.items())) for count in (generation, training)]
+        outcome = SimulationOutcome(figures, gpu_seconds, counts[0], counts[1])
         if self.setup.watch:
             shown = {f"rollout{r.index}": r.spans or [] for r in self.replicas[:_SHOWN_REPLICAS]}
             outcome.spans = {"trainer": self.trainer.spans, **shown}
             outcome.kv_samples = self.samples
-            groups = range(min(256, self.tracker.counted))
-            outcome.lengths = [n for i in groups for n in self.tracker.workload.lengths(i)]
+            groups = range(min(256, tracker.counted))
+            outcome.lengths = [n for i in groups for n in tracker.workload.lengths(i)]
         return outcome
 
 
-def _move_figures(repacker: Repacker, failures: Failures, rollouts: Rollouts) -> dict[str, float]:
+def _rates(run: Simulation, waited: float, gpu_seconds: dict[str, float]) -> dict[str, float]:
+    """Of the window, in which the trainer has waited for `waited` seconds."""
+    setup, window, replicas, skip = run.setup, run.window, run.replicas, run.setup.warmup_steps
+    length = run.clock.now - (run.trainer.step_ends[skip - 1] if skip else 0.0)
+    tokens, steps = sum(run.trainer.step_tokens[skip:]), len(run.trainer.step_ends) - skip
+    kv = sum(r.kv_seconds - before for r, before in zip(replicas, window.kv, strict=True))
+    busy = sum(r.request_seconds - before for r, before in zip(replicas, window.busy, strict=True))
+    idle = sum(value for kind, value in gpu_seconds.items() if kind in IDLE)
+    generated = sum(r.generated for r in replicas)
+    trainer_gpus = setup.trainer_gpus if setup.rules.placement == "split" else 0
+    return {
+        "tokens_per_second": tokens / length,
+        "step_seconds": length / steps,
+        "tokens_per_step": tokens / steps,
+        "gpus": sum(r.gpus for r in replicas) + trainer_gpus,
+        "trainer_gpus": setup.trainer_gpus,
+        "trainer_wait_share": waited / length,
+        "replicas": len(replicas),
+        "rollout_idle_share": idle / sum(gpu_seconds.values()),
+        "kv_use": kv / (length * sum(r.capacity for r in replicas)),
+        "requests_mean": busy / (length * len(replicas)),
+        "preemptions": sum(r.preemptions for r in replicas),
+        "generated_per_second": (generated - window.generated) / length,
+        "generated_tokens": generated,
+        "prefilled_tokens": sum(r.prefilled for r in replicas),
+    }
+
+
+def _move_figures(repacker: SimulatedRepacker, failures: Failures, rollouts: Rollouts) -> dict[str, float]:
     emptied, deliveries = repacker.replicas_emptied, rollouts.deliveries.seconds
     return {
         "replicas_emptied": emptied,
@@ -213,80 +241,16 @@ def _move_figures(repacker: Repacker, failures: Failures, rollouts: Rollouts) ->
     }
 
 
-def _outcome(
-    setup: Setup,
-    clock: Clock,
-    tracker: TrajectoryTracker,
-    trainer: Trainer,
-    replicas: list[Replica],
-    rollouts: Rollouts,
-    window: _Window,
-) -> Outcome:
-    skip = setup.warmup_steps
-    length = clock.now - (trainer.step_ends[skip - 1] if skip else 0.0)
-    tokens, steps = sum(trainer.step_tokens[skip:]), len(trainer.step_ends) - skip
-    gpu_seconds = {"rollout": _rollout_seconds(replicas, window)}
-    trained = {kind: value - window.trainer.get(kind, 0.0) for kind, value in trainer.seconds.items()}
-    gpus = sum(r.gpus for r in replicas)
-    if setup.rules.placement == "split":
-        gpu_seconds["trainer"] = {kind: value * setup.trainer_gpus for kind, value in trained.items()}
-        gpus += setup.trainer_gpus
-    generation = tracker.generation_staleness - window.generation
-    training = tracker.training_staleness - window.training
-    figures = {
-        "tokens_per_second": tokens / length,
-        "step_seconds": length / steps,
-        "tokens_per_step": tokens / steps,
-        "gpus": gpus,
-        "trainer_gpus": setup.trainer_gpus,
-        "trainer_wait_share": trained.get("wait", 0.0) / length,
-        **_replica_figures(replicas, window, length, gpu_seconds["rollout"]),
-        **_latencies(tracker, window.ended),
-        "staleness_generation_mean": _mean(generation),
-        "staleness_generation_max": max(generation, default=0),
-        "staleness_training_mean": _mean(training),
-        "staleness_training_max": max(training, default=0),
-        "versions_max": tracker.versions,
-        "site_copy_seconds_max": max((site.latency + site.copy for site in setup.sites), default=0.0),
-        "discarded_tokens": tracker.discarded_tokens,
-        "finished_tokens": tracker.finished_tokens,
-        "finished_trajectories": sum(tracker.generation_staleness.values()),
-        "events": clock.calls,
-        "seconds": clock.now,
-    }
-    return Outcome(figures, gpu_seconds, dict(sorted(generation.items())), dict(sorted(training.items())))
-
-
-def _rollout_seconds(replicas: list[Replica], window: _Window) -> dict[str, float]:
-    """GPU seconds of all replicas by cause."""
+def _rollout_seconds(run: Simulation) -> dict[str, float]:
+    """GPU seconds of all replicas in the window, by cause."""
     seconds: dict[str, float] = {}
-    for replica, before in zip(replicas, window.seconds, strict=True):
+    for replica, before in zip(run.replicas, run.window.seconds, strict=True):
         for kind, value in replica.seconds.items():
             seconds[kind] = seconds.get(kind, 0.0) + (value - before.get(kind, 0.0)) * replica.gpus
     return seconds
 
 
-def _replica_figures(
-    replicas: list[Replica], window: _Window, length: float, gpu_seconds: dict[str, float]
-) -> dict[str, float]:
-    """`length`: seconds of the window."""
-    kv = sum(r.kv_seconds - before for r, before in zip(replicas, window.kv, strict=True))
-    busy = sum(r.request_seconds - before for r, before in zip(replicas, window.busy, strict=True))
-    idle = sum(value for kind, value in gpu_seconds.items() if kind in IDLE)
-    generated = sum(r.generated for r in replicas)
-    return {
-        "replicas": len(replicas),
-        "rollout_idle_share": idle / sum(gpu_seconds.values()),
-        "kv_use": kv / (length * sum(r.capacity for r in replicas)),
-        "requests_mean": busy / (length * len(replicas)),
-        "preemptions": sum(r.preemptions for r in replicas),
-        "generated_per_second": (generated - window.generated) / length,
-        "generated_tokens": generated,
-        "prefilled_tokens": sum(r.prefilled for r in replicas),
-    }
-
-
-def _latencies(tracker: TrajectoryTracker, first: int) -> dict[str, float]:
+def _latencies(tracker: SimulatedTracker, first: int) -> dict[str, float]:
     """Of the trajectories from the `first` one on, in the order of their ends."""
     order = np.argsort(np.array(tracker.ended[first:]), kind="stable")
     figures: dict[str, float] = {}
@@ -296,6 +260,7 @@ def _latencies(tracker: TrajectoryTracker, first: int) -> dict[str, float]:
     return figures
 
 
-def _mean(counts: dict[int, int]) -> float:
+def _staleness(name: str, counts: dict[int, int]) -> dict[str, float]:
     total = sum(counts.values())
-    return sum(k * n for k, n in counts.items()) / total if total else math.nan
+    mean = sum(k * n for k, n in counts.items()) / total if total else math.nan
+    return {f"staleness_{name}_mean": mean, f"staleness_{name}_max": max(counts, default=0)}

@@ -129,6 +129,11 @@ class SimulationConfig:
     # other values for fields of constants.Constants, which have the bounds
     constants: dict[str, float] = field(default_factory=dict)
 
+    @property
+    def replica_gpus(self) -> int:
+        """GPUs of one replica."""
+        return self.tensor_parallel or MODELS[self.model].tensor_parallel
+
 
 @dataclass
 class PlanConfig:

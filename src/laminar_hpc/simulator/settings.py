@@ -5,6 +5,7 @@ import dataclasses
 import errno
 import os
 import re
+import sys
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import TypeVar
@@ -33,6 +34,11 @@ _INSTEAD = dict.fromkeys(
     + ", ".join(field.name for field in dataclasses.fields(PoolConfig)),
 )
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+def say(line: str) -> None:
+    """Tells the user how far the work has come, apart from what the command prints."""
+    print(line, file=sys.stderr, flush=True)
 
 
 def experiments() -> list[str]:
@@ -74,22 +80,21 @@ def load_simulation(name: str, overrides: list[str]) -> SimulationConfig:
     """The experiment `name` of conf/simulation/experiment with overrides, `--config-dir DIR` among them for
     tables of one's own. Raises LaminarError that names what is wrong."""
     overrides = _with_tables(overrides)
-    if name not in experiments():
-        raise LaminarError(_unknown("simulation", name, "experiment", experiments()))
+    known = experiments()
+    if name not in known:
+        raise LaminarError(_unknown("simulation", name, "experiment", known))
     config = _compose(SimulationConfig, "schema", "", {"experiment": name}, overrides)
-    _with_model(config.model)
     check(config)
     return config
 
 
 def load_plan(name: str, overrides: list[str]) -> PlanConfig:
-    """The question `name` of conf/simulation/plan/question with overrides, as `load_simulation`. Raises
-    LaminarError that names what is wrong."""
+    """The question `name` of conf/simulation/plan/question, as `load_simulation`."""
     overrides = _with_tables(overrides)
-    if name not in questions():
-        raise LaminarError(_unknown("plan", name, "plan/question", questions()))
+    known = questions()
+    if name not in known:
+        raise LaminarError(_unknown("plan", name, "plan/question", known))
     config = _compose(PlanConfig, "plan_schema", "plan", {"question": name}, overrides)
-    _with_model(config.model)
     check_plan(config)
     return config
 
@@ -100,12 +105,6 @@ def _with_tables(overrides: list[str]) -> list[str]:
     if folder is not None:
         tables.add(folder / "tables")
     return rest
-
-
-def _with_model(name: str) -> None:
-    """Makes a model directory a model under its path."""
-    if name not in MODELS and (Path(name) / "config.json").exists():
-        tables.add_directory(name)
 
 
 def _compose(
@@ -119,6 +118,8 @@ def _compose(
     config: Config = compose_config(schema, node, conf_directory() / "simulation" / folder, keys, read)
     if read.wrong:
         raise Refused([*read.wrong, *wrong_values(config)])
+    if config.model not in MODELS and (Path(config.model) / "config.json").exists():
+        tables.add_directory(config.model)
     return config
 
 
@@ -228,7 +229,7 @@ def _work(config: SimulationConfig | PlanConfig) -> Iterator[str]:
 
 def _replicas(config: SimulationConfig) -> Iterator[str]:
     w, model, c = config.workload, MODELS[config.model], constants_of(config)
-    tensor_parallel = config.tensor_parallel or model.tensor_parallel
+    tensor_parallel = config.replica_gpus
     if not serves(model, tensor_parallel):
         yield (
             f"tensor_parallel={tensor_parallel} does not divide the heads of {config.model}; use 1, 2 or 4, "
@@ -260,8 +261,7 @@ def _elsewhere(config: SimulationConfig) -> Iterator[str]:
         if not PIPELINES[name].relays:
             known = ", ".join(key for key, rules in PIPELINES.items() if rules.relays)
             yield f"sites: weights reach them through relays, which {name} has none of; use {known}"
-    tensor_parallel = config.tensor_parallel or MODELS[config.model].tensor_parallel
-    replica = tensor_parallel * config.trainer_groups
+    replica = config.replica_gpus * config.trainer_groups
     for i, site in enumerate(config.sites):
         if site.count % replica:
             yield (
@@ -298,9 +298,8 @@ def _plannable(config: PlanConfig) -> Iterator[str]:
         )
     if trajectories % w.updates_per_step:
         yield (
-            f"workload.updates_per_step={w.updates_per_step} does not divide the {trajectories} "
-            "trajectories of a step, "
-            "workload.prompts_per_step x workload.samples_per_prompt"
+            f"workload.updates_per_step={w.updates_per_step} does not divide the {trajectories} trajectories "
+            "of a step, workload.prompts_per_step x workload.samples_per_prompt"
         )
     if w.longest > model["max_position_embeddings"]:
         yield (
@@ -322,6 +321,5 @@ def _plannable(config: PlanConfig) -> Iterator[str]:
     if sum(pool.count for pool in config.pools) == 1:
         yield (
             "pools: one GPU cannot be divided; trainer and engine can share it in turns, as in laminar "
-            "train experiment=one_gpu, "
-            "with a model of 0.5B or so"
+            "train experiment=one_gpu, with a model of 0.5B or so"
         )

@@ -4,14 +4,14 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import count
 from typing import Any, NamedTuple
 
 from laminar_hpc.config.schema import EnvironmentConfig
 from laminar_hpc.policies.repack import saturation_batch
 from laminar_hpc.simulator.constants import Constants
 from laminar_hpc.simulator.cost import EngineCosts, chain_seconds, engine_costs, faster, kv_capacity
-from laminar_hpc.simulator.request import Admission
+from laminar_hpc.simulator.request import EngineAdmission
 from laminar_hpc.simulator.rules import Rules
 from laminar_hpc.simulator.schema import PoolConfig, WorkloadConfig
 from laminar_hpc.simulator.tables import GPUS, Gpu, Model
@@ -24,7 +24,7 @@ from laminar_hpc.simulator.trainer_cost import (
 )
 from laminar_hpc.simulator.turns.course import Known
 from laminar_hpc.simulator.turns.environments import Environments
-from laminar_hpc.simulator.wide_area.link import Link, Site, chained
+from laminar_hpc.simulator.wide_area.link import Site, WanLink, chained
 
 
 @dataclass(frozen=True)
@@ -51,20 +51,20 @@ class Rollout(NamedTuple):
     tensor_parallel: int
     mtbf: float | None = None
     grace: float = 0.0
-    link: Link | None = None
+    link: WanLink | None = None
 
 
 def rollout_of(pool: PoolConfig, gpus: int, tensor_parallel: int) -> Rollout:
     """`gpus` of a pool as its settings say."""
     link = None
     if pool.wan_gbps is not None:
-        link = Link(pool.wan_gbps * 1e9 / 8, pool.wan_milliseconds / 1e3, pool.wan_loss)
+        link = WanLink(pool.wan_gbps * 1e9 / 8, pool.wan_milliseconds / 1e3, pool.wan_loss)
     mtbf, grace = pool.mtbf_hours and pool.mtbf_hours * 3600, pool.grace_seconds
     return Rollout(GPUS[pool.gpu], gpus, tensor_parallel, mtbf, grace, link)
 
 
 @dataclass(frozen=True)
-class Setup:
+class SimulationSetup:
     """A whole run, in seconds and tokens."""
 
     rules: Rules
@@ -75,7 +75,7 @@ class Setup:
     workload: WorkloadConfig
     steps: int
     warmup_steps: int
-    admission: Admission
+    admission: EngineAdmission
     sites: tuple[Site, ...] = ()  # other places than the trainer's, to which weights take longer
     seed: int = 0
     max_concurrent: int = 256
@@ -106,7 +106,7 @@ class Setup:
         limits = limits or EnvironmentConfig(max_turns=w.turns, max_tool_calls=w.turns, max_seconds=math.inf)
         return Environments(limits, bound, self.job.turn_scale, w.max_response_tokens)
 
-    def faster(self, factor: float) -> "Setup":
+    def faster(self, factor: float) -> "SimulationSetup":
         """The same run with all rates `factor` times as high."""
         kinds = tuple(
             dataclasses.replace(
@@ -123,26 +123,10 @@ class Setup:
         return dataclasses.replace(self, engines=kinds, job=job, sites=sites, trainer_mtbf=mtbf)
 
 
-def engines(
-    model: Model,
-    gpu: Gpu,
-    gpus: int,
-    tensor_parallel: int,
-    mtbf: float | None,
-    colocated: bool,
-    c: Constants,
-    cuda_graphs: bool = True,
-) -> Engines:
-    """As many replicas as `gpus` hold."""
-    share = c.kv_memory_share_colocated if colocated else c.kv_memory_share
-    return Engines(
-        count=gpus // tensor_parallel,
-        gpus=tensor_parallel,
-        costs=engine_costs(model, gpu, tensor_parallel, c, cuda_graphs),
-        capacity=kv_capacity(model, gpu, tensor_parallel, share),
-        saturation=saturation_batch(gpu.flops, gpu.hbm),
-        mtbf=mtbf,
-    )
+def _sites(parts: Sequence[Rollout], size: float, c: Constants) -> tuple[Site, ...]:
+    """The places of the pools that have a link; `size`: bytes of the weights."""
+    relays = [(part.link, math.ceil(part.gpus / part.gpu.machine)) for part in parts if part.link is not None]
+    return chained(size, [(link, chain_seconds(size, machines, c)) for link, machines in relays], c)
 
 
 def setup(
@@ -157,37 +141,38 @@ def setup(
     cuda_graphs: bool = True,
     layout: Layout | None = None,
     **settings: Any,
-) -> Setup:
+) -> SimulationSetup:
     """`rollouts`: each a Rollout or the beginning of one; colocated: the same GPUs as the trainer's.
     `layout`: the trainer's, None = that of a published system."""
-    colocated = rules.placement == "colocated"
     parts = [part for entry in rollouts if (part := Rollout(*entry)).gpus >= part.tensor_parallel]
-    away = [part for part in parts if part.link is not None]
-    numbers = accumulate(part.link is not None for part in parts)  # of the places so far
+    numbers = count(1)  # of the places
+    share = c.kv_memory_share_colocated if rules.placement == "colocated" else c.kv_memory_share
     kinds = tuple(
-        dataclasses.replace(
-            engines(model, part.gpu, part.gpus, part.tensor_parallel, part.mtbf, colocated, c, cuda_graphs),
-            site=number if part.link is not None else 0,
+        Engines(
+            count=part.gpus // part.tensor_parallel,
+            gpus=part.tensor_parallel,
+            costs=engine_costs(model, part.gpu, part.tensor_parallel, c, cuda_graphs),
+            capacity=kv_capacity(model, part.gpu, part.tensor_parallel, share),
+            saturation=saturation_batch(part.gpu.flops, part.gpu.hbm),
+            mtbf=part.mtbf,
+            site=next(numbers) if part.link is not None else 0,
             grace=part.grace,
         )
-        for part, number in zip(parts, numbers, strict=True)
+        for part in parts
     )
     total = sum(part.gpus for part in parts if part.link is None)
-    size = 2.0 * model.parameters
-    inside = [chain_seconds(size, math.ceil(part.gpus / part.gpu.machine), c) for part in away]
-    links = [(part.link, seconds) for part, seconds in zip(away, inside, strict=True) if part.link]
     layout = layout or trainer_layout(model, trainer_gpu, trainer_gpus, workload, c)
     layout = layout or offloaded_layout(trainer_gpu, trainer_gpus, workload)
     job = job_costs(model, trainer_gpu, trainer_gpus, layout, total, workload.max_response_tokens, c)
-    return Setup(
+    return SimulationSetup(
         rules,
         kinds,
         job,
         trainer_gpus,
         layout,
         workload,
-        admission=Admission.of(workload.max_response_tokens, c, engine),
-        sites=chained(size, links, c),
+        admission=EngineAdmission.of(workload.max_response_tokens, c, engine),
+        sites=_sites(parts, 2.0 * model.parameters, c),
         repack_kv_share=c.repack_kv_share,
         speed_spread=c.replica_speed_spread,
         **settings,

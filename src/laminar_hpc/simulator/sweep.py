@@ -7,7 +7,7 @@ from pathlib import Path
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.simulator.groups import exchange_seconds, simulate_groups
 from laminar_hpc.simulator.rules import PIPELINES, Rules
-from laminar_hpc.simulator.run import Outcome, simulate
+from laminar_hpc.simulator.run import SimulationOutcome, simulate
 from laminar_hpc.simulator.schema import SimulationConfig
 from laminar_hpc.simulator.settings import constants_of
 from laminar_hpc.simulator.setup import Rollout, rollout_of, setup
@@ -32,7 +32,7 @@ def rules_of(config: SimulationConfig, pipeline: str) -> Rules:
 
 def rollouts_of(config: SimulationConfig, gpus: int) -> list[Rollout]:
     """Of one trainer group: `gpus` beside the trainer, and its part of each site."""
-    tensor_parallel = config.tensor_parallel or MODELS[config.model].tensor_parallel
+    tensor_parallel = config.replica_gpus
     mtbf = config.rollout_mtbf_hours and config.rollout_mtbf_hours * 3600
     parts = [(site, site.count // config.trainer_groups) for site in config.sites]
     return [
@@ -49,7 +49,7 @@ def point(
     steps: int,
     watch: bool = False,
     groups: int = 1,
-) -> Outcome:
+) -> SimulationOutcome:
     """One simulated run. `gpus`, `trainer_gpus`: of one of `groups` trainer groups."""
     model, rules, c = MODELS[config.model], rules_of(config, pipeline), constants_of(config)
     rollout_gpus = gpus if rules.placement == "colocated" else gpus - trainer_gpus
@@ -84,7 +84,7 @@ def split(config: SimulationConfig, pipeline: str, gpus: int, tried: Told = _sil
     """The GPUs of a group's trainer: known, or the best of a few shares by a short run each."""
     if rules_of(config, pipeline).placement == "colocated":
         return gpus
-    tensor_parallel = config.tensor_parallel or MODELS[config.model].tensor_parallel
+    tensor_parallel = config.replica_gpus
     share = config.splits.get(f"{pipeline}@{gpus}", config.splits.get(pipeline, config.trainer_share))
     if share is not None:
         trainer = round(gpus * share / tensor_parallel) * tensor_parallel
@@ -95,16 +95,15 @@ def split(config: SimulationConfig, pipeline: str, gpus: int, tried: Told = _sil
                 f"{share:g} leaves no GPUs to train or to generate"
             )
         return trainer
-    return best_split(config, pipeline, gpus, tensor_parallel, tried)
+    return best_split(config, pipeline, gpus, tried)
 
 
-def best_split(
-    config: SimulationConfig, pipeline: str, gpus: int, tensor_parallel: int, tried: Told = _silence
-) -> int:
+def best_split(config: SimulationConfig, pipeline: str, gpus: int, tried: Told) -> int:
     """By short runs: every eighth of the GPUs first, then ever closer to the best, down to single replicas.
     Of the numbers at which the trainer's memory suffices, where there are any."""
     steps = min(config.steps, config.warmup_steps + _SEARCH_STEPS)
     model, gpu, c = MODELS[config.model], GPUS[config.trainer_gpu], constants_of(config)
+    tensor_parallel = config.replica_gpus
     every = range(tensor_parallel, gpus - tensor_parallel + 1, tensor_parallel)
     possible = [n for n in every if layouts(model, gpu, n, c)] or list(every)
     rates: dict[int, float] = {}
@@ -131,7 +130,7 @@ def rate_range(
     trainer_gpus: int,
     middle: float,
     rates: Rates,
-    tried: Told = _silence,
+    tried: Told,
 ) -> tuple[float, float]:
     """Tokens/s that the constants allow, around the prediction `middle`: how a short run changes from draw to
     draw. What the configuration says of a constant is certain."""

@@ -4,48 +4,39 @@ simulator's experience buffer."""
 from array import array
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from laminar_hpc.policies.live_groups import GroupView, LiveGroups
-from laminar_hpc.simulator.request import Request
+from laminar_hpc.simulator.request import SimulatedRequest
 from laminar_hpc.simulator.turns.course import Course
 from laminar_hpc.simulator.turns.environments import Play
 from laminar_hpc.simulator.workload import Workload
 
 
-class Group:
-    """`requests` by trajectory id, until they are finished; in their order `finished`: response tokens and
-    weight step of each. A buffer that grows holds many groups."""
+@dataclass(slots=True, eq=False, repr=False)
+class SimulatedGroup:
+    """`requests` by trajectory id, until they are finished. `finished`, in the order of the ids from `first`
+    on: response tokens and weight step of each. A buffer that grows holds many groups, hence the slots."""
 
-    __slots__ = (
-        "finished",
-        "first",
-        "group_id",
-        "number",
-        "order",
-        "prompt_tokens",
-        "requests",
-        "unfinished",
-        "weight_step",
-    )
+    group_id: int
+    number: int
+    weight_step: int
+    prompt_tokens: int
+    first: int
+    unfinished: int
+    requests: dict[int, SimulatedRequest] = field(default_factory=dict)
+    finished: list[tuple[int, int]] = field(init=False)
+    order: int = 0
 
-    def __init__(self, group_id: int, number: int, weight_step: int, prompt_tokens: int) -> None:
-        self.group_id, self.number, self.weight_step, self.prompt_tokens = (
-            group_id,
-            number,
-            weight_step,
-            prompt_tokens,
-        )
-        self.requests: dict[int, Request] = {}
-        self.first = 0  # trajectory id
-        self.finished: list[tuple[int, int]] = []
-        self.unfinished = self.order = 0
+    def __post_init__(self) -> None:
+        self.finished = [(0, 0)] * self.unfinished
 
     def view(self) -> GroupView:
         finished = not self.unfinished
         return GroupView(self.group_id, self.number, self.weight_step, finished, self.order)
 
 
-class TrajectoryTracker:
+class SimulatedTracker:
     """`counted` groups are granted and not given up. Trajectories of dead replicas wait in `lost` and are
     given out first."""
 
@@ -53,13 +44,14 @@ class TrajectoryTracker:
         self.workload = workload
         # of a trajectory with several turns: (group, sample, course) -> what it has with its environment
         self.play: Callable[[int, int, Course], Play]
-        self.live: dict[int, Group] = {}
+        self.live: dict[int, SimulatedGroup] = {}
         self.views = LiveGroups()
-        self.lost: list[Request] = []
-        self.counted = self.order = self.trajectories = 0
-        self.finished_tokens = self.discarded_tokens = 0.0
-        self.consumed_tokens = 0
-        self.consumed_trajectories = 0
+        self.lost: list[SimulatedRequest] = []
+        self.counted = 0
+        self.order = 0
+        self.trajectories = 0
+        self.finished_tokens = 0.0
+        self.discarded_tokens = 0.0
         self.generation_staleness: Counter[int] = Counter()
         self.training_staleness: Counter[int] = Counter()
         self.versions = 0
@@ -67,23 +59,23 @@ class TrajectoryTracker:
         self.latencies = array("d")  # seconds from its grant to then
         self.admitted_latencies = array("d")  # the same from its first admission to an engine
 
-    def new_group(self, weight_step: int) -> Group:
+    def new_group(self, weight_step: int) -> SimulatedGroup:
         draw = self.workload.group(self.counted)
         self.counted += 1
-        group = Group(self.counted - 1, self.counted, weight_step, draw.prompt_tokens)
         number, prompt_tokens = self.trajectories, float(draw.prompt_tokens)
-        group.first, group.unfinished = number, len(draw.turns)
-        group.finished = [(0, 0)] * group.unfinished
+        group = SimulatedGroup(
+            self.counted - 1, self.counted, weight_step, draw.prompt_tokens, number, len(draw.turns)
+        )
         for sample, turns in enumerate(draw.turns):
             play = self.play(group.group_id, sample, draw.courses[sample]) if draw.courses else None
-            group.requests[number] = Request(number, group, turns, prompt_tokens, weight_step, play)
+            group.requests[number] = SimulatedRequest(number, group, turns, prompt_tokens, weight_step, play)
             number += 1
         self.trajectories = number
         self.live[group.group_id] = group
         self.views.put(group.view())
         return group
 
-    def take_lost(self, count: int, weight_step: int) -> list[Request]:
+    def take_lost(self, count: int, weight_step: int) -> list[SimulatedRequest]:
         """At most `count` of the lost, for a replica with weights of this step: none goes on with older ones
         than it began with, which a distant place may have."""
         taken = [request for request in self.lost if request.weight_step <= weight_step][:count]
@@ -92,7 +84,7 @@ class TrajectoryTracker:
             self.lost = [request for request in self.lost if id(request) not in gone]
         return taken
 
-    def finish(self, request: Request, trainer_step: int) -> bool:
+    def finish(self, request: SimulatedRequest, trainer_step: int) -> bool:
         """A trajectory is complete; True when its group is."""
         group = request.group
         group.unfinished -= 1
@@ -104,21 +96,19 @@ class TrajectoryTracker:
         self.views.put(group.view())
         return True
 
-    def ends(self, time: float, request: Request) -> None:
+    def ends(self, time: float, request: SimulatedRequest) -> None:
         """A trajectory has its last token."""
         self.ended.append(time)
         self.latencies.append(time - request.granted)
         self.admitted_latencies.append(time - request.started)
 
-    def complete(self, done: list[tuple[float, Request]], trainer_step: int) -> None:
+    def complete(self, done: list[tuple[float, SimulatedRequest]], trainer_step: int) -> None:
         """`ends` and `finish` of (time, request), none of which is the last of its group; the group knows."""
         for time, request in done:
-            self.ended.append(time)
-            self.latencies.append(time - request.granted)
-            self.admitted_latencies.append(time - request.started)
+            self.ends(time, request)
             self._count(request, trainer_step)
 
-    def _count(self, request: Request, trainer_step: int) -> None:
+    def _count(self, request: SimulatedRequest, trainer_step: int) -> None:
         """A complete trajectory in what is told of its group, and of all."""
         group, turns, staleness = request.group, request.turns, self.generation_staleness
         play = request.play
@@ -142,6 +132,4 @@ class TrajectoryTracker:
             weight_steps = [weight_step for _, weight_step in group.finished]
             for weight_step in set(weight_steps):
                 self.training_staleness[step - weight_step] += weight_steps.count(weight_step)
-            self.consumed_trajectories += len(group.finished)
-        self.consumed_tokens += sum(tokens)
         return tokens

@@ -13,9 +13,9 @@ import numpy as np
 
 from laminar_hpc.policies import admission
 from laminar_hpc.simulator.clock import Clock
-from laminar_hpc.simulator.rules import Rules
-from laminar_hpc.simulator.tracker import TrajectoryTracker
-from laminar_hpc.simulator.trainer_cost import JobCosts, Layout, logprob_seconds, updates_seconds
+from laminar_hpc.simulator.setup import SimulationSetup
+from laminar_hpc.simulator.tracker import SimulatedTracker
+from laminar_hpc.simulator.trainer_cost import logprob_seconds, updates_seconds
 
 
 class Generating(Protocol):
@@ -29,28 +29,22 @@ class Generating(Protocol):
 
 
 class Trainer:
-    def __init__(
-        self,
-        clock: Clock,
-        tracker: TrajectoryTracker,
-        costs: JobCosts,
-        rules: Rules,
-        groups_per_step: int,
-        updates: int,
-        steps: int,
-        checkpoint_every: int,
-        layout: Layout,
-        seed: int,
-    ) -> None:
-        self.clock, self.tracker, self.costs, self.rules = clock, tracker, costs, rules
-        self.groups_per_step, self.steps, self.checkpoint_every = groups_per_step, steps, checkpoint_every
-        self.parts = updates if rules.consumption == "stream" else 1
+    def __init__(self, clock: Clock, tracker: SimulatedTracker, setup: SimulationSetup) -> None:
+        self.clock = clock
+        self.tracker = tracker
+        self.setup = setup
+        self.costs = setup.job
+        self.rules = setup.rules
+        self.groups_per_step = setup.workload.prompts_per_step
+        updates = setup.workload.updates_per_step
+        self.parts = updates if self.rules.consumption == "stream" else 1
         self.updates_per_part = updates // self.parts
-        self.layout, self.random = layout, np.random.default_rng([seed, 1])
+        self.random = np.random.default_rng([setup.seed, 1])
         self.rollouts: Generating  # set by the rollouts themselves
         self.step = 0
         self.waiting_since: float | None = 0.0
-        self.taken = self.part = 0
+        self.taken = 0
+        self.part = 0
         self.seconds: dict[str, float] = {}
         self.step_ends: list[float] = []
         self.step_tokens: list[int] = []
@@ -58,8 +52,7 @@ class Trainer:
         self.since_checkpoint = 0.0
         self.delay = 0.0
         self.ends_at = -1.0  # when the part in progress ends, or did
-        # seconds that a part takes at least
-        self.shortest = self.updates_per_part * costs.update
+        self.shortest = self.updates_per_part * self.costs.update  # seconds that a part takes at least
         self.spans: list[tuple[str, float, float]] = []
         self.on_step: Callable[[int], None] = lambda step: None  # called at the end of each step
         self.finish_step: Callable[[], None] = self.end_step  # called when its last update is done
@@ -70,10 +63,11 @@ class Trainer:
             self.spans.append((kind, start, end))
 
     def poke(self) -> None:
-        """Something has finished: begins the next batch or mini-batch if the policy gives one."""
+        """Called when something has finished. Begins the next batch or mini-batch if the policy gives one."""
         if self.waiting_since is None:
             return
-        size = self._size()
+        # the parts of a step add up to its groups
+        size = (self.part + 1) * self.groups_per_step // self.parts - self.taken
         # With the AReaL rule (interrupt) admission alone bounds staleness: the first finished is the first
         # trained.
         bound = None if self.rules.refresh == "interrupt" else self.rules.whole_staleness
@@ -91,8 +85,8 @@ class Trainer:
         self.tokens += sum(tokens)
         handling = self.costs.overlapped_handling if self.rules.overlapped else self.costs.handling
         seconds = len(tokens) * handling + self.updates_per_part * self.costs.update
-        seconds += logprob_seconds(tokens, self.costs, self.layout)
-        seconds += updates_seconds(tokens, self.updates_per_part, self.costs, self.layout, self.random)
+        seconds += logprob_seconds(tokens, self.costs, self.setup.layout)
+        seconds += updates_seconds(tokens, self.updates_per_part, self.costs, self.setup.layout, self.random)
         if self.rules.placement == "colocated":
             seconds += self.costs.switch
             self.rollouts.start_training()
@@ -102,10 +96,6 @@ class Trainer:
     def ends_after(self, now: float) -> float:
         """No step ends between `now` and this time."""
         return self.ends_at if self.ends_at >= now else now + self.shortest
-
-    def _size(self) -> int:
-        """Groups of the next part; the parts of a step add up to its groups."""
-        return (self.part + 1) * self.groups_per_step // self.parts - self.taken
 
     def fail(self, down: float) -> None:
         """Restores the last checkpoint: `down` seconds, and what was trained since is trained again (its
@@ -118,7 +108,7 @@ class Trainer:
             self.clock.at(now, self._recover, now)
 
     def _recover(self, start: float) -> None:
-        """After a failure while waiting."""
+        """Goes on waiting after a failure."""
         if self.delay:
             delay, self.delay = self.delay, 0.0
             self.clock.after(delay, self._recover, start)
@@ -149,7 +139,7 @@ class Trainer:
         self.step_tokens.append(self.tokens)
         self.tokens = 0
         self.on_step(self.step)
-        if self.step >= self.steps:
+        if self.step >= self.setup.steps:
             self.clock.running = False
             return
         stall = 0.0
@@ -162,7 +152,7 @@ class Trainer:
             stall = self.rollouts.global_sync_seconds
             self.rollouts.weights_available(self.step)
         self.book("publish", now, now + stall)
-        saving = self.costs.checkpoint if self.step % self.checkpoint_every == 0 else 0.0
+        saving = self.costs.checkpoint if self.step % self.setup.checkpoint_every == 0 else 0.0
         if saving:
             self.book("checkpoint", now + stall, now + stall + saving)
             self.since_checkpoint = 0.0

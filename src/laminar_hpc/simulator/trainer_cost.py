@@ -1,8 +1,8 @@
 """The trainer's seconds from what its layout does: matrix products, exchanges of tensor parallelism, pipeline
 bubbles, the longest sequence, gradients. Constants: constants.py."""
 
-import dataclasses
 import math
+from bisect import bisect_left, insort
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -11,7 +11,6 @@ from laminar_hpc.config.models import state_bytes
 from laminar_hpc.simulator.constants import Constants
 from laminar_hpc.simulator.cost import attention_share, chain_seconds, exchange_seconds
 from laminar_hpc.simulator.experts import expert_costs
-from laminar_hpc.simulator.packs import pass_seconds
 from laminar_hpc.simulator.schema import WorkloadConfig
 from laminar_hpc.simulator.tables import Gpu, Model
 from laminar_hpc.simulator.workload import Workload
@@ -25,7 +24,7 @@ class Layout:
     """The trainer's GPUs: tensor parallelism, pipeline stages, data-parallel ranks. `tokens`: of a
     micro-batch, 0 = as many as the rank's longest trajectory. `recompute`: the share of the forward
     pass that backward repeats. `balanced`: ranks get trajectories by their tokens, as in a run of our own,
-    else at random. `packed`: micro-batches are packs of whole trajectories (packs.py), of `logprob_tokens`
+    else at random. `packed`: micro-batches are packs of whole trajectories (`packed`), of `logprob_tokens`
     in log-prob passes, 0 = as many. `experts`: GPUs that share a layer's experts. `even`: stages take
     equally long; else the last one has the output layer beside as many layers as the others."""
 
@@ -49,19 +48,19 @@ class Layout:
 class JobCosts:
     """Everybody else's seconds than the engines'."""
 
-    train_token: float  # forward and backward, all GPUs together
-    train_attention: float  # the same per squared token of a trajectory
-    logprob_token: float  # the extra forward passes
-    logprob_attention: float
-    handling: float  # one process handles the batch while the trainer waits: per trajectory
-    overlapped_handling: float  # what is left of it where the next batch is handled during training
-    update: float
-    publish_stall: float
-    chain: float
-    switch: float
-    checkpoint: float
-    job_restart: float
-    repack_period: float
+    train_token: float = 0.0  # forward and backward, all GPUs together
+    train_attention: float = 0.0  # the same per squared token of a trajectory
+    logprob_token: float = 0.0  # the extra forward passes
+    logprob_attention: float = 0.0
+    handling: float = 0.0  # one process handles the batch while the trainer waits: per trajectory
+    overlapped_handling: float = 0.0  # what is left of it where the next batch is handled during training
+    update: float = 0.0
+    publish_stall: float = 0.0
+    chain: float = 0.0
+    switch: float = 0.0
+    checkpoint: float = 0.0
+    job_restart: float = 0.0
+    repack_period: float = 0.0
     # of each micro-batch, whatever its size
     train_microbatch: float = 0.0
     logprob_microbatch: float = 0.0
@@ -71,8 +70,7 @@ class JobCosts:
 
 def only_training(token: float) -> JobCosts:
     """Costs of nothing but `token` seconds for each token, over all ranks."""
-    names = [field.name for field in dataclasses.fields(JobCosts) if field.default is dataclasses.MISSING]
-    return JobCosts(**(dict.fromkeys(names, 0.0) | {"train_token": token, "repack_period": 1.0}))
+    return JobCosts(train_token=token, repack_period=1.0)
 
 
 def job_costs(
@@ -151,7 +149,8 @@ def updates_seconds(
     if layout.packed:
         share = -(-len(tokens) // updates)
         parts = [tokens[at : at + share] for at in range(0, len(tokens), share)]
-        return sum(_packed_seconds(part, layout, costs) for part in parts)
+        of_pass = (costs.train_token, costs.train_attention, costs.train_microbatch)
+        return sum(_packed_seconds(part, layout.tokens, layout, *of_pass) for part in parts)
     each = -(-len(tokens) // (updates * layout.ranks))
     padded = np.zeros(updates * layout.ranks * each)
     padded[: len(tokens)] = tokens
@@ -168,21 +167,21 @@ def updates_seconds(
     return float(seconds.max(axis=1).sum() * layout.ranks)
 
 
-def _packed_seconds(tokens: list[int], layout: Layout, costs: JobCosts) -> float:
-    """Forward and backward of one update's packs."""
-    token, attention = costs.train_token * layout.ranks, costs.train_attention * layout.ranks
-    return pass_seconds(
-        tokens, layout.tokens, layout.ranks, layout.stages, token, attention, costs.train_microbatch
-    )
-
-
 def logprob_seconds(tokens: list[int], costs: JobCosts, layout: Layout) -> float:
     """Seconds of the log-prob passes over a batch."""
     if not layout.packed:
         return sum(tokens) * costs.logprob_token + sum(n * n for n in tokens) * costs.logprob_attention
     room = layout.logprob_tokens or layout.tokens
-    token, attention = costs.logprob_token * layout.ranks, costs.logprob_attention * layout.ranks
-    return pass_seconds(tokens, room, layout.ranks, layout.stages, token, attention, costs.logprob_microbatch)
+    of_pass = (costs.logprob_token, costs.logprob_attention, costs.logprob_microbatch)
+    return _packed_seconds(tokens, room, layout, *of_pass)
+
+
+def _packed_seconds(
+    tokens: list[int], room: int, layout: Layout, token: float, attention: float, microbatch: float
+) -> float:
+    """One pass over packs of `room` tokens; costs are those of all ranks together."""
+    ranks = layout.ranks
+    return pass_seconds(tokens, room, ranks, layout.stages, token * ranks, attention * ranks, microbatch)
 
 
 def layouts(model: Model, gpu: Gpu, gpus: int, c: Constants) -> list[Layout]:
@@ -233,10 +232,8 @@ def step_seconds(
     model: Model, gpu: Gpu, gpus: int, layout: Layout, w: WorkloadConfig, sample: list[int], c: Constants
 ) -> float:
     """Updates, gradients and log-probs of a sample of a batch: what layouts are compared by."""
-    costs, updates = (
-        job_costs(model, gpu, gpus, layout, gpu.machine, w.max_response_tokens, c),
-        updates_of(w, sample),
-    )
+    costs = job_costs(model, gpu, gpus, layout, gpu.machine, w.max_response_tokens, c)
+    updates = updates_of(w, sample)
     seconds = updates_seconds(sample, updates, costs, layout, np.random.default_rng(0))
     return seconds + updates * costs.update + sum(sample) * costs.logprob_token
 
@@ -258,3 +255,43 @@ def batch_sample(w: WorkloadConfig) -> list[int]:
     work = Workload(w, 0, 1)
     groups = max(1, min(w.prompts_per_step, _LOOKED_AT // w.samples_per_prompt))
     return [n + w.prompt_tokens for index in range(groups) for n in work.lengths(index)]
+
+
+def packed(tokens: list[int], room: int, ranks: int) -> list[tuple[int, int]]:
+    """Tokens and squared tokens of each pack: the longest trajectories first, each into the fullest pack that
+    has room for it, of `room` tokens. As many packs for each of `ranks`; the last ones may be empty."""
+    packs: list[tuple[int, int]] = []
+    free: list[tuple[int, int]] = []  # (room that is left, pack), in order
+    for n in sorted(tokens, reverse=True):
+        at = bisect_left(free, (n, 0))
+        left, index = free.pop(at) if at < len(free) else (room, len(packs))
+        if index == len(packs):
+            packs.append((0, 0))
+        packs[index] = packs[index][0] + n, packs[index][1] + n * n
+        insort(free, (left - n, index))
+    return packs + [(0, 0)] * (-len(packs) % ranks)
+
+
+def pass_seconds(
+    tokens: list[int],
+    room: int,
+    ranks: int,
+    stages: int,
+    token: float,
+    attention: float,
+    microbatch: float,
+) -> float:
+    """Seconds until the slowest rank is through its packs: `token` for each token, `attention` for each
+    squared token of a trajectory, `microbatch` for each pack. A pipeline's buffers have one size, so its
+    packs are filled up to the fullest; m of them through p stages take (m + p - 1) / m times as long."""
+    packs = packed(tokens, room, ranks)
+    size = max(total for total, _ in packs)
+    each = len(packs) // ranks
+    seconds = [
+        sum(
+            (size if stages > 1 else total) * token + squares * attention
+            for total, squares in packs[rank::ranks]
+        )
+        for rank in range(ranks)
+    ]
+    return (max(seconds) + each * microbatch) * (1.0 + (stages - 1) / each)

@@ -9,11 +9,11 @@ import dataclasses
 import hashlib
 import json
 import math
-import os
 import random
 from collections.abc import Callable
 from pathlib import Path
 
+from laminar_hpc.report.run_files import write_whole
 from laminar_hpc.simulator.constants import DEFAULT
 
 # Standard deviation of the log of each constant. Those without an entry are exact enough, or a setting: rules
@@ -54,10 +54,7 @@ _QUANTILE = 0.1  # the range leaves out a tenth of the draws on either side
 def draw(number: int, seed: int) -> dict[str, float]:
     """Values of all uncertain constants, the same for the same number and seed."""
     chance = random.Random(f"constants:{seed}:{number}")
-    values = {}
-    for name in SPREAD:
-        values[name] = deviated(name, chance.gauss(0.0, 1.0))
-    return values
+    return {name: deviated(name, chance.gauss(0.0, 1.0)) for name in SPREAD}
 
 
 def deviated(name: str, deviations: float) -> float:
@@ -74,7 +71,7 @@ def quantiles(values: list[float], middle: float) -> tuple[float, float]:
 
 
 class Rates:
-    """Simulated rates by what they follow from, in `file`; without one in memory alone."""
+    """Remembers simulated rates by what they follow from, in `file`, or in memory alone."""
 
     def __init__(self, file: Path | None = None) -> None:
         self.file = file
@@ -99,9 +96,7 @@ class Rates:
         """Writes the file, whole or not at all."""
         if self.file is not None:
             self.file.parent.mkdir(parents=True, exist_ok=True)
-            beside = self.file.with_suffix(f".{os.getpid()}")
-            beside.write_text(json.dumps(self.known))
-            beside.replace(self.file)
+            write_whole(self.file, json.dumps(self.known))
 
 
 def _sources() -> list[tuple[str, int]]:

@@ -69,7 +69,10 @@ class Workload:
         lengths: list[list[int]] | None = None,
         known: Known | None = None,
     ) -> None:
-        self.config, self.seed, self.groups, self.known = config, seed, max(1, groups), known
+        self.config = config
+        self.seed = seed
+        self.groups = max(1, groups)
+        self.known = known
         self._known = lengths or (read_lengths(Path(config.lengths_file)) if config.lengths_file else [])
         if not self._known:
             self._mu = mu_of_mean(config.mean_response_tokens, config.sigma, config.max_response_tokens)

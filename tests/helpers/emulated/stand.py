@@ -29,7 +29,7 @@ from laminar_hpc.controller.loop import Controller
 from laminar_hpc.controller.rundir import prepare as prepare_run_dir
 from laminar_hpc.controller.stored import stored_trajectories
 from laminar_hpc.emulation import stage
-from laminar_hpc.emulation.fleet import NewWorker, Replica, new_worker
+from laminar_hpc.emulation.fleet import EmulatedReplica, NewWorker, new_worker
 from laminar_hpc.emulation.launch import prepare
 from laminar_hpc.engine.emulated import responses
 from laminar_hpc.environments import preflight
@@ -125,14 +125,14 @@ class Stand:
         all that are configured. `join` adds others."""
         self._trainer, self._lasting = trainer, config.rollout.replicas if lasting is None else lasting
         self.living: list[Future] = []
-        self.newcomers: list[Replica] = []
+        self.newcomers: list[EmulatedReplica] = []
         self.config, self._new_worker, self.each_turn = config, new_worker, each_turn
         self.lines: list[str] = []
         self.error: BaseException | None = None
         self.loop = LoopThread()
         self.pool = RewardPool(config.reward)
         self.ending = False
-        self.replicas: dict[int, Replica] = {}
+        self.replicas: dict[int, EmulatedReplica] = {}
         self.lives = 0
 
     def run(self, seconds: float) -> None:
@@ -180,9 +180,9 @@ class Stand:
             self.loop.close()
         assert_clean(run_dir)
 
-    def join(self) -> Replica:
+    def join(self) -> EmulatedReplica:
         """One more replica, which the controller numbers. Nobody follows when it leaves or dies."""
-        replica = Replica(self.config, UNNUMBERED, self.pool, self._new_worker)
+        replica = EmulatedReplica(self.config, UNNUMBERED, self.pool, self._new_worker)
         self.newcomers.append(replica)
         self.living.append(self.loop.start(replica.run()))
         return replica
@@ -190,7 +190,7 @@ class Stand:
     async def _keep_alive(self, index: int) -> None:
         """A replica, and the next one in its place when it dies."""
         while not self.ending:
-            self.replicas[index] = Replica(self.config, index, self.pool, self._new_worker)
+            self.replicas[index] = EmulatedReplica(self.config, index, self.pool, self._new_worker)
             self.lives += 1
             await self.replicas[index].run()
             await asyncio.sleep(0.05)

@@ -1,5 +1,5 @@
 """Continuous batching without a model: requests of invented length take the time that the simulator's
-`Replica` gives them, at emulation.time_scale.
+`SimulatedReplica` gives them, at emulation.time_scale.
 """
 
 import asyncio
@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 from laminar_hpc.config.models import model_config
 from laminar_hpc.config.schema import RunConfig
@@ -26,36 +27,34 @@ from laminar_hpc.engine.interface import (
 from laminar_hpc.messages.data import VersionSpan
 from laminar_hpc.simulator.constants import DEFAULT
 from laminar_hpc.simulator.cost import engine_costs
-from laminar_hpc.simulator.replica import INFINITY, Replica
-from laminar_hpc.simulator.request import Admission, Request
+from laminar_hpc.simulator.replica import INFINITY, SimulatedReplica
+from laminar_hpc.simulator.request import EngineAdmission, SimulatedRequest
 from laminar_hpc.simulator.tables import GPUS, MODELS
 
 _ALMOST = 1e-7  # steps before its end at which the replica ends a request
 
 
 @dataclasses.dataclass
-class _Group:
-    group_id: int
-
-
-class Job:
+class EmulatedRequest:
     """A request in the engine. `first`: response tokens that came with it; `wanted`: response tokens at its
     end."""
 
-    def __init__(
-        self, trajectory_id: int, first: int, wanted: int, cut: bool, context: int, on_tokens: OnTokens | None
-    ) -> None:
-        self.trajectory_id, self.first, self.wanted = trajectory_id, first, wanted
-        self.cut, self.on_tokens = cut, on_tokens
-        self.cached = 0  # of its prompt, found in the prefix cache
-        self.ends_with: Sequence[int] = ()  # its last tokens, where they are not invented
-        self.context = context  # tokens of its prompt, and what came with it
-        self.spans: list[tuple[int, int]] = []  # (weight id, its last token) of earlier weights
-        self.told = first  # up to here `on_tokens` has had them
-        self.future: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
-        self.request = Request(trajectory_id, None, [wanted - first], context, 0)
+    trajectory_id: int
+    first: int
+    wanted: int
+    cut: bool
+    context: int  # tokens of its prompt, and what came with it
+    on_tokens: OnTokens | None
+    cached: int = 0  # of its prompt, found in the prefix cache
+    ends_with: Sequence[int] = ()  # its last tokens, where they are not invented
+    spans: list[tuple[int, int]] = dataclasses.field(default_factory=list)  # (earlier weight id, last token)
 
-    def generated(self, replica: Replica) -> int:
+    def __post_init__(self) -> None:
+        self.told = self.first  # up to here `on_tokens` has had them
+        self.future: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
+        self.request = SimulatedRequest(self.trajectory_id, None, [self.wanted - self.first], self.context, 0)
+
+    def generated(self, replica: SimulatedReplica) -> int:
         """Response tokens by now, those that came with it included."""
         request = self.request
         left = (
@@ -77,7 +76,8 @@ class EmulatedDecoding:
     """The base of EmulatedEngine that has its clock, its requests and its death."""
 
     def __init__(self, config: RunConfig, index: int, run_dir: Path) -> None:
-        self.config, self.index = config, index
+        self.config = config
+        self.index = index
         self.name = f"emulated engine {index}"
         self.log = run_dir / "logs" / f"rollout{index}.log"
         self._dead = asyncio.Event()
@@ -89,10 +89,10 @@ class EmulatedDecoding:
         self.costs = engine_costs(self.model, GPUS[emulation.gpu], tensor_parallel, constants)
         self.vocabulary = model_config(config.model.path)["vocab_size"]
         self.weight_id: int | None = None
-        admission = Admission.of(config.sampling.max_response_tokens, constants)
+        admission = EngineAdmission.of(config.sampling.max_response_tokens, constants)
         self._born = time.monotonic()
         rollout = config.rollout
-        self._replica = Replica(
+        self._replica = SimulatedReplica(
             index,
             self.costs,
             rollout.kv_cache_tokens,
@@ -101,8 +101,8 @@ class EmulatedDecoding:
             tensor_parallel,
         )
         self._call = _call_tokens(config)
-        self._jobs: dict[str, Job] = {}
-        self._job_of: dict[int, Job] = {}
+        self._jobs: dict[str, EmulatedRequest] = {}
+        self._job_of: dict[int, EmulatedRequest] = {}
         self._paused: float | None = None  # since when
         self._timer: asyncio.TimerHandle | None = None
         # KV that is here without a running request: tokens, by trajectory, or for what came from elsewhere by
@@ -116,13 +116,17 @@ class EmulatedDecoding:
         return self._death()
 
     def die(self) -> None:
-        """As if its process had ended."""
+        """Ends the engine as the death of a process does."""
         self._dead.set()
-        if self._timer is not None:
-            self._timer.cancel()
+        self._stop_timer()
         for job in self._jobs.values():
             if not job.future.done():
                 job.future.set_exception(self._death())
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     def _death(self) -> EngineDied:
         return EngineDied(f"{self.name} died (it is emulated)")
@@ -145,7 +149,7 @@ class EmulatedDecoding:
         return ((self._paused or time.monotonic()) - self._born) * self.scale
 
     async def _pass(self, seconds: float) -> None:
-        """Emulated seconds. Raises EngineDied when the engine dies meanwhile."""
+        """Lets emulated seconds pass. Raises EngineDied when the engine dies meanwhile."""
         with contextlib.suppress(TimeoutError):
             raise await asyncio.wait_for(self.died(), seconds / self.scale)
 
@@ -168,9 +172,7 @@ class EmulatedDecoding:
         replica.fill()
         when = replica.next_time()
         self._tell()
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        self._stop_timer()
         if when < INFINITY:
             every = self.config.rollout.increment_tokens
             limit = every * self.costs.step(1, 0) if every else INFINITY
@@ -178,14 +180,14 @@ class EmulatedDecoding:
                 min(max(when - now, 0.0), limit) / self.scale, self._settle
             )
 
-    def _end(self, job: Job, reason: str) -> None:
+    def _end(self, job: EmulatedRequest, reason: str) -> None:
         """The pending `generate` returns; the request must be out of the replica."""
         self._job_of.pop(id(job.request), None)
         end = job.generated(self._replica)
         if not job.future.done():
             job.future.set_result(self._generation(job, job.first, end, reason))
 
-    def _generation(self, job: Job, start: int, end: int, reason: str) -> Generation:
+    def _generation(self, job: EmulatedRequest, start: int, end: int, reason: str) -> Generation:
         tokens = responses.tokens(job.trajectory_id, start, end, self.vocabulary)
         call_at = job.wanted - len(job.ends_with)
         if job.ends_with and end > call_at:
@@ -211,8 +213,7 @@ class EmulatedDecoding:
     async def pause(self) -> None:
         self._settle()
         self._paused = time.monotonic()
-        if self._timer is not None:
-            self._timer.cancel()
+        self._stop_timer()
 
     async def resume(self) -> None:
         self._born += time.monotonic() - (self._paused or time.monotonic())
@@ -242,7 +243,7 @@ class EmulatedDecoding:
         turn = self._turn_end(first, prompt_tokens) if self._call else length
         wanted = max(first + 1, min(turn, length))
         cut = wanted >= max_tokens
-        job = Job(trajectory_id, first, wanted, cut, len(prompt_tokens), on_tokens)
+        job = EmulatedRequest(trajectory_id, first, wanted, cut, len(prompt_tokens), on_tokens)
         job.ends_with = self._call if wanted < length else ()
         came = self._came.pop(hash(tuple(prompt_tokens)), 0) if self._came else 0
         warm = min(max(came, self._warm.pop(trajectory_id, 0)), len(prompt_tokens))
@@ -250,7 +251,7 @@ class EmulatedDecoding:
         if warm:
             job.request.uncached = float(len(prompt_tokens) - warm)
         elif not first:
-            job.request.group = _Group(hash(tuple(prompt_tokens)))
+            job.request.group = SimpleNamespace(group_id=hash(tuple(prompt_tokens)))
         self._settle()
         self._jobs[request_id] = self._job_of[id(job.request)] = job
         self._replica.waiting.append(job.request)
@@ -272,8 +273,8 @@ class EmulatedDecoding:
         begun = 0 < written <= len(prompt_tokens) and list(prompt_tokens[-written:]) == call[:written]
         return end if written <= 0 or begun else end + every
 
-    def _take(self, job: Job) -> None:
-        """The request out of the engine, running or waiting."""
+    def _take(self, job: EmulatedRequest) -> None:
+        """Takes the request out of the engine, running or waiting."""
         if job.request.ticket in self._replica.running:
             self._replica.stop(job.request)
         else:
@@ -292,7 +293,7 @@ class EmulatedDecoding:
     def _served(self) -> int:
         return UNKNOWN_WEIGHTS if self.weight_id is None else self.weight_id
 
-    def _context(self, job: Job) -> int:
+    def _context(self, job: EmulatedRequest) -> int:
         """Tokens with KV: prompt and response so far."""
         running = job.request.ticket in self._replica.running
         return int(job.request.offset + self._replica.steps) if running else int(job.request.context)

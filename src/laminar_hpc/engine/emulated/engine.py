@@ -10,7 +10,7 @@ from pathlib import Path
 
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.engine.emulated import kv_wire
-from laminar_hpc.engine.emulated.decoding import EmulatedDecoding, Job
+from laminar_hpc.engine.emulated.decoding import EmulatedDecoding, EmulatedRequest
 from laminar_hpc.engine.emulated.weights import weights_file
 from laminar_hpc.engine.interface import Sums, TensorLayout
 from laminar_hpc.kv.errors import KvRefused
@@ -37,8 +37,7 @@ class EmulatedEngine(EmulatedDecoding):
         return 0.0
 
     async def stop(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
+        self._stop_timer()
         for job in self._jobs.values():
             job.future.cancel()
         await self._endpoint.stop()
@@ -67,18 +66,18 @@ class EmulatedEngine(EmulatedDecoding):
         return [TensorLayout(name, shape, self.config.model.dtype) for name, shape in shapes]
 
     async def sums(self) -> Sums:
-        """Those of the manifest that it was given: it holds no weights to add up."""
+        """The sums of the manifest that the engine was given: it holds no weights to add up."""
         assert self._manifest is not None
         return {
             t.name: (t.sum_words, t.sum_indexed) for t in decode_manifest(self._manifest.read_bytes()).tensors
         }
 
     async def score(self, sequences: list[list[int]], namespace: str) -> list[list[float]]:
-        """Nothing: it has no model."""
+        """Gives nothing: the engine has no model."""
         return []
 
     async def decode_curve(self, max_requests: int, context: int) -> list[tuple[int, float]]:
-        """By its costs; nothing has to be measured."""
+        """The curve by the engine's costs; nothing has to be measured."""
         points = sorted({min(1 << power, max_requests) for power in range(max_requests.bit_length() + 1)})
         return [(requests, self.costs.step(requests, requests * context)) for requests in points]
 
@@ -123,7 +122,7 @@ class EmulatedEngine(EmulatedDecoding):
         await self._ship(move_id, context)
         return context
 
-    def _job(self, move_id: str, request_id: str) -> Job:
+    def _job(self, move_id: str, request_id: str) -> EmulatedRequest:
         self._settle()
         job = self._jobs.get(request_id)
         if job is None or job.future.done():

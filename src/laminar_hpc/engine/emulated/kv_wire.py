@@ -26,7 +26,7 @@ _DATA = os.urandom(_BLOCK)
 
 
 @dataclass
-class Offer:
+class IncomingMove:
     """One move at its destination. `tokens`: how many have come, without a gap."""
 
     move_id: str
@@ -38,16 +38,16 @@ class Endpoint:
 
     def __init__(self) -> None:
         self._server: asyncio.Server | None = None
-        self._offers: dict[str, Offer] = {}
+        self._offers: dict[str, IncomingMove] = {}
 
     async def open(self, move_id: str) -> str:
         """Takes frames of this move from here on; returns the address for them."""
         if self._server is None:
             self._server = await asyncio.start_server(self._connected, "127.0.0.1", 0)
-        self._offers.setdefault(move_id, Offer(move_id))
+        self._offers.setdefault(move_id, IncomingMove(move_id))
         return f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
 
-    def offer(self, move_id: str) -> Offer | None:
+    def offer(self, move_id: str) -> IncomingMove | None:
         return self._offers.get(move_id)
 
     def close(self, move_id: str) -> None:

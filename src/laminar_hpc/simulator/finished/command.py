@@ -4,7 +4,6 @@ what happened, and overrides that would have made it faster on the same GPUs."""
 import dataclasses
 import json
 import math
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from laminar_hpc.simulator.finished.changes import GAIN_MIN, Change, best_of_eac
 from laminar_hpc.simulator.finished.courses import Turns
 from laminar_hpc.simulator.finished.measured import Figures, Measured, measure
 from laminar_hpc.simulator.finished.prediction import predict
+from laminar_hpc.simulator.settings import say
 
 _SHARES = ("trainer_wait_share", "rollout_idle_share")
 _ROWS = {
@@ -66,16 +66,12 @@ def _answer(
         )
     measured = measure(Path(run_dir))
     now = predict(measured)
-    changes = look_for(measured, now, _say)
+    changes = look_for(measured, now, say)
     if as_json:
         print(json.dumps(_as_dict(measured, now, changes), indent=1))
     else:
         print("\n".join(lines(measured, now, changes)))
     return 0
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 def table(happened: Figures, simulated: Figures) -> list[str]:
@@ -154,13 +150,8 @@ def _counts(turns: Turns | None) -> dict[str, int] | None:
         return None
     calls, resets = turns.known.calls, turns.known.resets
     both = [*calls, *resets]
-    hung = sum(each.seconds == math.inf for each in both)
-    return {
-        "calls": len(calls),
-        "resets": len(resets),
-        "hung": hung,
-        "failed": sum(each.failed for each in both),
-    }
+    hung, failed = sum(each.seconds == math.inf for each in both), sum(each.failed for each in both)
+    return {"calls": len(calls), "resets": len(resets), "hung": hung, "failed": failed}
 
 
 def _as_dict(measured: Measured, now: Figures, changes: list[Change]) -> dict[str, object]:

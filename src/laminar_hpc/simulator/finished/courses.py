@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from laminar_hpc.config.schema import EnvironmentConfig
-from laminar_hpc.observability.trace import Span
+from laminar_hpc.observability.trace import TraceSpan
 from laminar_hpc.payload.layout import Response
 from laminar_hpc.report.rundata import Consumed, Run
 from laminar_hpc.report.turn_table import tool_spans
@@ -51,7 +51,7 @@ def read_turns(run: Run, trained: Sequence[Consumed], limits: EnvironmentConfig,
 
 
 def played_as(
-    row: Consumed, response: Response, spans: Sequence[Span], limits: EnvironmentConfig, longest: int
+    row: Consumed, response: Response, spans: Sequence[TraceSpan], limits: EnvironmentConfig, longest: int
 ) -> Played:
     """`spans`: of its calls, in order."""
     drawn, given = response.mask_runs[::2].tolist(), response.mask_runs[1::2].tolist()
@@ -73,19 +73,19 @@ def played_as(
     return Played(row.id, row.group_id, course, turns)
 
 
-def _calls(span: Span) -> int:
+def _calls(span: TraceSpan) -> int:
     what = str(span.fields.get("what", ""))
     return 0 if what in ("malformed", "agent") else what.count(",") + 1
 
 
-def _of_training(run: Run, begin: float) -> Iterable[Span]:
+def _of_training(run: Run, begin: float) -> Iterable[TraceSpan]:
     for name, spans in run.spans.items():
         if name.startswith("rollout"):
             tools = (span for span in spans if span.kind == "tool" and span.t0 >= begin)
             yield from (span for span in tools if not span.fields.get("evaluation"))
 
 
-def taken(spans: Iterable[Span], limits: EnvironmentConfig) -> tuple[list[Took], list[Took]]:
+def taken(spans: Iterable[TraceSpan], limits: EnvironmentConfig) -> tuple[list[Took], list[Took]]:
     """What calls, and what resets took."""
     calls, resets = list[Took](), list[Took]()
     for span in spans:
@@ -93,7 +93,7 @@ def taken(spans: Iterable[Span], limits: EnvironmentConfig) -> tuple[list[Took],
     return calls, resets
 
 
-def _took(span: Span, limits: EnvironmentConfig) -> Took:
+def _took(span: TraceSpan, limits: EnvironmentConfig) -> Took:
     seconds, failed = span.t1 - span.t0, str(span.fields.get("failed", ""))
     hung = failed == "hung" or seconds >= _CUT_OFF * limits.timeout_seconds
     return Took(math.inf if hung else seconds, bool(failed))

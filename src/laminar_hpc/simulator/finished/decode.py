@@ -1,44 +1,28 @@
 """The decode curve of a run's engines, from when the trajectories of its local batches had their last token.
 
-A local batch goes through the simulator's own `Replica` once, with steps in place of seconds: that says how
-many steps, generated tokens and token-steps of KV lie before each end, whatever the queue, and the seconds of
-the run are fitted to these three.
+A local batch goes through the simulator's own `SimulatedReplica` once, with steps in place of seconds. That
+gives the decode steps, generated tokens and token-steps of KV before each end, whatever the queue; the
+seconds of the run are fitted to these three.
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from laminar_hpc.report.rundata import Run
 from laminar_hpc.simulator.cost import EngineCosts
-from laminar_hpc.simulator.replica import Replica
-from laminar_hpc.simulator.request import Admission, Request
+from laminar_hpc.simulator.replica import SimulatedReplica
+from laminar_hpc.simulator.request import EngineAdmission, SimulatedRequest
 
 _ROWS = 32  # ends of a local batch that are looked at, evenly spread, the last one among them
 _LATE = 0.05  # seconds by which a trajectory's end may be noted after that of its local batch
-_NOTHING = dict.fromkeys(
-    (
-        "weights",
-        "kv_token",
-        "compute",
-        "request",
-        "prefill_token",
-        "prefill_attention",
-        "pull",
-        "global_sync",
-        "move_token",
-        "move_latency",
-        "restart",
-    ),
-    0.0,
-)
-_STEPS = EngineCosts(overhead=1.0, **_NOTHING)  # an engine whose seconds are decode steps
+_STEPS = EngineCosts(overhead=1.0)  # an engine whose seconds are decode steps
 
 
 @dataclass(frozen=True)
-class LocalBatch:
+class MeasuredBatch:
     """Of one replica: (response tokens, seconds from its begin to the last token) of each trajectory, in the
     order in which they were granted; None for those that ended after the first move from or to the replica.
     `seconds`: of the whole, None where there was a move. `ids`: of the trajectories, in the same order."""
@@ -68,8 +52,13 @@ class DecodeCurve:
 
     def costs(self, prefill_token: float) -> EngineCosts:
         """Of an engine that decodes so, and does nothing else."""
-        known = {"request": self.token, "kv_token": self.kv, "prefill_token": prefill_token}
-        return EngineCosts(overhead=max(self.step, 1e-9), ask=self.ask, **{**_NOTHING, **known})
+        return EngineCosts(
+            overhead=max(self.step, 1e-9),
+            kv_token=self.kv,
+            request=self.token,
+            prefill_token=prefill_token,
+            ask=self.ask,
+        )
 
 
 @dataclass(frozen=True)
@@ -80,10 +69,10 @@ class Queue:
     prompt_tokens: int
     kv_cache_tokens: int
     max_concurrent: int
-    admission: Admission
+    admission: EngineAdmission
 
 
-def local_batches(run: Run, begin: float, end: float) -> list[LocalBatch]:
+def local_batches(run: Run, begin: float, end: float) -> list[MeasuredBatch]:
     """Those that began and ended between two times, without each replica's first, which is slow, and without
     those of which a trajectory was not trained."""
     trained = {t.id: t for t in run.consumed}
@@ -111,7 +100,7 @@ def local_batches(run: Run, begin: float, end: float) -> list[LocalBatch]:
                 ends = [(trained[i].response_length, trained[i].time_finished) for i in sorted(begun)]
                 seconds = None if moved else span.t1 - span.t0
                 known = tuple((n, at - span.t0 if at <= until else None) for n, at in ends)
-                batches.append(LocalBatch(replica, seconds, known, tuple(sorted(begun))))
+                batches.append(MeasuredBatch(replica, seconds, known, tuple(sorted(begun))))
     return batches
 
 
@@ -128,8 +117,10 @@ def _begun(replica: int, ended: set[int], moves: Sequence[dict]) -> set[int]:
 def work_before(lengths: Sequence[int], queue: Queue) -> list[tuple[float, float, float]]:
     """Of each response of a local batch: decode steps, generated tokens and token-steps of KV until its
     end."""
-    replica = Replica(0, _STEPS, queue.kv_cache_tokens, queue.max_concurrent, queue.admission, 1)
-    replica.waiting.extend(Request(i, None, [n], queue.prompt_tokens, 0) for i, n in enumerate(lengths))
+    replica = SimulatedReplica(0, _STEPS, queue.kv_cache_tokens, queue.max_concurrent, queue.admission, 1)
+    replica.waiting.extend(
+        SimulatedRequest(i, None, [n], queue.prompt_tokens, 0) for i, n in enumerate(lengths)
+    )
     replica.pending = len(lengths)
     replica.fill()
     found = [(0.0, 0.0, 0.0)] * len(lengths)
@@ -144,7 +135,7 @@ def work_before(lengths: Sequence[int], queue: Queue) -> list[tuple[float, float
     return found
 
 
-def decode_curve(batches: Sequence[LocalBatch], queue: Queue) -> DecodeCurve:
+def decode_curve(batches: Sequence[MeasuredBatch], queue: Queue) -> DecodeCurve:
     """By least squares over the ends of all local batches; the end of a local batch weighs as much as all
     others of it together."""
     rows, seconds = list[list[float]](), list[float]()
@@ -177,11 +168,10 @@ def not_negative(columns: np.ndarray, values: np.ndarray) -> list[float]:
         kept.pop(int(np.argmin(found)))
 
 
-def speeds(batches: Sequence[LocalBatch], curve: DecodeCurve, queue: Queue) -> dict[int, float]:
+def speeds(batches: Sequence[MeasuredBatch], curve: DecodeCurve, queue: Queue) -> dict[int, float]:
     """How fast each replica was beside the curve of all, by the last known end of each local batch: 1.1 took
     a tenth less time."""
-    expected: dict[int, float] = {}
-    taken: dict[int, float] = {}
+    found = []
     for batch in batches:
         work = work_before(batch.lengths, queue)
         known = [(end, work[i]) for i, (_, end) in enumerate(batch.ends) if end is not None]
@@ -189,6 +179,15 @@ def speeds(batches: Sequence[LocalBatch], curve: DecodeCurve, queue: Queue) -> d
             continue
         last, (steps, tokens, kv) = max(known)
         seconds = curve.start + curve.step * steps + curve.token * tokens + curve.kv * kv
-        expected[batch.replica] = expected.get(batch.replica, 0.0) + seconds
-        taken[batch.replica] = taken.get(batch.replica, 0.0) + (batch.seconds or last)
+        found.append((batch.replica, seconds, batch.seconds or last))
+    return speed_of_each(found)
+
+
+def speed_of_each(found: Iterable[tuple[int, float, float]]) -> dict[int, float]:
+    """`found`: (replica, expected seconds, seconds taken) of each local batch."""
+    expected = defaultdict[int, float](float)
+    taken = defaultdict[int, float](float)
+    for replica, by_curve, seconds in found:
+        expected[replica] += by_curve
+        taken[replica] += seconds
     return {replica: expected[replica] / seconds for replica, seconds in taken.items()}

@@ -17,7 +17,7 @@ import numpy as np
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.load import read_config
 from laminar_hpc.config.schema import RunConfig
-from laminar_hpc.observability.trace import Span
+from laminar_hpc.observability.trace import TraceSpan
 from laminar_hpc.policies.sizing import saturation_requests
 from laminar_hpc.report import rundata
 from laminar_hpc.report.idle import busy, overlap
@@ -26,7 +26,7 @@ from laminar_hpc.simulator.constants import DEFAULT
 from laminar_hpc.simulator.finished.courses import Turns, read_turns
 from laminar_hpc.simulator.finished.decode import (
     DecodeCurve,
-    LocalBatch,
+    MeasuredBatch,
     Queue,
     decode_curve,
     local_batches,
@@ -34,7 +34,7 @@ from laminar_hpc.simulator.finished.decode import (
     speeds,
 )
 from laminar_hpc.simulator.finished.turn_decode import turn_curve, turn_speeds
-from laminar_hpc.simulator.request import Admission
+from laminar_hpc.simulator.request import EngineAdmission
 from laminar_hpc.simulator.trainer_cost import only_training, updates_seconds
 from laminar_hpc.simulator.trainer_fit import layout_of
 
@@ -175,7 +175,7 @@ def _turns_of(run: Run, config: RunConfig, trained: list[Consumed]) -> Turns | N
 
 
 def _curve_of_turns(
-    run: Run, config: RunConfig, batches: list[LocalBatch], turns: Turns, queue: Queue
+    run: Run, config: RunConfig, batches: list[MeasuredBatch], turns: Turns, queue: Queue
 ) -> tuple[DecodeCurve, dict[int, float]]:
     """With the speed of each replica."""
     played = [[turns.played[i] for i in batch.ids if i in turns.played] for batch in batches]
@@ -195,7 +195,7 @@ def _curve_of_turns(
 
 def _queue(steps: list[dict], config: RunConfig) -> Queue:
     prompt = sum(s["prompt_tokens"] for s in steps) / sum(s["trajectories"] for s in steps)
-    admission = Admission.of(config.sampling.max_response_tokens, DEFAULT)
+    admission = EngineAdmission.of(config.sampling.max_response_tokens, DEFAULT)
     r = config.rollout
     return Queue(max(1, round(prompt)), r.kv_cache_tokens, r.max_concurrent, admission)
 
@@ -214,7 +214,7 @@ def _lengths(trained: list[Consumed]) -> list[list[int]]:
     return [groups[group] for group in sorted(groups)]
 
 
-def _rollouts(run: Run, begin: float, end: float) -> dict[int, list[Span]]:
+def _rollouts(run: Run, begin: float, end: float) -> dict[int, list[TraceSpan]]:
     """The spans of each replica that generated between two times."""
     found = {
         int(name.removeprefix("rollout")): spans
@@ -233,7 +233,7 @@ def _window(steps: list[dict]) -> tuple[float, float]:
     return steps[WARMUP_STEPS - 1]["time"], steps[-1]["time"]
 
 
-def _figures(rollouts: dict[int, list[Span]], steps: list[dict]) -> Figures:
+def _figures(rollouts: dict[int, list[TraceSpan]], steps: list[dict]) -> Figures:
     (begin, end), counted = _window(steps), steps[WARMUP_STEPS:]
     seconds, trajectories = end - begin, sum(s["trajectories"] for s in counted)
     generating = sum(overlap(busy(spans, ("generate",)), [(begin, end)]) for spans in rollouts.values())
@@ -283,7 +283,7 @@ def _mean(values: list[float]) -> float:
     return statistics.fmean(values) if values else 0.0
 
 
-def _pull_seconds(rollouts: dict[int, list[Span]], steps: list[dict]) -> float:
+def _pull_seconds(rollouts: dict[int, list[TraceSpan]], steps: list[dict]) -> float:
     """From the begin of a pull to that of the local batch that follows it: the pull, its announcement and the
     grant. With a share of the time in which evaluations were generated."""
     begin, end = _window(steps)
@@ -309,11 +309,10 @@ def _score_seconds(trained: list[Consumed]) -> float:
 def _move_seconds(run: Run, config: RunConfig) -> float:
     """Of a trajectory to another replica: as in the run, else what the simulator takes."""
     moves = [r["seconds"] for r in run.records.get("move", []) if r["source"] is not None]
-    return _mean(moves) if moves else DEFAULT.kv_move_latency / _scale(config)
-
-
-def _scale(config: RunConfig) -> float:
-    return config.emulation.time_scale if config.rollout.engine == "emulated" else 1.0
+    if moves:
+        return _mean(moves)
+    scale = config.emulation.time_scale if config.rollout.engine == "emulated" else 1.0
+    return DEFAULT.kv_move_latency / scale
 
 
 def repack_requests(measured: Measured) -> int:

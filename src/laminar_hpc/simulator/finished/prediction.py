@@ -15,12 +15,12 @@ from laminar_hpc.simulator.finished.measured import (
 from laminar_hpc.simulator.rules import Rules
 from laminar_hpc.simulator.run import simulate
 from laminar_hpc.simulator.schema import WorkloadConfig
-from laminar_hpc.simulator.setup import Engines, Setup
+from laminar_hpc.simulator.setup import Engines, SimulationSetup
 from laminar_hpc.simulator.trainer_cost import JobCosts, only_training
 from laminar_hpc.simulator.trainer_fit import layout_of
 
 
-def setup_of(measured: Measured, config: RunConfig | None = None) -> Setup:
+def setup_of(measured: Measured, config: RunConfig | None = None) -> SimulationSetup:
     """The run with its own configuration, or with another one that has the same model and work. Another
     number of replicas gets the speeds of those that there were, in turn; another number of data-parallel
     ranks the same seconds per token on each."""
@@ -36,23 +36,24 @@ def setup_of(measured: Measured, config: RunConfig | None = None) -> Setup:
         )
         for i in range(r.replicas)
     ]
-    t = config.trainer
-    return Setup(
-        Rules(
-            p.refresh,
-            p.max_staleness,
-            p.consumption,
-            p.keep_kv,
-            "off" if config.environment.stays else p.repack,
-            relays=True,
-            isolated=True,
-            overlapped=True,
-        ),
+    t, was, turns = config.trainer, measured.config, measured.turns
+    repack = "off" if config.environment.stays else p.repack
+    live = (p.refresh, p.max_staleness, p.consumption, p.keep_kv, repack)
+    rules = Rules(*live, relays=True, isolated=True, overlapped=True)
+    workload = WorkloadConfig(
+        prompts_per_step=was.algorithm.prompts_per_step,
+        samples_per_prompt=was.algorithm.samples_per_prompt,
+        updates_per_step=was.algorithm.minibatches_per_step,
+        prompt_tokens=measured.queue.prompt_tokens,
+        max_response_tokens=was.sampling.max_response_tokens,
+    )
+    return SimulationSetup(
+        rules,
         tuple(kinds),
         _job_costs(measured, config),
         t.tensor_parallel * t.pipeline_parallel * t.data_parallel,
         layout_of(t),
-        _workload(measured),
+        workload,
         steps=measured.steps,
         warmup_steps=WARMUP_STEPS,
         admission=measured.queue.admission,
@@ -62,8 +63,8 @@ def setup_of(measured: Measured, config: RunConfig | None = None) -> Setup:
         local_batch_groups=p.local_batch_groups,
         ends=True,
         lengths=measured.lengths,
-        known=measured.turns.known if measured.turns else None,
-        limits=config.environment if measured.turns else None,
+        known=turns.known if turns else None,
+        limits=config.environment if turns else None,
     )
 
 
@@ -80,17 +81,6 @@ def predict(measured: Measured, config: RunConfig | None = None) -> Figures:
         found["rollout_idle_share"] - at_tools,
         found["staleness_training_mean"],
         Split.of([found.get(f"{kind}_seconds_mean") for kind in SPLIT]),
-    )
-
-
-def _workload(measured: Measured) -> WorkloadConfig:
-    c = measured.config
-    return WorkloadConfig(
-        prompts_per_step=c.algorithm.prompts_per_step,
-        samples_per_prompt=c.algorithm.samples_per_prompt,
-        updates_per_step=c.algorithm.minibatches_per_step,
-        prompt_tokens=measured.queue.prompt_tokens,
-        max_response_tokens=c.sampling.max_response_tokens,
     )
 
 

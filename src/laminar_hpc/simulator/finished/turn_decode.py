@@ -19,9 +19,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from laminar_hpc.simulator.finished.courses import Played
-from laminar_hpc.simulator.finished.decode import DecodeCurve, LocalBatch, Queue, not_negative
-from laminar_hpc.simulator.replica import Replica
-from laminar_hpc.simulator.request import Request
+from laminar_hpc.simulator.finished.decode import (
+    DecodeCurve,
+    MeasuredBatch,
+    Queue,
+    not_negative,
+    speed_of_each,
+)
+from laminar_hpc.simulator.replica import SimulatedReplica
+from laminar_hpc.simulator.request import SimulatedRequest
 from laminar_hpc.simulator.turns.course import Course
 
 _ROUNDS = 4
@@ -89,20 +95,18 @@ def _columns(turns: _Turns, step: float, token: float, kv: float) -> NDArray[np.
 
 
 def turn_speeds(
-    batches: Sequence[tuple[LocalBatch, Sequence[Played]]],
+    batches: Sequence[tuple[MeasuredBatch, Sequence[Played]]],
     curve: DecodeCurve,
     queue: Queue,
     timeout_seconds: float,
 ) -> dict[int, float]:
     """How fast each replica was beside the curve, by the ends of whole local batches, as `decode.speeds`."""
-    expected, taken = dict[int, float](), dict[int, float]()
+    found = []
     for batch, played in batches:
         if batch.seconds is not None:
             turns = replayed(played, curve, queue, timeout_seconds)
-            seconds = max(of[-1][1] for of in turns)
-            expected[batch.replica] = expected.get(batch.replica, 0.0) + seconds
-            taken[batch.replica] = taken.get(batch.replica, 0.0) + batch.seconds
-    return {replica: expected[replica] / taken[replica] for replica in taken}
+            found.append((batch.replica, max(of[-1][1] for of in turns), batch.seconds))
+    return speed_of_each(found)
 
 
 def replayed(
@@ -110,13 +114,14 @@ def replayed(
 ) -> list[list[tuple[float, float]]]:
     """A local batch through the simulator's engine, its calls as long as they were: begin and end of each
     turn of each trajectory."""
-    engine = Replica(
+    engine = SimulatedReplica(
         0, curve.costs(curve.prefill), queue.kv_cache_tokens, queue.max_concurrent, queue.admission, 1
     )
     prompt, courses = queue.prompt_tokens, [each.course for each in played]
     groups = [SimpleNamespace(group_id=each.group_id) for each in played]
     requests = [
-        Request(i, groups[i], course.drawn, prompt + course.opening, 0) for i, course in enumerate(courses)
+        SimulatedRequest(i, groups[i], course.drawn, prompt + course.opening, 0)
+        for i, course in enumerate(courses)
     ]
     coming = [(curve.ask, i) for i in range(len(requests))]
     begins, found = [0.0] * len(requests), [list[tuple[float, float]]() for _ in requests]
@@ -141,7 +146,7 @@ def replayed(
     return found
 
 
-def _until_its_next_turn(request: Request, course: Course, queue: Queue) -> float | None:
+def _until_its_next_turn(request: SimulatedRequest, course: Course, queue: Queue) -> float | None:
     """Seconds; None where its last turn has ended, or where there is no room for what it was given."""
     request.turn += 1
     if request.turn == len(request.turns) or course.given[request.turn - 1] >= queue.admission.longest:

@@ -46,13 +46,14 @@ class Play:
     pending: _Pending | None = None
 
     def anew(self) -> list[int]:
-        """Back to its prompt: tokens of each turn."""
+        """Goes back to the prompt. Gives the tokens of each turn."""
         self.tokens = self.drawn = 0
         return list(self.course.drawn)
 
     def ask(self, now: float, place_free: bool) -> None:
-        """For its next turn."""
-        self.asked, self.placed = now, now if place_free else None
+        """Asks the engine for the next turn."""
+        self.asked = now
+        self.placed = now if place_free else None
 
 
 @dataclass
@@ -101,11 +102,11 @@ class Environments:
         self._deadlines: dict[tuple[int, str], Deadline] = defaultdict(lambda: Deadline(limit))
 
     def play(self, course: Course, again: Callable[[int], Course]) -> Play:
-        """A trajectory that nobody has yet."""
+        """A new trajectory, which no replica has yet."""
         return Play(course, again, Episode(self.limits, 0.0))
 
     def reset(self, play: Play, replica: int, now: float) -> Took:
-        """It is with this replica now, at its prompt. In the simulation's seconds, as what `turned` gives."""
+        """Begins an episode at this replica. Gives what the reset takes, in the simulation's seconds."""
         play.episode = Episode(self.limits, now / self.scale)
         return self._takes(play, replica, _RESET, now, play.course.reset)
 
@@ -124,7 +125,7 @@ class Environments:
         return self._takes(play, replica, _CALL, now, play.course.took[turn - 1])
 
     def returned(self, play: Play, replica: int, turn: int, now: float) -> None:
-        """Its calls, or at turn 0 its reset, have ended, also by being given up."""
+        """Counts the calls of a turn, or at turn 0 the reset, which have ended or were given up."""
         pending = play.pending
         assert pending is not None
         seconds = (now - pending.since) / self.scale
@@ -139,7 +140,7 @@ class Environments:
             play.episode.called([_CALL] * play.course.calls[turn - 1], 0, seconds)
 
     def given(self, play: Play, turn: int) -> int | None:
-        """Tokens behind turn `turn`, or at 0 those of the reset; None when there is no room for them."""
+        """The tokens given behind turn `turn`, at 0 by the reset; None when there is no room for them."""
         tokens = play.course.given[turn - 1] if turn else play.course.opening
         if turn and tokens >= self.room(play):
             return None
@@ -147,11 +148,12 @@ class Environments:
         return tokens
 
     def room(self, play: Play) -> int:
-        """Response tokens that it may still get."""
+        """Response tokens that the trajectory may still get."""
         return max(1, self.longest - play.tokens)
 
     def failed(self, play: Play, young: bool) -> bool:
-        """Its environment has: whether it begins again at its replica. Its calls take other times then."""
+        """The environment failed. Gives whether the trajectory begins again at its replica; the new try takes
+        other times."""
         here = begins_again(play.tries, young)
         play.failures += 1
         play.tries = play.tries + 1 if here else 1
@@ -159,11 +161,11 @@ class Environments:
         return here
 
     def ended(self, play: Play) -> None:
-        """It has its last token."""
+        """Counts a trajectory that has its last token."""
         self.spent.add(play)
 
     def _takes(self, play: Play, replica: int, what: str, now: float, took: Took) -> Took:
-        """What takes longer than its deadline is given up then."""
+        """Notes what the environment does. What takes longer than its deadline is given up then."""
         limit = self._deadlines[replica, what].limit(not self.bound or patient(play.failures + 1))
         hangs = took.seconds > limit
         play.pending = _Pending(what, now, hangs)

@@ -7,24 +7,32 @@ its request's way to the engine  enter
 
 from typing import TYPE_CHECKING
 
-from laminar_hpc.simulator.replica import Replica
-from laminar_hpc.simulator.request import Request
+from laminar_hpc.simulator.replica import SimulatedReplica
+from laminar_hpc.simulator.request import SimulatedRequest
 from laminar_hpc.simulator.turns.course import Took
 from laminar_hpc.simulator.turns.environments import Environments, Play
 
 if TYPE_CHECKING:
     from laminar_hpc.simulator.rollouts import Rollouts
 
+_Sign = tuple[int, float, int]
+
+
+def _sign(request: SimulatedRequest) -> _Sign:
+    """By which it is known whether a request was lost and given out again meanwhile."""
+    return request.turn, request.granted, request.play.failures
+
 
 class TurnEvents:
     """Of all replicas. `begun[replica]`: trajectories of its present local batch."""
 
     def __init__(self, rollouts: "Rollouts", environments: Environments) -> None:
-        self.rollouts, self.environments = rollouts, environments
+        self.rollouts = rollouts
+        self.environments = environments
         self.begun: dict[int, int] = {}
 
-    def begin(self, replica: Replica, request: Request) -> None:
-        """It is with this replica, at its prompt; the caller settles that."""
+    def begin(self, replica: SimulatedReplica, request: SimulatedRequest) -> None:
+        """Begins a trajectory at this replica, from its prompt. The caller settles the replica."""
         request.turns = request.play.anew()
         request.remaining = float(request.turns[0])
         took = self.environments.reset(request.play, replica.index, self.rollouts.clock.now)
@@ -34,8 +42,8 @@ class TurnEvents:
             self.environments.returned(request.play, replica.index, 0, self.rollouts.clock.now)
             self._go_on(replica, request)
 
-    def turned(self, replica: Replica, request: Request, time: float) -> bool:
-        """Its turn has ended; whether there is another one."""
+    def turned(self, replica: SimulatedReplica, request: SimulatedRequest, time: float) -> bool:
+        """Called when a turn has ended. Gives whether the trajectory has another one."""
         drawn = round(request.turns[request.turn - 1])
         took = self.environments.turned(request.play, replica.index, request.turn, drawn, time)
         if took is None:
@@ -46,17 +54,16 @@ class TurnEvents:
         self._wait(replica, request, took)
         return True
 
-    def _wait(self, replica: Replica, request: Request, took: Took) -> None:
+    def _wait(self, replica: SimulatedReplica, request: SimulatedRequest, took: Took) -> None:
         replica.state = "environment"
         replica.away[request.trajectory_id] = request
         request.away = True
-        was = (request.turn, request.granted, request.play.failures)
-        self.rollouts.clock.after(took.seconds, self.returned, request, was, took.failed)
+        self.rollouts.clock.after(took.seconds, self.returned, request, _sign(request), took.failed)
 
-    def returned(self, request: Request, was: tuple[int, float, int], failed: bool) -> None:
-        """Its calls, or its reset, have ended."""
+    def returned(self, request: SimulatedRequest, was: _Sign, failed: bool) -> None:
+        """Called when the calls of a turn, or the reset, have ended."""
         replica, play = request.home, request.play
-        if replica is None or not request.away or was != (request.turn, request.granted, play.failures):
+        if replica is None or not request.away or was != _sign(request):
             return  # lost and given out again meanwhile
         now = self.rollouts.clock.now
         replica.advance(now)
@@ -67,8 +74,8 @@ class TurnEvents:
             self._go_on(replica, request)
         self.rollouts.settle(replica)
 
-    def _go_on(self, replica: Replica, request: Request) -> None:
-        """With what it was given, or it ends where there is no room for that."""
+    def _go_on(self, replica: SimulatedReplica, request: SimulatedRequest) -> None:
+        """Asks for the next turn with what the environment gave; ends the trajectory if that has no room."""
         play: Play = request.play
         given = self.environments.given(play, request.turn)
         if given is None:
@@ -80,38 +87,37 @@ class TurnEvents:
         request.uncached += given
         turns, room = list(request.turns), self.environments.room(play)
         turns[request.turn] = min(turns[request.turn], room)
-        request.turns, request.remaining = turns, float(turns[request.turn])
+        request.turns = turns
+        request.remaining = float(turns[request.turn])
         play.ask(self.rollouts.clock.now, replica.place_free)
         if replica.costs.ask:
             replica.away[request.trajectory_id] = request
             request.away = True
-            was = (request.turn, request.granted, play.failures)
-            self.rollouts.clock.after(replica.costs.ask, self.enter, request, was)
+            self.rollouts.clock.after(replica.costs.ask, self.enter, request, _sign(request))
         else:
             self._enter(replica, request)
 
-    def enter(self, request: Request, was: tuple[int, float, int]) -> None:
-        """Its request has come to the engine."""
+    def enter(self, request: SimulatedRequest, was: _Sign) -> None:
+        """Called when the request has come to the engine."""
         replica = request.home
-        now = (request.turn, request.granted, request.play.failures)
-        if replica is None or not request.away or was != now:
+        if replica is None or not request.away or was != _sign(request):
             return
         replica.advance(self.rollouts.clock.now)
         self._enter(replica, request)
         self.rollouts.settle(replica)
 
-    def _enter(self, replica: Replica, request: Request) -> None:
-        """Behind those that wait for a place."""
+    def _enter(self, replica: SimulatedReplica, request: SimulatedRequest) -> None:
+        """Queues the request behind those that wait for a place."""
         self._back(replica, request)
         replica.waiting.append(request)
 
-    def _back(self, replica: Replica, request: Request) -> None:
+    def _back(self, replica: SimulatedReplica, request: SimulatedRequest) -> None:
         request.away = False
         replica.unpark(request)
         replica.away.pop(request.trajectory_id, None)
 
-    def _failed(self, replica: Replica, request: Request) -> None:
-        """From the prompt, in another environment, here or at whichever replica is next."""
+    def _failed(self, replica: SimulatedReplica, request: SimulatedRequest) -> None:
+        """Starts over from the prompt in another environment, here or at whichever replica is next."""
         r = self.rollouts
         self._back(replica, request)
         young = 2 * replica.pending > self.begun.get(replica.index, 0)

@@ -2,19 +2,21 @@
 with their KV cache, to others of the same place that serve the same weights. What finds no room, or does not
 get through in time, goes on elsewhere from its tokens (fleet_moves.py)."""
 
-from laminar_hpc.policies.failover import Orphan, Room, redirect
-from laminar_hpc.simulator.replica import Replica
-from laminar_hpc.simulator.request import Request
+from laminar_hpc.policies.failover import Orphan, redirect
+from laminar_hpc.simulator.replica import SimulatedReplica
+from laminar_hpc.simulator.request import SimulatedRequest
 from laminar_hpc.simulator.rollouts import Rollouts
 
 
 class HandOver:
     def __init__(self, rollouts: Rollouts) -> None:
         self.rollouts = rollouts
-        self.notices = self.handed_over = 0
+        self.notices = 0
+        self.handed_over = 0
 
-    def begin(self, leaving: Replica) -> None:
-        """It is granted nothing from now on; its longest trajectories move first, one behind the other."""
+    def begin(self, leaving: SimulatedReplica) -> None:
+        """Grants the replica nothing more and moves its trajectories, the longest first, one after the
+        other."""
         r, now = self.rollouts, self.rollouts.clock.now
         self.notices += 1
         r.leaving.add(leaving.index)
@@ -24,40 +26,26 @@ class HandOver:
         for q in mine.values():
             q.context = q.offset + leaving.steps
         orphans = [Orphan(i, leaving.weight_id, int(q.context), 0) for i, q in mine.items()]
-        reserved = leaving.admission.ratio_min * leaving.admission.clip
+        rooms = r.rooms(lambda other: (other.site, other.weight_id) == (leaving.site, leaving.weight_id))
         seconds = 0.0
-        for i, index in redirect(orphans, self._rooms(leaving), reserved).items():
+        for i, index in redirect(orphans, rooms, leaving.admission.reserve_min).items():
             request, destination = mine[i], r.replicas[index]
             seconds += leaving.costs.move_latency + request.context * leaving.costs.move_token
             if seconds > leaving.grace:
                 break
             leaving.stop(request)
             leaving.pending -= 1
-            request.home, request.moves = destination, request.moves + 1
+            request.home = destination
+            request.moves += 1
             destination.pending += 1
             self.handed_over += 1
             was = (request.moves, request.granted)
             r.clock.after(seconds, self._arrived, request, destination, was)
         r.settle(leaving)
 
-    def _rooms(self, leaving: Replica) -> list[Room]:
-        """KV tokens that are free where the same weights are served."""
-        r, rooms = self.rollouts, []
-        for replica in r.replicas:
-            if (
-                replica.site == leaving.site
-                and replica.weight_id == leaving.weight_id
-                and replica.pending
-                and replica.state != "pull"
-                and replica.index not in r.down
-                and replica.index not in r.leaving
-            ):
-                replica.advance(r.clock.now)
-                held = replica.kv + replica.parked_kv + sum(q.context for q in replica.waiting)
-                rooms.append(Room(replica.index, replica.weight_id, replica.capacity - held))
-        return rooms
-
-    def _arrived(self, request: Request, destination: Replica, was: tuple[int, float]) -> None:
+    def _arrived(
+        self, request: SimulatedRequest, destination: SimulatedReplica, was: tuple[int, float]
+    ) -> None:
         if request.home is not destination or (request.moves, request.granted) != was:
             return  # lost with the destination meanwhile
         destination.advance(self.rollouts.clock.now)

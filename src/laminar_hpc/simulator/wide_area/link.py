@@ -1,10 +1,13 @@
-"""What a wide-area link carries, and how long weights take that sites pass on to one another. Pure."""
+"""What a wide-area link carries, how long weights take that sites pass on to one another, and when they are
+there."""
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from laminar_hpc.simulator.clock import Clock
 from laminar_hpc.simulator.constants import Constants
 from laminar_hpc.simulator.cost import chain_seconds
 
@@ -13,7 +16,7 @@ _MATHIS = math.sqrt(1.5)
 
 
 @dataclass(frozen=True)
-class Link:
+class WanLink:
     """`bandwidth` in bytes/s, `round_trip` in seconds, `loss` the share of packets that are lost."""
 
     bandwidth: float
@@ -44,7 +47,7 @@ class Site:
         return self.latency + self.copy * min(1.0, steps * self.changed)
 
 
-def chained(size: float, links: Sequence[tuple[Link, float]], c: Constants) -> tuple[Site, ...]:
+def chained(size: float, links: Sequence[tuple[WanLink, float]], c: Constants) -> tuple[Site, ...]:
     """Sites in the order of `links`, each with the seconds of the relays' chain inside it, for `size` bytes
     of weights. They stand in one chain, the fastest link first, and each passes on what it has received so
     far: one copy leaves the trainer, and a site is as fast as the slowest link before it. The formula is that
@@ -59,3 +62,36 @@ def chained(size: float, links: Sequence[tuple[Link, float]], c: Constants) -> t
         chain = dataclasses.replace(c, chain_bytes_per_second=slowest)
         sites[i] = Site(latency + inside, chain_seconds(size, place + 2, chain), c.changed_bytes_share)
     return tuple(sites[i] for i in range(len(links)))
+
+
+@dataclass
+class Deliveries:
+    """Sends each site one publication at a time. What was published meanwhile goes together, as what has
+    changed since the weights that the site has. `arrived(site, step)` is called when all relays of a site
+    have the weights of a step. Sites are numbered from 1 and begin with the weights of step 0."""
+
+    clock: Clock
+    sites: Sequence[Site]
+    arrived: Callable[[int, int], None]
+    newest: int = 0
+    has: dict[int, int] = field(default_factory=lambda: defaultdict(int))  # steps, by place in `sites`
+    busy: set[int] = field(default_factory=set)
+    seconds: list[float] = field(default_factory=list)  # of each delivery, in the order of their ends
+
+    def publish(self, step: int) -> None:
+        self.newest = step
+        for site in range(len(self.sites)):
+            self._send(site)
+
+    def _send(self, site: int) -> None:
+        if site not in self.busy and self.has[site] < self.newest:
+            self.busy.add(site)
+            seconds = self.sites[site].seconds(self.newest - self.has[site])
+            self.clock.after(seconds, self._delivered, site, self.newest, seconds)
+
+    def _delivered(self, site: int, step: int, seconds: float) -> None:
+        self.busy.discard(site)
+        self.has[site] = step
+        self.seconds.append(seconds)
+        self.arrived(site + 1, step)
+        self._send(site)
