@@ -19,7 +19,7 @@ from laminar_hpc.messages.moves import (
     Reserved,
 )
 from laminar_hpc.rollout.answers import name_of
-from laminar_hpc.rollout.work import columns
+from laminar_hpc.rollout.partial_response import columns
 
 GIVEN = np.array([5, 6, 7], "<i4").tobytes()
 

@@ -16,7 +16,7 @@ from laminar_hpc.messages.moves import Reserve
 from laminar_hpc.messages.rollouts import Leaving, Unfinished, WeightsOpened
 from laminar_hpc.report import rundata, summary
 from laminar_hpc.rollout import departure, reporting
-from laminar_hpc.rollout.work import columns, tokens_of
+from laminar_hpc.rollout.partial_response import columns, tokens_of
 from laminar_hpc.rollout.worker import RolloutWorker
 
 UNDER_WAY = 8
@@ -60,7 +60,7 @@ def run(tmp_path, monkeypatch, **pipeline: object) -> tuple[Terminator, list[dic
         return worker
 
     def generates(replica: int) -> int:
-        works = list(worker(replica).batch.works.values())
+        works = list(worker(replica).batch.trajectories.values())
         return sum(work.request_id is not None for work in works)
 
     terminator = Terminator(

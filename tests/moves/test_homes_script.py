@@ -21,7 +21,7 @@ from laminar_hpc.messages.rollouts import (
     Scored,
     ScoreOrder,
 )
-from laminar_hpc.rollout.work import columns
+from laminar_hpc.rollout.partial_response import columns
 from made import Made, stored
 
 TOKENS = columns([1, 2, 3, 4], [-1.0] * 4)

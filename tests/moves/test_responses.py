@@ -16,7 +16,7 @@ from laminar_hpc.messages.rollouts import Generated, Grant, Increment, Lost
 from laminar_hpc.payload.reader import read
 from laminar_hpc.payload.whole import wholes
 from laminar_hpc.payload.writer import FOLDER
-from laminar_hpc.rollout.work import columns
+from laminar_hpc.rollout.partial_response import columns
 
 TOKENS = 40
 

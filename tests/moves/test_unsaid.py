@@ -13,7 +13,7 @@ from laminar_hpc.messages.data import Message, Partial, PromptGroup, Sample, Ver
 from laminar_hpc.messages.membership import Goodbye
 from laminar_hpc.messages.rollouts import Generated, Increment, Leaving, Scored, Unfinished
 from laminar_hpc.messages.wire import encode
-from laminar_hpc.rollout.work import columns, tokens_of
+from laminar_hpc.rollout.partial_response import columns, tokens_of
 from made import Made, stored
 
 TOKENS = list(range(20))

@@ -13,7 +13,7 @@ from laminar_hpc.messages.data import Partial, PromptGroup
 from laminar_hpc.messages.homes import Ask, LetGo, replica_of
 from laminar_hpc.messages.moves import Answer
 from laminar_hpc.rollout.homes import Home, Homes
-from laminar_hpc.rollout.work import Work
+from laminar_hpc.rollout.in_flight import TrajectoryInFlight
 from laminar_hpc.turns.episode import Episode
 from laminar_hpc.turns.session import EnvironmentFailed, Session
 
@@ -33,9 +33,9 @@ class Case:
         self.homes.begin(self.work)
         self.name = self.work.partial.home
 
-    def another(self, home: str = "") -> Work:
+    def another(self, home: str = "") -> TrajectoryInFlight:
         """The trajectory, as a work that has come here."""
-        work = Work(7, 0, GROUP, 0, 0, 1.0, 100, partial=Partial(home=home))
+        work = TrajectoryInFlight(7, 0, GROUP, 0, 0, 1.0, 100, partial=Partial(home=home))
         work.episode = Episode(EnvironmentConfig(), 1.0)
         return work
 

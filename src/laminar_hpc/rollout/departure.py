@@ -49,8 +49,10 @@ class Departure:
         if self._task is None:
             logger.info("rollout %d was told to end", self._context.index)
             self.say()
-            for work in self._batch.works.values():  # its environment ends here
-                work.bound = work.bound or (bool(work.partial.home) and work.session is not None)
+            for trajectory in self._batch.trajectories.values():  # its environment ends here
+                trajectory.bound = trajectory.bound or (
+                    bool(trajectory.partial.home) and trajectory.session is not None
+                )
             self._task = asyncio.create_task(self._run())
             self._task.add_done_callback(self._done)
 
@@ -64,9 +66,9 @@ class Departure:
             await asyncio.wait_for(self._settled(), seconds)
         except TimeoutError:
             left = await self._batch.break_off(BREAK_SECONDS)
-            for work in left:
-                if not work.evaluation:
-                    given = Unfinished(work.trajectory_id, work.attempt, work.so_far)
+            for trajectory in left:
+                if not trajectory.evaluation:
+                    given = Unfinished(trajectory.trajectory_id, trajectory.attempt, trajectory.so_far)
                     self._context.channel.send(given)
             text = "%d responses had not moved away within %g s and are handed over as they are"
             logger.info(text, len(left), seconds)
