@@ -32,7 +32,7 @@ import numpy as np
 from laminar_hpc.environments.reward_pool import Score
 from laminar_hpc.messages.data import TOKEN_BYTES, Partial, PromptGroup, Sample, Trajectory, VersionSpan
 from laminar_hpc.messages.moves import MoveOrder
-from laminar_hpc.messages.rollouts import Grant, Increment
+from laminar_hpc.messages.rollouts import Grant, Increment, Unfinished
 from laminar_hpc.payload.layout import Response, Tokens, drawn, pack, packed_digest
 from laminar_hpc.rollout.partial_response import cut, given, joined, logprobs_of, tokens_of
 from laminar_hpc.rollout.state import WrongState
@@ -244,6 +244,10 @@ class TrajectoryInFlight:
         self.told = known.count
         told = (self.trajectory_id, self.attempt, start, *columns, spans, known.time_started)
         return Increment(*told, known.called, known.awaits, known.home)
+
+    def unfinished(self) -> Unfinished:
+        """This replica cannot go on with it."""
+        return Unfinished(self.trajectory_id, self.attempt, self.so_far)
 
     def packed(self) -> bytes:
         """Its whole response, as it goes into a payload file."""

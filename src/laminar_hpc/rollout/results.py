@@ -10,7 +10,7 @@ from functools import partial
 
 from laminar_hpc.cluster.context import RoleContext
 from laminar_hpc.messages.data import Place
-from laminar_hpc.messages.rollouts import Generated, Lost, Unfinished
+from laminar_hpc.messages.rollouts import Generated, Lost
 from laminar_hpc.payload.writer import PayloadWriter
 from laminar_hpc.rollout.health import BatchHealth
 from laminar_hpc.rollout.in_flight import Outcome, TrajectoryInFlight
@@ -76,9 +76,7 @@ class Results:
             if trajectory.evaluation:
                 self.lost(trajectory, reason)
             else:
-                self._context.channel.send(
-                    Unfinished(trajectory.trajectory_id, trajectory.attempt, trajectory.so_far)
-                )
+                self._context.channel.send(trajectory.unfinished())
 
 
 def _stored(generated: Generated, place: Place) -> Generated:

@@ -46,7 +46,6 @@ from laminar_hpc.messages.rollouts import (
 )
 from laminar_hpc.payload.writer import PayloadWriter
 from laminar_hpc.rollout.batch import LocalBatch
-from laminar_hpc.rollout.departure import SETTLE_SECONDS, Departure
 from laminar_hpc.rollout.engine_lives import EngineLives
 from laminar_hpc.rollout.episodes import new_episodes
 from laminar_hpc.rollout.grants import Grants
@@ -60,6 +59,7 @@ from laminar_hpc.rollout.resets import ResetsAhead
 from laminar_hpc.rollout.results import Results
 from laminar_hpc.rollout.scoring import Scoring
 from laminar_hpc.rollout.served_weights import ServedWeights
+from laminar_hpc.rollout.shutdown import SETTLE_SECONDS, GracefulShutdown
 from laminar_hpc.rollout.state import ReplicaState, WrongState
 from laminar_hpc.rollout.weight_loader import WeightLoader
 from laminar_hpc.weights.probe import probe_sequences
@@ -106,7 +106,7 @@ class RolloutWorker:
         self.results = Results(context, self.payloads, self.scoring, self.health, self.reporter.finished)
         answers = self.episodes.answers if self.episodes else None
         self.migration = ReplicaMigration(context, self.batch, self.state, moves.mail, answers)
-        self.departure = Departure(context, self.batch, self._leave, answers)
+        self.shutdown = GracefulShutdown(context, self.batch, self._leave, answers)
         self.resets = ResetsAhead(self.episodes.pool if self.episodes else None, self.state)
         self.grants = Grants(self.state, self.weight_loader)
         self.wake = asyncio.Event()  # a grant or newer weights
@@ -142,8 +142,8 @@ class RolloutWorker:
         except StopReceived as stop:
             logger.info("rollout %d leaves: %s", self.context.index, stop.reason)
             half = self.config.cluster.stop_timeout_seconds / 2
-            await self.scoring.settle(SETTLE_SECONDS if self.departure.begun else half)
-            if self.departure.begun:  # on a busy machine the engine's end takes long
+            await self.scoring.settle(SETTLE_SECONDS if self.shutdown.begun else half)
+            if self.shutdown.begun:  # on a busy machine the engine's end takes long
                 last_words = asyncio.create_task(asyncio.to_thread(self._last_words))
         finally:
             reporting.cancel()
@@ -162,7 +162,7 @@ class RolloutWorker:
 
     def _arrived(self, item: Message | Exception) -> None:
         if isinstance(item, Terminated):
-            self.departure.begin()
+            self.shutdown.begin()
             self.wake.set()
         elif isinstance(item, Exception):
             self._leave(item)
@@ -175,8 +175,8 @@ class RolloutWorker:
             self.scoring.begin_ordered(item)
         elif isinstance(item, Welcome):
             self._joined_anew()
-            if self.departure.begun:
-                self.departure.say()
+            if self.shutdown.begun:
+                self.shutdown.say()
         elif isinstance(item, Ask | LetGo):
             if self.episodes:
                 self.episodes.homes.arrived(item)
@@ -251,7 +251,7 @@ class RolloutWorker:
     # ---- one turn: weights, then work ----------------------------------------------------------------------
 
     async def _turn(self) -> None:
-        if self.departure.begun:  # nothing more is begun; what was granted and not begun others get
+        if self.shutdown.begun:  # nothing more is begun; what was granted and not begun others get
             await asyncio.Event().wait()
         if not self.grants:  # else there is work already, on older weights perhaps
             if self.state.weight_id is None:  # a relay that has started anew may hold none yet
@@ -284,7 +284,7 @@ class RolloutWorker:
         death, woken = asyncio.create_task(self.engines.current.died()), None
         try:
             with self.context.trace.span("wait", what="work"):
-                while not (self.grants or self.weights.newer() or self.ask_again or self.departure.begun):
+                while not (self.grants or self.weights.newer() or self.ask_again or self.shutdown.begun):
                     self.wake.clear()
                     woken = asyncio.create_task(self.wake.wait())
                     await asyncio.wait((woken, death), return_when=asyncio.FIRST_COMPLETED)
@@ -294,7 +294,7 @@ class RolloutWorker:
             death.cancel()
             if woken is not None:
                 woken.cancel()
-        return self.grants.take() if self.grants and not self.departure.begun else None
+        return self.grants.take() if self.grants and not self.shutdown.begun else None
 
     async def _local_batch(self, grant: Grant) -> None:
         """Generates all of `grant`, and what moves here meanwhile; returns when the last token is there.
