@@ -10,7 +10,7 @@ from said import Line
 from laminar_hpc.messages.data import Partial, PromptGroup
 from laminar_hpc.messages.moves import Answer, MoveOrder
 from laminar_hpc.rollout import answers
-from laminar_hpc.rollout.answers import Answers, Ended, name_of
+from laminar_hpc.rollout.answers import CallAnswers, TrajectoryEnded, name_of
 from laminar_hpc.rollout.in_flight import Outcome, State, TrajectoryInFlight
 
 NAME = name_of(3, 7, 0, 5)
@@ -23,7 +23,7 @@ class Case:
 
     def __init__(self, awaits: str = "") -> None:
         self.line, self.ends, self.begun, self.cancelled = Line(), asyncio.Event(), 0, 0
-        self.answers = Answers(self.line, self._hand_over)  # type: ignore[arg-type]
+        self.answers = CallAnswers(self.line, self._hand_over)  # type: ignore[arg-type]
         group = PromptGroup(1, [1, 2], "p", {}, [])
         partial = Partial(called=bool(awaits), awaits=awaits)
         self.work = TrajectoryInFlight(7, 0, group, 0, 0, 1.0, 100, partial=partial)
@@ -63,7 +63,7 @@ async def until(true: Callable[[], object]) -> None:
 
 
 async def ended(task: Awaitable[Answer]) -> Outcome:
-    with pytest.raises(Ended) as caught:
+    with pytest.raises(TrajectoryEnded) as caught:
         await task
     return caught.value.outcome
 
@@ -174,7 +174,7 @@ def test_waits_that_come_to_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_nobody_asks_for_is_not_kept_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The oldest Answers are forgotten; calls that others still wait for end with the replica."""
+    """The oldest CallAnswers are forgotten; calls that others still wait for end with the replica."""
     monkeypatch.setattr(answers, "_REMEMBERED", 2)
 
     async def test() -> None:

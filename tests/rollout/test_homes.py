@@ -12,7 +12,7 @@ from laminar_hpc.environments.reward_protocol import Call, Result
 from laminar_hpc.messages.data import Partial, PromptGroup
 from laminar_hpc.messages.homes import Ask, LetGo, replica_of
 from laminar_hpc.messages.moves import Answer
-from laminar_hpc.rollout.homes import Home, Homes
+from laminar_hpc.rollout.homes import EnvironmentHomes, Home
 from laminar_hpc.rollout.in_flight import TrajectoryInFlight
 from laminar_hpc.turns.episode import Episode
 from laminar_hpc.turns.session import EnvironmentFailed, Session
@@ -27,7 +27,7 @@ class Case:
     def __init__(self, seconds: float = 60.0) -> None:
         self.line, self.ends, self.made, self.closed = Line(), asyncio.Event(), list[Ask](), 0
         self.fails = False
-        self.homes = Homes(3, self.line, self.make, seconds)  # type: ignore[arg-type]
+        self.homes = EnvironmentHomes(3, self.line, self.make, seconds)  # type: ignore[arg-type]
         self.work = self.another()
         self.work.session = Session("shelf", 1, self.ask, self.close)
         self.homes.begin(self.work)

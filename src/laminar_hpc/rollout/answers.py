@@ -25,7 +25,7 @@ WAY_SECONDS = 30.0  # of an Answer from another replica, beyond the time of its 
 _REMEMBERED = 4096  # Answers that nobody has asked for yet
 
 
-class Ended(Exception):
+class TrajectoryEnded(Exception):
     """The trajectory goes on elsewhere, or cannot go on."""
 
     def __init__(self, outcome: Outcome) -> None:
@@ -37,7 +37,7 @@ def name_of(replica: int, trajectory_id: int, attempt: int, tokens: int) -> str:
     return f"{replica}:{trajectory_id}:{attempt}:{tokens}"
 
 
-class Answers:
+class CallAnswers:
     """A replica's."""
 
     def __init__(self, channel: Channel, hand_over: HandOver) -> None:
@@ -51,7 +51,7 @@ class Answers:
     async def made_here(
         self, trajectory: TrajectoryInFlight, name: str, making: Coroutine[Any, Any, Answer]
     ) -> Answer:
-        """What `making` comes to. Raises Ended, and what `making` raises."""
+        """What `making` comes to. Raises TrajectoryEnded, and what `making` raises."""
         calls = asyncio.create_task(making)
         try:
             return await self._awaited(trajectory, name, calls, None)
@@ -60,7 +60,8 @@ class Answers:
                 calls.cancel()
 
     async def made_elsewhere(self, trajectory: TrajectoryInFlight, seconds: float) -> Answer:
-        """What another replica tells of calls that take at most so long. Raises Ended, EnvironmentFailed."""
+        """What another replica tells of calls that take at most so long. Raises TrajectoryEnded and
+        EnvironmentFailed."""
         name = trajectory.partial.awaits
         try:
             return await self._awaited(trajectory, name, self._told(name), seconds + WAY_SECONDS)
@@ -108,12 +109,12 @@ class Answers:
             with trajectory.waiting():
                 while not answer.done():
                     if trajectory.is_dropped():
-                        raise Ended(Outcome(moved_away=True))
+                        raise TrajectoryEnded(Outcome(moved_away=True))
                     if trajectory.move is not None:
                         await self._leaves(trajectory, name, answer)
                     elif not await self._wakes(trajectory, answer, deadline):
                         text = f"nobody has said within {seconds:g} s what its calls came to"
-                        raise Ended(Outcome(lost=text))
+                        raise TrajectoryEnded(Outcome(lost=text))
         except asyncio.CancelledError:
             if trajectory.state is State.STRANDED and trajectory.is_told:
                 self._may_tell.clear()
@@ -122,7 +123,7 @@ class Answers:
         if (found := answer.result()).failed_environment:
             raise EnvironmentFailed(found.error)
         if found.error:
-            raise Ended(Outcome(lost=found.error))
+            raise TrajectoryEnded(Outcome(lost=found.error))
         return found
 
     async def _wakes(
@@ -143,11 +144,11 @@ class Answers:
     async def _leaves(
         self, trajectory: TrajectoryInFlight, name: str, answer: asyncio.Future[Answer]
     ) -> None:
-        """Returns when its move is off. Raises Ended when it has gone."""
+        """Returns when its move is off. Raises TrajectoryEnded when it has gone."""
         before, trajectory.partial.awaits = trajectory.partial.awaits, name
         if await self._hand_over(trajectory):
             self._follow(trajectory, name, answer)
-            raise Ended(Outcome(moved_away=True))
+            raise TrajectoryEnded(Outcome(moved_away=True))
         trajectory.partial.awaits = before
         trajectory.stay()
 

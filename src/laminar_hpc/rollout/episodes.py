@@ -27,7 +27,7 @@ from laminar_hpc.config.rewards import reward_functions
 from laminar_hpc.engine.interface import EngineDied, EngineHangs
 from laminar_hpc.environments.reward_pool import Score
 from laminar_hpc.messages.homes import replica_of
-from laminar_hpc.rollout.answers import Ended
+from laminar_hpc.rollout.answers import TrajectoryEnded
 from laminar_hpc.rollout.batch import Turn
 from laminar_hpc.rollout.homes import Home
 from laminar_hpc.rollout.in_flight import Outcome, TrajectoryInFlight
@@ -96,7 +96,7 @@ class Episodes:
             tries += 1
             try:
                 return await self._episode(trajectory, turn)
-            except Ended as ended:
+            except TrajectoryEnded as ended:
                 return ended.outcome
             except EnvironmentFailed as error:
                 why = str(error)
@@ -115,7 +115,7 @@ class Episodes:
             whole = not outcome.moved_away and outcome.lost is None
             stays = outcome.moved_away
             return outcome
-        except Ended as ended:
+        except TrajectoryEnded as ended:
             stays = ended.outcome.moved_away
             raise
         except (asyncio.CancelledError, EngineDied, EngineHangs):

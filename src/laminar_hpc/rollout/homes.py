@@ -44,7 +44,7 @@ class Home:
 Make = Callable[[Home, Ask], Coroutine[Any, Any, Answer]]  # raises EnvironmentFailed
 
 
-class Homes:
+class EnvironmentHomes:
     """A replica's. `make` makes calls for a trajectory that is elsewhere."""
 
     def __init__(self, replica: int, channel: Channel, make: Make, seconds: float) -> None:

@@ -34,7 +34,7 @@ from laminar_hpc.messages.moves import (
     Reserved,
 )
 from laminar_hpc.messages.rollouts import Lost
-from laminar_hpc.rollout.answers import Answers
+from laminar_hpc.rollout.answers import CallAnswers
 from laminar_hpc.rollout.batch import LocalBatch
 from laminar_hpc.rollout.in_flight import OrderedMove, TrajectoryInFlight
 from laminar_hpc.rollout.move_source import FromController, MoveMail
@@ -53,7 +53,7 @@ class ReplicaMigration:
         batch: LocalBatch,
         state: ReplicaState,
         mail: MoveMail,
-        answers: Answers | None,
+        answers: CallAnswers | None,
     ) -> None:
         self.context = context
         self.batch = batch

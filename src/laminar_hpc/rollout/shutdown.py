@@ -18,7 +18,7 @@ from collections.abc import Callable
 from laminar_hpc.cluster.channel import StopReceived
 from laminar_hpc.cluster.context import RoleContext
 from laminar_hpc.messages.rollouts import Leaving
-from laminar_hpc.rollout.answers import Answers
+from laminar_hpc.rollout.answers import CallAnswers
 from laminar_hpc.rollout.batch import LocalBatch
 
 logger = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ class GracefulShutdown:
         context: RoleContext,
         batch: LocalBatch,
         leave: Callable[[BaseException], None],
-        answers: Answers | None,
+        answers: CallAnswers | None,
     ) -> None:
         self._context = context
         self._batch = batch

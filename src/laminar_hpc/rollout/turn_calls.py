@@ -24,8 +24,8 @@ from laminar_hpc.messages.data import Partial, VersionSpan
 from laminar_hpc.messages.homes import Ask, replica_of
 from laminar_hpc.messages.moves import Answer
 from laminar_hpc.payload.layout import Tokens, tokens_array
-from laminar_hpc.rollout.answers import Answers, name_of
-from laminar_hpc.rollout.homes import Home, Homes
+from laminar_hpc.rollout.answers import CallAnswers, name_of
+from laminar_hpc.rollout.homes import EnvironmentHomes, Home
 from laminar_hpc.rollout.in_flight import TrajectoryInFlight
 from laminar_hpc.rollout.move_source import HandOver
 from laminar_hpc.rollout.partial_response import tokens_of
@@ -50,9 +50,9 @@ class TurnCalls:
         self._context, self._limits, self._stateful = context, context.config.environment, stateful
         self._stop_ids, self._model = frozenset(stop_ids), Path(context.config.model.path)
         self._decoder = TextDecoder(self._model)
-        self.answers = Answers(context.channel, hand_over)
+        self.answers = CallAnswers(context.channel, hand_over)
         kept = self._limits.max_seconds + self._limits.timeout_seconds
-        self.homes = Homes(context.index, context.channel, self._made_for_others, kept)
+        self.homes = EnvironmentHomes(context.index, context.channel, self._made_for_others, kept)
         self.dialogues: dict[str, Dialogue] = {}
 
     async def learn(self, name: str, tools: Sequence[dict]) -> None:
