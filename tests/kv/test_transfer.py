@@ -214,7 +214,7 @@ class Pretended:
         self.shared, self.taken, self.gives, self.takes = {}, 0, gives, takes
         monkeypatch.setattr(device, "can_share", lambda pool: True)
         monkeypatch.setattr(device, "on_gpu", lambda pool: True)
-        monkeypatch.setattr(device, "Shared", self.share)
+        monkeypatch.setattr(device, "SharedKv", self.share)
         monkeypatch.setattr(device, "take_shared", self.take)
 
     def share(self, pool, slots):
