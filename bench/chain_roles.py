@@ -165,9 +165,11 @@ class RandomModel:
         return []
 
 
-def trainer(words: list[str], size: int, commands: Connection, namespace: str | None) -> None:
+def trainer(
+    words: list[str], size: int, commands: Connection, namespace: str | None, make: Callable | None
+) -> None:
     """A stand-in for the trainer: the real publisher, told by `commands` when to publish. Answers how fast
-    its link is."""
+    its link is. `make(run_dir, size)`: its model, by default a RandomModel."""
     die_with_parent()
     enter(namespace)
     faulthandler.register(signal.SIGUSR1)
@@ -180,7 +182,8 @@ def trainer(words: list[str], size: int, commands: Connection, namespace: str | 
     redirect_output(run_dir, "trainer0")
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    model = RandomModel(run_dir, size, CHANGED_EVERY if config.relay.delta == "auto" else 0)
+    every = CHANGED_EVERY if config.relay.delta == "auto" else 0
+    model = make(run_dir, size) if make else RandomModel(run_dir, size, every)
     context = RoleContext(
         config, "trainer", 0, "trainer", run_dir, channel, channel.welcome, Trace(run_dir, "trainer", 0)
     )
@@ -238,7 +241,9 @@ class ChainRun:
         *words: str,
         host: str = "127.0.0.1",
         namespace: Callable[[object], str | None] = lambda _: None,
+        model: Callable | None = None,
     ) -> None:
+        self._model = model
         self.run_dir = folder / "run"
         self.run_dir.mkdir(parents=True)
         remove_abandoned(Path("/dev/shm"), "laminar-chain-")
@@ -276,7 +281,7 @@ class ChainRun:
     def start_trainer(self, size: int) -> multiprocessing.Process:
         """`publish` is told to this one from here on."""
         self._commands, theirs = self._context.Pipe()
-        return self._start(trainer, self.words, size, theirs, self._namespace("trainer"))
+        return self._start(trainer, self.words, size, theirs, self._namespace("trainer"), self._model)
 
     @property
     def trainer_pid(self) -> int:
@@ -378,9 +383,14 @@ class ChainRun:
         path = self.run_dir / "chains.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
-    def until(self, true: Callable[[], bool], what: str) -> None:
+    def held(self, index: int) -> int:
+        """The step of the newest weights of this relay, unchecked; -1 without any."""
+        newest = SlotReader(str(shared_memory(self.words, index)), RUN_ID).newest()
+        return -1 if newest is None else newest.step
+
+    def until(self, true: Callable[[], bool], what: str, seconds: float = TOLD_SECONDS) -> None:
         """Waits until the controller, a process of its own, has told of what it has done."""
-        deadline = time.monotonic() + TOLD_SECONDS
+        deadline = time.monotonic() + seconds
         while not true():
             assert time.monotonic() < deadline, f"{what}; chain {self.chains()[-1:]}"
             time.sleep(LOOK_SECONDS)

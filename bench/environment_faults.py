@@ -50,6 +50,7 @@ from laminar_hpc.environments.reward_pool import RewardPool
 from laminar_hpc.payload.whole import Whole, wholes
 from laminar_hpc.report import rundata
 from laminar_hpc.report.rundata import Run
+from laminar_hpc.rollout.in_flight import State
 
 KINDS = ("publications", "engines", "repack", "graders")
 SESSIONS, GROUPS = 16, 8  # trajectories of a local batch; groups of a step
@@ -112,8 +113,8 @@ async def kill(run_dir: Path, replicas: list[EmulatedReplica]) -> None:
             seen = batches[replica.index]
             if worker.grants.newest_batch not in seen:
                 seen.append(worker.grants.newest_batch)
-            works, engine = list(worker.batch.works.values()), worker.engines.current
-            waiting = [work.trajectory_id for work in works if work.waits]
+            works, engine = list(worker.batch.trajectories.values()), worker.engines.current
+            waiting = [work.trajectory_id for work in works if work.state is State.WAITING]
             asking = [work.trajectory_id for work in works if work.request_id]
             due = len(seen) % 2 == 0 and (replica.index, seen[-1]) not in struck
             if due and len(waiting) > 1 and len(asking) > 1 and isinstance(engine, EmulatedEngine):

@@ -39,7 +39,7 @@ from laminar_hpc.cluster.window import Window
 from laminar_hpc.engine.sglang.plugin.load_slot import load_slot
 from laminar_hpc.kernels.slices import LocalSlice
 from laminar_hpc.kernels.sums import tensor_sums
-from laminar_hpc.relay.chain import Stream, receive_stream
+from laminar_hpc.relay.chain import WeightStream, receive_stream
 from laminar_hpc.weights.manifest import Manifest, layout
 from laminar_hpc.weights.slots import SlotWriter
 from laminar_hpc.weights.stream import decode_header, encode_header, encode_sums
@@ -95,7 +95,7 @@ def relay(index: int, device: str, folder: Path, pipe: Connection) -> None:
     )
     while True:
         manifest, chunk, _ = decode_header(link.receive_bytes(idle_seconds=SECONDS * 10))
-        stream = Stream(manifest, torch.from_numpy(writer.begin(manifest)), chunk)
+        stream = WeightStream(manifest, torch.from_numpy(writer.begin(manifest)), chunk)
         receive_stream(link, stream)
         pipe.send(writer.commit(manifest))
 

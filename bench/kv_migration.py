@@ -28,10 +28,10 @@ import torch
 
 from laminar_hpc import _kv
 from laminar_hpc.kv import pool as kv_pool
-from laminar_hpc.kv.frames import Header
-from laminar_hpc.kv.inbox import Expected, Inbox
+from laminar_hpc.kv.frames import PartHeader
+from laminar_hpc.kv.inbox import Expected, KvInbox
 from laminar_hpc.kv.pool import Pool, aligned
-from laminar_hpc.kv.shm import CHUNK_BYTES, Offer, Taken
+from laminar_hpc.kv.shm import CHUNK_BYTES, ShmOffer, Taken
 from laminar_hpc.kv.transfer import TCP_CHUNK_BYTES, send_part
 
 LAYERS, HEADS, HEAD_DIM = 28, 4, 128
@@ -105,7 +105,7 @@ def receiver(connection, tokens: int, threads: int, slots: torch.Tensor) -> None
     connection.send("ready")
     while path := connection.recv():
         if path == "tcp":
-            inbox = Inbox(Expected("bench", 0, target, slots, threads), "127.0.0.1", "here")
+            inbox = KvInbox(Expected("bench", 0, target, slots, threads), "127.0.0.1", "here")
             connection.send(inbox.address)
             connection.recv()
             inbox.close()
@@ -135,7 +135,7 @@ def measure(options: argparse.Namespace, threads: int) -> list[dict]:
     records = aligned(ours.shape.record_bytes(GATHER_BYTES) * ours.shape.chunks(tokens, GATHER_BYTES)).zero_()
     plan = ours.plan(there, GATHER_BYTES, threads, distinct=False)
     one, other = np.ones(size, dtype=np.uint8), np.zeros(size, dtype=np.uint8)
-    header = Header.of("bench", 0, ours.shape, list(range(tokens)), CHUNK_BYTES)
+    header = PartHeader.of("bench", 0, ours.shape, list(range(tokens)), CHUNK_BYTES)
     context = multiprocessing.get_context("spawn")
     mine, its = context.Pipe()
     process = context.Process(target=receiver, args=(its, tokens, threads, here), daemon=True)
@@ -145,14 +145,14 @@ def measure(options: argparse.Namespace, threads: int) -> list[dict]:
     mine.recv()
 
     def move() -> None:
-        with Offer(header) as offer:
+        with ShmOffer(header) as offer:
             mine.send(offer.path)
             offer.send(ours, there, threads)
 
     def move_by_tcp() -> float:
         mine.send("tcp")
         address = mine.recv()
-        part = Header.of("bench", 0, ours.shape, list(range(tokens)), TCP_CHUNK_BYTES)
+        part = PartHeader.of("bench", 0, ours.shape, list(range(tokens)), TCP_CHUNK_BYTES)
         taken = seconds(
             lambda: send_part(address, part, ours, there, machine="elsewhere", folder="", threads=threads)
         )

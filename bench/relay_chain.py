@@ -36,8 +36,8 @@ from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.kernels.sums import tensor_sums
 from laminar_hpc.observability import trace
 from laminar_hpc.policies.chain import best_chunks, broadcast_seconds, chunk_bytes
-from laminar_hpc.relay.chain import Stream, receive_stream
-from laminar_hpc.relay.ends import Receiver, Sender
+from laminar_hpc.relay.chain import WeightStream, receive_stream
+from laminar_hpc.relay.ends import DownstreamEnd, UpstreamEnd
 from laminar_hpc.weights.manifest import layout
 from laminar_hpc.weights.stream import decode_header
 
@@ -151,7 +151,9 @@ def host(namespace: str, address: str, children: int, chunk: int, size: int, pip
         raise error
 
     senders = [
-        Sender(1, lambda _, store=store: link(store, True), down, failed, lambda stream: None, 1, 64 << 20)
+        DownstreamEnd(
+            1, lambda _, store=store: link(store, True), down, failed, lambda stream: None, 1, 64 << 20
+        )
         for store, _ in stores
     ]
     memory = torch.zeros(size, dtype=torch.uint8)
@@ -167,17 +169,17 @@ def host(namespace: str, address: str, children: int, chunk: int, size: int, pip
             pipe.recv()
             pipe.send(time.time())
             for sender in senders:
-                sender.put(Stream(manifest, memory, chunk, complete=True))
+                sender.put(WeightStream(manifest, memory, chunk, complete=True))
 
     def receive(upstream: Link) -> None:
         manifest, size_of_chunk, _ = decode_header(upstream.receive_bytes(idle_seconds=SECONDS * 10))
-        stream = Stream(manifest, memory, size_of_chunk)
+        stream = WeightStream(manifest, memory, size_of_chunk)
         for sender in senders:
             sender.put(stream)
         receive_stream(upstream, stream)
         pipe.send(time.time())
 
-    Receiver(1, lambda _: link(reach_store(*parent, SECONDS), False), down, failed, receive)
+    UpstreamEnd(1, lambda _: link(reach_store(*parent, SECONDS), False), down, failed, receive)
     pipe.recv()
 
 

@@ -9,7 +9,7 @@ The engine is emulated by a server in a process of its own, which has all replie
 all requests are there: more at once than an engine could. A heartbeat in the worker's loop wakes up every
 10 ms. What is counted is how late it wakes, and how much CPU time the loop takes between two of its beats:
 what other processes on the machine do lengthens the first only. CPU seconds are the worker's process's, from
-the first byte to arrays that are judged (rollout/work.py). Lists are read by json.loads.
+the first byte to arrays that are judged (rollout/partial_response.py). Lists are read by json.loads.
 
 With --real 96 requests of 512 tokens each go to SGLang, by turns of both kinds (a request for log-probs of
 its prompt too is answered in lists), and the CPU seconds of SGLang's HTTP server are counted too.
@@ -39,7 +39,7 @@ from laminar_hpc.engine.sglang.http_client import HttpClient
 from laminar_hpc.engine.sglang.replies import decode, parse_generation
 from laminar_hpc.messages.data import Partial, VersionSpan
 from laminar_hpc.rollout import event_loop
-from laminar_hpc.rollout.work import extended, objection
+from laminar_hpc.rollout.partial_response import extended, objection
 
 BEAT_SECONDS = 0.01
 LISTS_SHARE = 8  # so many times fewer requests in lists: they take gigabytes

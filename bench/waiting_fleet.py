@@ -15,8 +15,8 @@ from laminar_hpc.emulation import fleet
 from laminar_hpc.rollout import worker
 from laminar_hpc.rollout.batch import Turn
 from laminar_hpc.rollout.episodes import Episodes
+from laminar_hpc.rollout.in_flight import Outcome, TrajectoryInFlight
 from laminar_hpc.rollout.turn_calls import Found, TurnCalls
-from laminar_hpc.rollout.work import Outcome, Work
 from laminar_hpc.turns.conversation import ToolResult
 from laminar_hpc.turns.session import Session
 
@@ -47,7 +47,7 @@ class BatchEpisodes(Episodes):
     Calls = BatchCalls
     calls: BatchCalls
 
-    async def run(self, work: Work, turn: Turn) -> Outcome:
+    async def run(self, work: TrajectoryInFlight, turn: Turn) -> Outcome:
         """See Episodes."""
         self.calls.running += 1
         try:

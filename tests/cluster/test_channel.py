@@ -128,8 +128,9 @@ def test_who_has_left_is_forgotten(tmp_path, served, monkeypatch):
         channel = Channel(tmp_path, Hello("rollout", life, "i", os.getpid(), "elsewhere"), 10, 10)
         channel.send(Scored(life, 0, 1.0, {}, "", 0.0))
         channel.close()
+    received = {f"rollout:{life}:i": 2 for life in range(3)}
     deadline = time.monotonic() + 20.0
-    while served.hub._received != {f"rollout:{life}:i": 2 for life in range(3)}:
+    while {name: peer.received for name, peer in served.hub._peers.items()} != received:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     done = threading.Event()
@@ -140,7 +141,7 @@ def test_who_has_left_is_forgotten(tmp_path, served, monkeypatch):
         done.set()
 
     served.asked.append(leave)
-    assert done.wait(20) and not served.hub._receivers and not served.hub._sessions
+    assert done.wait(20) and not any(peer.session or peer.speaks for peer in served.hub._peers.values())
 
     def fails(_: object) -> None:
         raise OSError("Stale file handle")

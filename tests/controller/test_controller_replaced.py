@@ -41,7 +41,7 @@ from laminar_hpc.messages.training import (
 )
 from laminar_hpc.observability import jsonl
 from laminar_hpc.policies.metrics import batch_metrics
-from laminar_hpc.rollout.work import tokens_of
+from laminar_hpc.rollout.partial_response import tokens_of
 
 
 def trajectories_of(batch: Batch) -> list[Trajectory]:

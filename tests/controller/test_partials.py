@@ -3,7 +3,7 @@
 from laminar_hpc.controller.partials import PartialPool
 from laminar_hpc.messages.data import Partial, VersionSpan
 from laminar_hpc.messages.rollouts import Increment
-from laminar_hpc.rollout.work import columns, tokens_of
+from laminar_hpc.rollout.partial_response import columns, tokens_of
 
 
 def increment(attempt: int, start: int, tokens: list[int]) -> Increment:

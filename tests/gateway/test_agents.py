@@ -25,13 +25,18 @@ from laminar_hpc.messages.data import Partial, PromptGroup, VersionSpan
 from laminar_hpc.messages.membership import Welcome
 from laminar_hpc.observability.trace import Trace
 from laminar_hpc.rollout.agents import AgentEpisodes
-from laminar_hpc.rollout.work import Outcome, Work, logprobs_of, tokens_of
+from laminar_hpc.rollout.in_flight import Outcome, TrajectoryInFlight
+from laminar_hpc.rollout.partial_response import logprobs_of, tokens_of
 from laminar_hpc.turns.model import check_first_token
 
 CALL = '<tool_call>{"name": "look", "arguments": {"key": "k"}}</tool_call>'
 END = "<|end|>"
 SHORT = 0.3  # seconds that an agent has which was told to hang
 Script = Callable[[str], str]  # the conversation so far -> what the model says next
+
+
+async def never_moves(_: TrajectoryInFlight) -> bool:
+    return False
 
 
 class Rollout:
@@ -52,7 +57,7 @@ class Rollout:
         context = RoleContext(config, "rollout", 0, "here", folder, channel, Welcome("run"), trace)  # type: ignore
         self.config = config
         self.tokenizer, self.decoder = load_tokenizer(str(self.model)), TextDecoder(self.model)
-        self.episodes = AgentEpisodes(context, [self.tokenizer.token_to_id(END)])
+        self.episodes = AgentEpisodes(context, [self.tokenizer.token_to_id(END)], never_moves)
         self.numbers = itertools.count()
 
     def encode(self, text: str) -> list[int]:
@@ -61,14 +66,14 @@ class Rollout:
     def text(self, tokens: object) -> str:
         return self.decoder.text(list(tokens), specials=True)  # type: ignore
 
-    def works(self, kind: str, room: int = 2000, **row: object) -> Work:
+    def works(self, kind: str, room: int = 2000, **row: object) -> TrajectoryInFlight:
         number = next(self.numbers)
         group = PromptGroup(
             number, self.encode("<pad>"), "p", {"prompt": f"p{number}", "kind": kind, **row}, []
         )
-        return Work(number, 0, group, 7, 3, 1.0, room)
+        return TrajectoryInFlight(number, 0, group, 7, 3, 1.0, room)
 
-    async def draw(self, work: Work, script: Script) -> Outcome:
+    async def draw(self, work: TrajectoryInFlight, script: Script) -> Outcome:
         """One turn."""
         answer = script(self.text([*work.group.prompt_tokens, *tokens_of(work.partial)]))
         if answer == f"hang{END}" and work.episode is not None:
@@ -82,7 +87,7 @@ class Rollout:
         work.partial = Partial(before.tokens + tokens, before.logprobs + logprobs, spans, before.time_started)
         return Outcome()
 
-    async def run(self, work: Work, script: Script) -> Outcome:
+    async def run(self, work: TrajectoryInFlight, script: Script) -> Outcome:
         """All of its lives."""
         return await self.episodes.run(work, lambda work: self.draw(work, script))
 
@@ -180,7 +185,7 @@ async def test_an_agent_that_fails_begins_again(folder: Path) -> None:
         assert outcomes[:3] == [Outcome()] * 3 and [w.score and w.score.reward for w in works[:3]] == [1] * 3
         assert all(len(work.partial.spans) == 1 for work in works[:3]), "of earlier lives nothing is left"
         assert "3 times, at last: the agent: ValueError: unlucky after no" in (outcomes[3].lost or "")
-        assert works[3].ungraded and not works[0].ungraded
+        assert outcomes[3].ungraded == 3 and not outcomes[0].ungraded
         dies = rollout.works("obeys")
         assert await rollout.run(dies, saying("die", "done")) == Outcome() and dies.score is not None
         short = await rollout.run(rollout.works("obeys", short=1), saying("no", "no", "no"))

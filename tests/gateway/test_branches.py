@@ -10,14 +10,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_agents import END, Rollout, saying, with_agents
+from test_agents import END, Rollout, never_moves, saying, with_agents
 
 from helpers.models.chats import FORGETFUL, save
 from laminar_hpc.gateway.dialogues import Dialogues
 from laminar_hpc.messages.data import Partial, VersionSpan
 from laminar_hpc.payload.layout import unpack
 from laminar_hpc.rollout import episodes, turn_calls
-from laminar_hpc.rollout.work import Outcome, Work, packed, tokens_of
+from laminar_hpc.rollout.in_flight import Outcome, TrajectoryInFlight
+from laminar_hpc.rollout.partial_response import tokens_of
 from laminar_hpc.turns.calls import ToolCall
 from laminar_hpc.turns.conversation import ToolResult
 from laminar_hpc.turns.model import Dialogue, conversation
@@ -40,9 +41,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     sys.path[:] = path
 
 
-def sequences(rollout: Rollout, work: Work) -> list[tuple[str, list[str]]]:
+def sequences(rollout: Rollout, work: TrajectoryInFlight) -> list[tuple[str, list[str]]]:
     """What the trainer makes of its payload: each branch as text, and what was drawn in it."""
-    response, first = unpack(packed(work)), len(work.group.prompt_tokens)
+    response, first = unpack(work.packed()), len(work.group.prompt_tokens)
     tokens = [*work.group.prompt_tokens, *response.tokens.tolist()]
     assert response.starts == work.starts and response.trained == work.partial.trained
     found = []
@@ -148,13 +149,13 @@ async def test_tools_behind_thoughts(folder: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(turn_calls, "dialogue", dialogue)
     monkeypatch.setattr(FunctionSession, "call", look)
     rollout.config.environment.agent, rollout.config.environment.tools = "", ["json.loads"]
-    made = episodes.Episodes(rollout.episodes.context, [rollout.tokenizer.token_to_id(END)])
+    made = episodes.Episodes(rollout.episodes.context, [rollout.tokenizer.token_to_id(END)], never_moves)
     made.calls.dialogues[""] = dialogue(str(rollout.model), [tool], False)
     prompt = made.calls.dialogues[""].conversation.written([{"role": "user", "content": "go"}])
     words = ["<think>1</think>CALL", "CALL again", "<think>3</think>CALL", "<think>4</think>done"]
     left = iter(words)
 
-    async def draw(work: Work) -> Outcome:
+    async def draw(work: TrajectoryInFlight) -> Outcome:
         said, before = rollout.encode(next(left) + END), work.partial
         work.finish_reason = "stop"
         zeros = np.full(len(said), -0.5, np.float32).tobytes()

@@ -14,7 +14,8 @@ from test_agents import END, Rollout, Script, saying, with_agents
 from helpers.environments.verifiers_of_pypi import V1, interpreter
 from helpers.paths import HELPERS
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.rollout.work import Outcome, Work, logprobs_of, tokens_of
+from laminar_hpc.rollout.in_flight import Outcome, TrajectoryInFlight
+from laminar_hpc.rollout.partial_response import logprobs_of, tokens_of
 from laminar_hpc.turns.pool import EnvironmentPool
 from laminar_hpc.verifiers.rows import run_rows
 
@@ -105,10 +106,10 @@ def word_lists(folder: Path) -> Path:
 
 async def played(
     folder: Path, python: str, named: object, scripts: list[Script], turns: int = 8
-) -> list[tuple[Work, Outcome, str]]:
+) -> list[tuple[TrajectoryInFlight, Outcome, str]]:
     """Episodes of the first rows, at once: the trajectory, what became of it, and its text."""
     given = {"verifiers": named, "python": python, "max_turns": turns, "timeout_seconds": 300.0}
-    found: list[tuple[Work, Outcome, str]] = []
+    found: list[tuple[TrajectoryInFlight, Outcome, str]] = []
 
     async def test(rollout: Rollout) -> None:
         file = await asyncio.to_thread(run_rows, rollout.config.environment, str(folder / "run"))
@@ -143,7 +144,7 @@ async def test_a_game_of_several_turns(folder: Path, v1: str) -> None:
     assert won[0].score is not None and stopped[0].score is not None
     assert (won[0].score.reward, won[0].score.parts) == (1.0, {"won": 1.0, "guesses": 2.0})
     assert (stopped[0].score.reward, stopped[0].score.parts) == (0.0, {"won": 0.0, "guesses": 3.0})
-    assert broken[0].ungraded and "EnvError: WordsEnv.run(): OSError: its shop is closed" in (
+    assert broken[1].ungraded and "EnvError: WordsEnv.run(): OSError: its shop is closed" in (
         broken[1].lost or ""
     )
 

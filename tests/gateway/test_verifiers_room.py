@@ -19,7 +19,7 @@ from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.rules import broken_rules
 from laminar_hpc.config.schema import EnvironmentConfig, RunConfig
 from laminar_hpc.environments.run_prompts import load_run_prompts
-from laminar_hpc.rollout.work import Outcome, Work
+from laminar_hpc.rollout.in_flight import Outcome, TrajectoryInFlight
 from laminar_hpc.turns.pool import EnvironmentPool
 from laminar_hpc.verifiers.rows import run_rows
 
@@ -42,7 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     sys.path[:] = path
 
 
-def works(rollout: Rollout, *turns: int) -> list[Work]:
+def works(rollout: Rollout, *turns: int) -> list[TrajectoryInFlight]:
     """Of rows as rows.py writes them."""
     rows = [{"prompt": [{"role": "user", "content": "guess"}], "word": "yes", "turns": n} for n in turns]
     return [rollout.works("", task=row) for row in rows]
@@ -96,7 +96,7 @@ async def test_what_fails_begins_again(folder: Path) -> None:
         assert await rollout.run(dies, saying("die", "yes")) == Outcome()
         assert dies.score is not None and dies.score.reward == 1.0 and len(dies.partial.spans) == 1
         lost = await rollout.run(fails, saying("raise", "raise", "raise"))
-        assert "3 times, at last: verifiers: UnluckyError: it is over" in (lost.lost or "") and fails.ungraded
+        assert "3 times, at last: verifiers: UnluckyError: it is over" in (lost.lost or "") and lost.ungraded
         assert await rollout.run(hangs, saying("hang", "yes")) == Outcome() and hangs.score is not None
         rollout.episodes.limits.max_turns = 1
         [limited] = works(rollout, 9)
@@ -118,7 +118,7 @@ async def test_a_reward_that_is_none(folder: Path) -> None:
         async def waits() -> Outcome:
             words = iter(("no", "yes"))
 
-            async def script(work: Work) -> Outcome:
+            async def script(work: TrajectoryInFlight) -> Outcome:
                 answer = next(words)
                 if answer == "yes":
                     await turn.wait()

@@ -12,9 +12,9 @@ from helpers.links.pools import bits, make, on_gpu, slots_of
 from helpers.paths import TESTS
 from laminar_hpc import _kv
 from laminar_hpc.kv import device
-from laminar_hpc.kv.device import Shared, Stage, Ticket, take_shared
+from laminar_hpc.kv.device import SharedKv, Stage, Ticket, take_shared
 from laminar_hpc.kv.errors import KvRefused
-from laminar_hpc.kv.inbox import Expected, Inbox
+from laminar_hpc.kv.inbox import Expected, KvInbox
 from laminar_hpc.kv.pool import gather, scatter
 
 CASES = [
@@ -119,7 +119,7 @@ import sys
 sys.path.insert(0, {folder!r})
 from helpers.links.pools import make, on_gpu, slots_of
 from laminar_hpc.kv import device
-from laminar_hpc.kv.frames import Header
+from laminar_hpc.kv.frames import PartHeader
 from laminar_hpc.kv.transfer import chunk_bytes, send_part
 if {shares!r}:
     device.Stage.of = None
@@ -128,7 +128,7 @@ else:
 pool, slots, address = on_gpu(make(layers=3, seed=1)), slots_of(40, seed=3), sys.stdin.read()
 for first, end in ((0, 30), (30, 40)):
     tokens, size = list(range(first, end)), chunk_bytes(address, "here")
-    header = Header.of("model", 3, pool.shape, tokens, size, first, end == 40)
+    header = PartHeader.of("model", 3, pool.shape, tokens, size, first, end == 40)
     send_part(address, header, pool, slots[first:end], machine="here", folder="/dev/shm")
 """
 
@@ -139,7 +139,7 @@ def test_a_move_between_gpu_pools_of_two_processes(shares):
     """Promise: both ways of a move, without the host and through it, carry the rows bit by bit."""
     source, ours = make(layers=3, seed=1), slots_of(40, seed=3)
     target, theirs = on_gpu(make(layers=3, seed=2)), slots_of(40, seed=4)
-    inbox = Inbox(Expected("model", 3, target, theirs), "127.0.0.1", "here")
+    inbox = KvInbox(Expected("model", 3, target, theirs), "127.0.0.1", "here")
     program = SENDER.format(folder=str(TESTS), shares=shares)
     try:
         subprocess.run(
@@ -159,7 +159,7 @@ def test_another_process_takes_what_is_shared():
     """Promise: CUDA IPC carries the rows between processes bit by bit, and a wrong sum is refused in one
     line."""
     source, slots = on_gpu(make(layers=3, seed=1)), slots_of(40, seed=3)
-    with Shared(source, slots) as shared:
+    with SharedKv(source, slots) as shared:
         ticket = msgspec.msgpack.encode(shared.ticket).hex()
         program = CHILD.format(folder=str(TESTS))
         done = subprocess.run(

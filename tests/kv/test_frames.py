@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from laminar_hpc.kv.errors import KvRefused
 from laminar_hpc.kv.frames import (
     PREFIX,
-    Header,
+    PartHeader,
     Shape,
     _sums,
     check_fits,
@@ -21,7 +21,7 @@ from laminar_hpc.kv.frames import (
 )
 
 SHAPE = Shape("bfloat16", 28, 4, 128, 1)
-HEADER = Header.of("f" * 64, 7, SHAPE, [1, 2, 151_000], 1 << 19)
+HEADER = PartHeader.of("f" * 64, 7, SHAPE, [1, 2, 151_000], 1 << 19)
 
 
 def framed(body: bytes) -> bytes:

@@ -15,14 +15,14 @@ import pytest
 from helpers.links.pools import make, same, slots_of
 from helpers.paths import TESTS
 from laminar_hpc.kv.errors import KvRefused
-from laminar_hpc.kv.frames import Header
-from laminar_hpc.kv.shm import Offer, Taken
+from laminar_hpc.kv.frames import PartHeader
+from laminar_hpc.kv.shm import ShmOffer, Taken
 
 SHAPE = {"layers": 8, "heads": 4, "head_dim": 64, "pages": 300}
 
 
 def offer(tmp_path, pool, tokens=256, slots=3, seconds=20.0):
-    return Offer(Header.of("m", 1, pool.shape, list(range(tokens)), 8192), tmp_path, slots, seconds)
+    return ShmOffer(PartHeader.of("m", 1, pool.shape, list(range(tokens)), 8192), tmp_path, slots, seconds)
 
 
 @pytest.mark.parametrize(
@@ -90,11 +90,12 @@ CHILD = """
 import sys, time
 sys.path.insert(0, {folder!r})
 from helpers.links.pools import make, slots_of
-from laminar_hpc.kv.shm import Taken, Offer
-from laminar_hpc.kv.frames import Header
+from pools import make, slots_of
+from laminar_hpc.kv.shm import Taken, ShmOffer
+from laminar_hpc.kv.frames import PartHeader
 pool, slots = make(layers=8, heads=4, head_dim=64, pages=300, seed=1), slots_of(256, pages=300)
 if sys.argv[1] == "source":
-    side = Offer(Header.of("m", 1, pool.shape, list(range(256)), 8192), sys.argv[2], 3, 60.0)
+    side = ShmOffer(PartHeader.of("m", 1, pool.shape, list(range(256)), 8192), sys.argv[2], 3, 60.0)
     print(side.path, flush=True)
 else:
     side = Taken(sys.argv[2], 60.0)

@@ -13,10 +13,10 @@ import zmq
 from helpers.links.pools import make, same, slots_of
 from laminar_hpc.kv import device, transfer
 from laminar_hpc.kv.errors import KvRefused
-from laminar_hpc.kv.frames import Header, encode_header
-from laminar_hpc.kv.inbox import Expected, Inbox
+from laminar_hpc.kv.frames import PartHeader, encode_header
+from laminar_hpc.kv.inbox import Expected, KvInbox
 from laminar_hpc.kv.pool import gather
-from laminar_hpc.kv.shm import Offer, Taken
+from laminar_hpc.kv.shm import ShmOffer, Taken
 from laminar_hpc.kv.transfer import chunk_bytes, send_part
 
 SHAPE = {"layers": 4, "heads": 4, "head_dim": 64, "pages": 700}
@@ -30,15 +30,15 @@ class Move:
         self.source, self.target = make(**SHAPE, seed=1), make(**SHAPE, seed=2)
         self.ours, self.theirs = slots_of(600, pages=700, seed=3), slots_of(600, pages=700, seed=4)
         self.folder, self.machine = str(tmp_path), machine
-        self.inbox = Inbox(Expected("model", 3, self.target, self.theirs), "127.0.0.1", "here")
+        self.inbox = KvInbox(Expected("model", 3, self.target, self.theirs), "127.0.0.1", "here")
 
-    def header(self, first=0, end=600, last=True, fingerprint="model", weight_id=3, pool=None) -> Header:
+    def header(self, first=0, end=600, last=True, fingerprint="model", weight_id=3, pool=None) -> PartHeader:
         size = chunk_bytes(self.inbox.address, self.machine)
-        return Header.of(
+        return PartHeader.of(
             fingerprint, weight_id, (pool or self.source).shape, TOKENS[first:end], size, first, last
         )
 
-    def send(self, header: Header, pool=None, seconds=20.0) -> None:
+    def send(self, header: PartHeader, pool=None, seconds=20.0) -> None:
         slots = self.ours[header.first : header.first + header.tokens]
         send_part(
             self.inbox.address,
@@ -84,7 +84,7 @@ def test_an_inbox_is_closed_while_its_offer_ends(tmp_path):
     """The inbox's thread has closed the offer when the scheduler's refuses it: pages are given back all the
     same."""
     move = Move(tmp_path, "here")
-    with Offer(move.header(), tmp_path) as offer, Taken(offer.path) as taken:
+    with ShmOffer(move.header(), tmp_path) as offer, Taken(offer.path) as taken:
         pass
     move.inbox._taken = taken
     move.inbox.close()
@@ -114,7 +114,7 @@ def test_another_pool_and_too_many_tokens_are_refused(move):
     other = make(layers=3, heads=4, head_dim=64, pages=700)
     with pytest.raises(KvRefused, match=r"this engine's pool is Shape"):
         move.send(move.header(pool=other), other)
-    small = Inbox(Expected("model", 3, move.target, move.theirs[:599]), "127.0.0.1", "here")
+    small = KvInbox(Expected("model", 3, move.target, move.theirs[:599]), "127.0.0.1", "here")
     move.inbox.close()
     move.inbox = small
     with pytest.raises(
@@ -214,7 +214,7 @@ class Pretended:
         self.shared, self.taken, self.gives, self.takes = {}, 0, gives, takes
         monkeypatch.setattr(device, "can_share", lambda pool: True)
         monkeypatch.setattr(device, "on_gpu", lambda pool: True)
-        monkeypatch.setattr(device, "Shared", self.share)
+        monkeypatch.setattr(device, "SharedKv", self.share)
         monkeypatch.setattr(device, "take_shared", self.take)
 
     def share(self, pool, slots):

@@ -13,7 +13,7 @@ from laminar_hpc.messages.data import Partial, ReplicaLoad, VersionSpan
 from laminar_hpc.messages.membership import Ping
 from laminar_hpc.messages.moves import Answer, Imported, Reserve
 from laminar_hpc.rollout.answers import name_of
-from laminar_hpc.rollout.work import columns
+from laminar_hpc.rollout.partial_response import columns
 
 GIVEN = np.array([5, 6, 7], "<i4").tobytes()
 

@@ -21,9 +21,10 @@ from laminar_hpc.messages.rollouts import Grant, Increment, Lost
 from laminar_hpc.observability.trace import Trace
 from laminar_hpc.rollout.batch import LocalBatch
 from laminar_hpc.rollout.engine_lives import EngineLives
+from laminar_hpc.rollout.in_flight import granted
 from laminar_hpc.rollout.migration import ReplicaMigration
+from laminar_hpc.rollout.move_source import MoveSource
 from laminar_hpc.rollout.state import ReplicaState
-from laminar_hpc.rollout.work import works
 
 GROUP = PromptGroup(1, [1, 2, 3], "", {}, [Sample(7, 0)])
 TWO = PromptGroup(1, [1, 2, 3], "", {}, [Sample(7, 0), Sample(9, 0)])
@@ -49,10 +50,17 @@ class OneBatch:
         )
         self.engines, self.state = EngineLives(engine_factory(config, 0, folder), lambda: 0), ReplicaState()
         self.ended: list[int] = []
+        moves = MoveSource(context, self.engines)
         self.batch = LocalBatch(
-            context, self.engines, self.state, [], lambda work, _: self.ended.append(work.trajectory_id)
+            context,
+            self.engines,
+            self.state,
+            [],
+            lambda trajectory, _: self.ended.append(trajectory.trajectory_id),
+            moves.hand_over,
+            None,
         )
-        self.migration = ReplicaMigration(context, self.batch, self.state, None)
+        self.migration = ReplicaMigration(context, self.batch, self.state, moves.mail, None)
 
     async def granted(self, folder: Path, group: PromptGroup, length: int) -> asyncio.Task[None]:
         """Nothing of it has begun yet."""
@@ -61,7 +69,7 @@ class OneBatch:
         self.state.verified(0)
         self.state.open(0)
         self.state.grant(0, len(group.samples))
-        return asyncio.create_task(self.batch.run(works(Grant(1, 0, 0, [group], 1.0, length))))
+        return asyncio.create_task(self.batch.run(granted(Grant(1, 0, 0, [group], 1.0, length))))
 
     async def begin(self, folder: Path) -> asyncio.Task[None]:
         running = await self.granted(folder, GROUP, 1000)
@@ -95,10 +103,10 @@ async def test_what_is_granted_is_here_at_once(tmp_path: Path) -> None:
     """Also before its first request: what the controller drops then is not generated."""
     here = OneBatch(tmp_path)
     running = await here.granted(tmp_path, TWO, 4)
-    assert sorted(here.batch.works) == [7, 9]
+    assert sorted(here.batch.trajectories) == [7, 9]
     here.batch.drop(lambda work: work.trajectory_id == 7)
     await running
-    assert here.ended == [9] and here.batch.moved_away == 1 and not here.batch.works
+    assert here.ended == [9] and here.batch.moved_away == 1 and not here.batch.trajectories
     await here.engines.current.stop()
 
 
@@ -113,7 +121,7 @@ async def test_an_engine_that_dies_at_once(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(here.engines.current, "generate", dies)
     with pytest.raises(EngineDied):
         await running
-    assert sorted(work.trajectory_id for work in here.batch.left) == [7, 9] and not here.batch.works
+    assert sorted(work.trajectory_id for work in here.batch.left) == [7, 9] and not here.batch.trajectories
     await here.engines.current.stop()
 
 
@@ -148,7 +156,7 @@ async def test_a_request_on_its_way_to_the_engine_is_stopped_too(tmp_path: Path,
     async with asyncio.timeout(60):
         await (here.batch.break_off(60) if for_good else here.batch.pause())
     assert len(engine.ends) == 2 and here.ended == []
-    assert [work.partial.count for work in here.batch.works.values()] == [1, 1]
+    assert [work.partial.count for work in here.batch.trajectories.values()] == [1, 1]
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
 
@@ -188,7 +196,7 @@ async def test_the_pool_goes_on_behind_an_interruption(tmp_path: Path) -> None:
             assert isinstance(said, Increment)
             pool.add(said)
         here.said.clear()
-        partial, known = here.batch.works[7].so_far, pool.get(7, 0)
+        partial, known = here.batch.trajectories[7].so_far, pool.get(7, 0)
         assert partial.count == 3 * requests - 1 and known is not None
         told = known.tokens, known.logprobs, known.spans
         assert told == (partial.tokens, partial.logprobs, partial.spans)
@@ -277,7 +285,7 @@ async def test_each_trajectory_is_drawn_with_a_seed_of_its_own(tmp_path: Path) -
         found.append(dict(seeds))
         for _, sampling in engine.asked:
             SamplingParams(**sampling).verify(500)
-        work = here.batch.works[7]
+        work = here.batch.trajectories[7]
         work.branch()
         assert work.sampling_seed(here.batch.config.seed) not in found[-1].values()
         running.cancel()

@@ -15,8 +15,8 @@ from laminar_hpc.messages.membership import Goodbye, Ping
 from laminar_hpc.messages.moves import Reserve
 from laminar_hpc.messages.rollouts import Leaving, Unfinished, WeightsOpened
 from laminar_hpc.report import rundata, summary
-from laminar_hpc.rollout import departure, reporting
-from laminar_hpc.rollout.work import columns, tokens_of
+from laminar_hpc.rollout import reporting, shutdown
+from laminar_hpc.rollout.partial_response import columns, tokens_of
 from laminar_hpc.rollout.worker import RolloutWorker
 
 UNDER_WAY = 8
@@ -60,7 +60,7 @@ def run(tmp_path, monkeypatch, **pipeline: object) -> tuple[Terminator, list[dic
         return worker
 
     def generates(replica: int) -> int:
-        works = list(worker(replica).batch.works.values())
+        works = list(worker(replica).batch.trajectories.values())
         return sum(work.request_id is not None for work in works)
 
     terminator = Terminator(
@@ -87,7 +87,7 @@ def test_what_a_leaving_replica_generates_moves_with_its_kv(tmp_path, monkeypatc
 
 def test_what_has_not_moved_in_time_is_handed_over(tmp_path, monkeypatch):
     """The tokens so far go on elsewhere, all of them."""
-    monkeypatch.setattr(departure, "DRAIN_SECONDS", 0.0)
+    monkeypatch.setattr(shutdown, "DRAIN_SECONDS", 0.0)
     _, moves, figures = run(tmp_path, monkeypatch, repack="off")
     handed = [move for move in moves if move["source"] is None]
     assert len(handed) >= UNDER_WAY and sum(move["tokens"] for move in handed) > 0, moves
@@ -166,6 +166,6 @@ def test_a_response_of_several_policies_keeps_its_tokens(tmp_path):
 @pytest.mark.slow
 def test_responses_of_several_policies_are_handed_over(tmp_path, monkeypatch):
     """In a whole run: what is trained has all its tokens, and its weight id is that of the first of them."""
-    monkeypatch.setattr(departure, "DRAIN_SECONDS", 0.0)
+    monkeypatch.setattr(shutdown, "DRAIN_SECONDS", 0.0)
     _, moves, _ = run(tmp_path, monkeypatch, refresh="interrupt", max_staleness=4)
     assert sum(move["tokens"] for move in moves if move["source"] is None) > 0, moves

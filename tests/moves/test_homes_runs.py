@@ -96,7 +96,7 @@ def test_moves_and_deaths(config: RunConfig, answers: list[Answer], hurt: Hurt |
         shuffler(controller)
         due = hurt is not None and len(deaths) < 2 and len(answers) > 10 * (len(deaths) + 1)
         worker = stand.replicas[len(deaths)].worker if due else None
-        if hurt is not None and worker is not None and any(w.waits for w in worker.batch.works.values()):
+        if hurt is not None and worker is not None and worker.batch.waiting:
             deaths.append(len(answers))
             hurt(stand, len(deaths) - 1)
 

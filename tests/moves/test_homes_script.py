@@ -14,7 +14,7 @@ from laminar_hpc.messages.homes import Ask, LetGo
 from laminar_hpc.messages.membership import Ping
 from laminar_hpc.messages.moves import Answer, Imported
 from laminar_hpc.messages.rollouts import Generated, Increment, Leaving, Lost, RequestWork, Scored, ScoreOrder
-from laminar_hpc.rollout.work import columns
+from laminar_hpc.rollout.partial_response import columns
 
 TOKENS = columns([1, 2, 3, 4], [-1.0] * 4)
 

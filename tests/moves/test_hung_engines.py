@@ -24,7 +24,7 @@ def test_an_engine_that_hangs_is_replaced(tmp_path, monkeypatch):
         worker = stand.replicas[0].worker if 0 in stand.replicas else None
         if hung or worker is None or controller.state.trainer_step < 1:
             return
-        if sum(work.request_id is not None for work in list(worker.batch.works.values())) >= 8:
+        if sum(work.request_id is not None for work in list(worker.batch.trajectories.values())) >= 8:
             engine = worker.engines.current
             assert isinstance(engine, EmulatedEngine)
             hung.append(engine)

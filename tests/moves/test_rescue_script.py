@@ -13,7 +13,7 @@ from laminar_hpc.messages.data import ReplicaLoad, Sample
 from laminar_hpc.messages.membership import Hello, Ping
 from laminar_hpc.messages.moves import Reserve
 from laminar_hpc.messages.rollouts import Grant, Holds, NotLoaded, RequestWork, WeightsOpened
-from laminar_hpc.rollout.work import tokens_of
+from laminar_hpc.rollout.partial_response import tokens_of
 
 TOKENS = 100
 

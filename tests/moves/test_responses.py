@@ -14,7 +14,7 @@ from laminar_hpc.messages.moves import MoveAbort
 from laminar_hpc.messages.rollouts import Generated, Increment, Lost
 from laminar_hpc.payload.reader import read
 from laminar_hpc.payload.writer import FOLDER
-from laminar_hpc.rollout.work import columns
+from laminar_hpc.rollout.partial_response import columns
 
 TOKENS = 40
 

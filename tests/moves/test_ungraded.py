@@ -10,8 +10,10 @@ from helpers.control.script import Script, samples_of, scripted
 from laminar_hpc.messages.rollouts import Drop, Grant, Lost
 from laminar_hpc.policies import filtering
 from laminar_hpc.rollout.episodes import Episodes
-from laminar_hpc.rollout.work import Outcome, Work, works
+from laminar_hpc.rollout.in_flight import Outcome, TrajectoryInFlight
+from laminar_hpc.rollout.in_flight import granted as of_grant
 from laminar_hpc.turns.episode import TRIES
+from laminar_hpc.turns.episode import patient as is_patient
 from laminar_hpc.turns.session import EnvironmentHangs
 
 
@@ -55,18 +57,17 @@ def test_what_is_merely_slow_has_all_of_its_time(tmp_path: Path) -> None:
     lost, *_ = samples_of(first)
     patient, granted = list[bool](), first
     episodes = Episodes.__new__(Episodes)
-    episodes.young = lambda: False
 
-    async def is_slow(work: Work, _: object) -> Outcome:
-        patient.append(work.patient)
+    async def is_slow(work: TrajectoryInFlight, _: object) -> Outcome:
+        patient.append(is_patient(work.failures + 1))
         raise EnvironmentHangs("submit did not return in time")
 
     episodes._episode = is_slow  # type: ignore[method-assign]
     for replica, attempt in ((0, 0), (1, 1), (0, 2)):
-        (work,) = [work for work in works(granted) if work.trajectory_id == lost]
-        outcome = asyncio.run(episodes.run(work, None))  # type: ignore[arg-type]
-        assert outcome.lost is not None and (work.attempt, work.ungraded) == (attempt, 1)
-        script.hear("rollout", replica, Lost(lost, attempt, outcome.lost, ungraded=work.ungraded))
+        (work,) = [work for work in of_grant(granted) if work.trajectory_id == lost]
+        outcome = asyncio.run(episodes.run(work, None, lambda: False))  # type: ignore[arg-type]
+        assert outcome.lost is not None and (work.attempt, outcome.ungraded) == (attempt, 1)
+        script.hear("rollout", replica, Lost(lost, attempt, outcome.lost, ungraded=outcome.ungraded))
         if attempt < 2:
             newest = (first if replica else second).batch_id
             script.asks(1 - replica, 0, newest_batch=newest)

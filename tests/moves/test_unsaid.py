@@ -12,7 +12,7 @@ from laminar_hpc.messages.data import Message, Partial, PromptGroup, Sample, Ver
 from laminar_hpc.messages.membership import Goodbye
 from laminar_hpc.messages.rollouts import Generated, Increment, Leaving, Scored, Unfinished
 from laminar_hpc.messages.wire import encode
-from laminar_hpc.rollout.work import columns, tokens_of
+from laminar_hpc.rollout.partial_response import columns, tokens_of
 
 TOKENS = list(range(20))
 IDENTITY = "rollout:0:"  # as script.py names it

@@ -13,6 +13,7 @@ from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.data.tokens import TextDecoder
 from laminar_hpc.messages.moves import Answer
 from laminar_hpc.payload.whole import Whole
+from laminar_hpc.rollout.in_flight import State
 from laminar_hpc.rollout.worker import RolloutWorker
 
 TOOLBOX = """
@@ -71,8 +72,8 @@ def test_engines_die_while_they_wait(config: RunConfig, answers: list[Answer]) -
     deaths: list[int] = []
 
     async def kill(replica: int, worker: RolloutWorker) -> None:
-        works = list(worker.batch.works.values())
-        if sum(work.waits for work in works) >= 2 and any(work.request_id for work in works):
+        works = list(worker.batch.trajectories.values())
+        if sum(work.state is State.WAITING for work in works) >= 2 and any(work.request_id for work in works):
             deaths.append(replica)
             stand.engine(replica).die()
 

@@ -16,7 +16,8 @@ from laminar_hpc.messages.wire import decode, encode
 from laminar_hpc.payload.reader import read
 from laminar_hpc.payload.whole import place_of
 from laminar_hpc.payload.writer import PayloadWriter
-from laminar_hpc.rollout.work import Work, columns, extended, objection, packed, trajectory
+from laminar_hpc.rollout.in_flight import TrajectoryInFlight
+from laminar_hpc.rollout.partial_response import columns, extended, objection
 from laminar_hpc.trainer.step.batch import plan_of
 from laminar_hpc.trainer.step.microbatch import Example, Text, make_microbatch
 
@@ -59,10 +60,10 @@ def through_the_system(run_dir: Path, generation: Generation) -> torch.Tensor:
     pool.add(decode(encode(increment)))
     so_far = extended(Partial(), generation)
     pool.put(0, 1, decode(encode(Unfinished(0, 1, so_far))).partial)
-    work = Work(0, 0, prompt, 5, 0, 1.0, TOKENS, partial=so_far, finish_reason="stop")
+    work = TrajectoryInFlight(0, 0, prompt, 5, 0, 1.0, TOKENS, partial=so_far, finish_reason="stop")
     assert objection(work.partial, work.finish_reason, 5) is None
-    response, writer = packed(work), PayloadWriter(run_dir, "rollout0")
-    record = trajectory(work, 0, response)
+    response, writer = work.packed(), PayloadWriter(run_dir, "rollout0")
+    record = work.finished(0, response)
     record.place = writer.append(response).result(30.0)
     writer.close()
     group = BatchGroup(0, columns(prompt.prompt_tokens, [])[0], [record])

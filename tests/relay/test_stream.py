@@ -8,7 +8,7 @@ import torch
 
 from helpers.links.passing import pass_on, publication
 from laminar_hpc.cluster.meeting import LinkBroken
-from laminar_hpc.relay.chain import ArrivingSums, Stream, SumsDiffer, send_stream
+from laminar_hpc.relay.chain import ArrivingSums, StreamDamaged, WeightStream, send_stream
 
 
 @pytest.mark.parametrize("chunk", [4, 1000, 4096, 1 << 20])
@@ -18,7 +18,7 @@ def test_what_arrives_is_what_was_sent(link, chunk):
     if chunk == 4:  # tens of thousands of tiny messages prove no more than the first few
         manifest.tensors = manifest.tensors[:1]
         data = data[: manifest.data_bytes]
-    received = pass_on(link, Stream(manifest, data, chunk, complete=True))
+    received = pass_on(link, WeightStream(manifest, data, chunk, complete=True))
     assert received.complete and torch.equal(received.data, data) and received.manifest == manifest
 
 
@@ -27,15 +27,15 @@ def test_other_sums_are_refused(link):
     manifest, data = publication()
     manifest.tensors[1].sum_indexed ^= 1
     with pytest.raises(
-        SumsDiffer, match="1 tensors of weight id 3, first large, came from the peer with other sums"
+        StreamDamaged, match="1 tensors of weight id 3, first large, came from the peer with other sums"
     ):
-        pass_on(link, Stream(manifest, data, 4096, complete=True))
+        pass_on(link, WeightStream(manifest, data, 4096, complete=True))
 
 
 def test_a_stream_that_breaks_breaks_what_it_goes_on_over(link):
     """The next relay must not wait for the rest: the sender is told why, whatever it waited for."""
     manifest, data = publication()
-    stream = Stream(manifest, data, 4096)
+    stream = WeightStream(manifest, data, 4096)
     stream.grown(4096)
 
     def receive_the_beginning():

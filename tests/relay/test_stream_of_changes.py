@@ -6,7 +6,7 @@ import torch
 
 from helpers.links.changes import across, publication
 from laminar_hpc.cluster.links import Link
-from laminar_hpc.relay.chain import SumsDiffer
+from laminar_hpc.relay.chain import StreamDamaged
 
 
 @pytest.mark.parametrize("density", [0.005, 0.2])
@@ -49,5 +49,5 @@ def test_damaged_changes_are_refused(link: tuple[Link, Link], what: str) -> None
             -(-int(frame.head[1]) * 2 // 4) * 4
         )  # behind the values: first how many changed in the first block
         frame.payload[0 if what == "value" else table] ^= 1
-    with pytest.raises(SumsDiffer):
+    with pytest.raises(StreamDamaged):
         across(link, sent, old)

@@ -13,7 +13,7 @@ from laminar_hpc.cluster.links import Link
 from laminar_hpc.cluster.meeting import LinkBroken
 from laminar_hpc.cluster.staging import RECEIVING, SENDING
 from laminar_hpc.relay import chain
-from laminar_hpc.relay.chain import Stream, receive_stream
+from laminar_hpc.relay.chain import WeightStream, receive_stream
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def test_what_arrives_is_what_was_sent(link: tuple[Link, Link], chunk: int) -> N
     buffers."""
     for _ in range(2):
         manifest, data = publication()
-        received = pass_on(link, Stream(manifest, data, chunk, complete=True))
+        received = pass_on(link, WeightStream(manifest, data, chunk, complete=True))
         assert received.complete and torch.equal(received.data, data)
 
 
@@ -48,7 +48,7 @@ def test_nothing_is_put_into_the_slot_before_its_copy_has_ended(
     copies = devices[1].copy
     devices[1].copy = lambda target, source: (devices[1].current.free.clear(), copies(target, source))
     manifest, data = publication()
-    stream = Stream(manifest, torch.zeros(manifest.data_bytes, dtype=torch.uint8), 4096)
+    stream = WeightStream(manifest, torch.zeros(manifest.data_bytes, dtype=torch.uint8), 4096)
     leaving = [(link[0].give(part), part) for part in _in_device(devices[0], data, 4096)]
     with pytest.raises(LinkBroken, match="a copy from the device was not done within"):
         receive_stream(link[1], stream)

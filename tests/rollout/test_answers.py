@@ -10,8 +10,8 @@ from helpers.engines.said import Line
 from laminar_hpc.messages.data import Partial, PromptGroup
 from laminar_hpc.messages.moves import Answer, MoveOrder
 from laminar_hpc.rollout import answers
-from laminar_hpc.rollout.answers import Answers, Ended, name_of
-from laminar_hpc.rollout.work import Outcome, Work
+from laminar_hpc.rollout.answers import CallAnswers, TrajectoryEnded, name_of
+from laminar_hpc.rollout.in_flight import Outcome, State, TrajectoryInFlight
 
 NAME = name_of(3, 7, 0, 5)
 ANSWER = Answer(7, NAME, b"\1\0\0\0", 1, 0.5)
@@ -23,14 +23,14 @@ class Case:
 
     def __init__(self, awaits: str = "") -> None:
         self.line, self.ends, self.begun, self.cancelled = Line(), asyncio.Event(), 0, 0
-        self.answers = Answers(self.line)  # type: ignore[arg-type]
+        self.answers = CallAnswers(self.line, self._hand_over)  # type: ignore[arg-type]
         group = PromptGroup(1, [1, 2], "p", {}, [])
-        self.work = Work(7, 0, group, 0, 0, 1.0, 100, partial=Partial(called=bool(awaits), awaits=awaits))
+        partial = Partial(called=bool(awaits), awaits=awaits)
+        self.work = TrajectoryInFlight(7, 0, group, 0, 0, 1.0, 100, partial=partial)
         self.moves: asyncio.Queue[bool] = asyncio.Queue()
         self.offered: list[str] = []
-        self.answers.hand_over = self._hand_over
 
-    async def _hand_over(self, work: Work) -> bool:
+    async def _hand_over(self, work: TrajectoryInFlight) -> bool:
         self.offered.append(work.partial.awaits)
         return await self.moves.get()
 
@@ -49,10 +49,11 @@ class Case:
     def elsewhere(self, seconds: float = 60.0) -> asyncio.Task[Answer]:
         return asyncio.create_task(self.answers.made_elsewhere(self.work, seconds))
 
+    def waits(self) -> bool:
+        return self.work.state is State.WAITING
+
     def order(self) -> None:
-        assert self.work.waits
-        self.work.order = MoveOrder("m", 7, 0, "")
-        self.work.ordered.set()
+        self.work.leave(MoveOrder("m", 7, 0, ""))
 
 
 async def until(true: Callable[[], object]) -> None:
@@ -62,7 +63,7 @@ async def until(true: Callable[[], object]) -> None:
 
 
 async def ended(task: Awaitable[Answer]) -> Outcome:
-    with pytest.raises(Ended) as caught:
+    with pytest.raises(TrajectoryEnded) as caught:
         await task
     return caught.value.outcome
 
@@ -78,13 +79,13 @@ def test_it_moves_and_the_answer_follows() -> None:
     async def test() -> None:
         case = Case()
         task = case.here()
-        await until(lambda: case.work.waits)
+        await until(case.waits)
         case.order()
         case.moves.put_nowait(True)
         assert (await ended(task)).moved_away and case.offered == [NAME]
         settled = asyncio.create_task(case.answers.settled())
         await asyncio.sleep(0)
-        assert not settled.done() and not case.line.sent and not case.work.waits
+        assert not settled.done() and not case.line.sent and not case.waits()
         case.ends.set()
         await settled
         assert case.line.sent == [ANSWER] and (case.begun, case.cancelled) == (1, 0)
@@ -98,17 +99,17 @@ def test_a_move_that_is_off_changes_nothing() -> None:
     async def test() -> None:
         case = Case()
         task = case.here()
-        await until(lambda: case.work.waits)
+        await until(case.waits)
         for _ in range(2):
             case.order()
             case.moves.put_nowait(False)
-            await until(lambda: case.work.order is None)
+            await until(lambda: case.work.move is None)
         case.order()
         await until(lambda: len(case.offered) == 3)
         case.ends.set()
         case.moves.put_nowait(False)
-        assert await task == ANSWER and case.work.order is None and case.work.partial.awaits == ""
-        assert not case.line.sent and not case.work.ordered.is_set()
+        assert await task == ANSWER and case.work.move is None and case.work.partial.awaits == ""
+        assert not case.line.sent and case.work.state is State.GENERATING
 
     run(test)
 
@@ -123,7 +124,7 @@ def test_the_answer_of_another_replica(early: bool) -> None:
             case.answers.arrived(ANSWER)
         task = case.elsewhere()
         if not early:
-            await until(lambda: case.work.waits)
+            await until(case.waits)
             case.answers.arrived(ANSWER)
         assert await task == ANSWER and not case.answers._heard
 
@@ -138,7 +139,7 @@ def test_it_moves_again(told: bool) -> None:
     async def test() -> None:
         case = Case(NAME)
         task = case.elsewhere()
-        await until(lambda: case.work.waits)
+        await until(case.waits)
         case.order()
         await until(lambda: case.offered)
         if told:
@@ -164,8 +165,7 @@ def test_waits_that_come_to_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         case = Case()
         task = case.here()
         await until(lambda: case.begun)
-        case.work.dropped = True
-        case.work.ordered.set()
+        case.work.drop()
         assert (await ended(task)).moved_away
         await until(lambda: case.cancelled)
         assert not case.line.sent
@@ -174,7 +174,7 @@ def test_waits_that_come_to_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_nobody_asks_for_is_not_kept_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The oldest Answers are forgotten; calls that others still wait for end with the replica."""
+    """The oldest CallAnswers are forgotten; calls that others still wait for end with the replica."""
     monkeypatch.setattr(answers, "_REMEMBERED", 2)
 
     async def test() -> None:
@@ -183,7 +183,7 @@ def test_what_nobody_asks_for_is_not_kept_for_ever(monkeypatch: pytest.MonkeyPat
             case.answers.arrived(Answer(7, name_of(3, 7, number, 5)))
         assert list(case.answers._heard) == [name_of(3, 7, number, 5) for number in (3, 4)]
         task = case.here()
-        await until(lambda: case.work.waits)
+        await until(case.waits)
         case.order()
         case.moves.put_nowait(True)
         await ended(task)
@@ -203,7 +203,7 @@ def test_its_engine_fails(bound: bool) -> None:
         case.work.bound = bound
         task = case.here()
         await until(lambda: case.begun)
-        case.work.left = True
+        case.work.strand()
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         await asyncio.sleep(0)

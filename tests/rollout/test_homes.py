@@ -12,8 +12,8 @@ from laminar_hpc.environments.workers.protocol import Call, CallResult
 from laminar_hpc.messages.data import Partial, PromptGroup
 from laminar_hpc.messages.homes import Ask, LetGo, replica_of
 from laminar_hpc.messages.moves import Answer
-from laminar_hpc.rollout.homes import Home, Homes
-from laminar_hpc.rollout.work import Work
+from laminar_hpc.rollout.homes import EnvironmentHomes, Home
+from laminar_hpc.rollout.in_flight import TrajectoryInFlight
 from laminar_hpc.turns.episode import Episode
 from laminar_hpc.turns.session import EnvironmentFailed, Session
 
@@ -27,15 +27,15 @@ class Case:
     def __init__(self, seconds: float = 60.0) -> None:
         self.line, self.ends, self.made, self.closed = Line(), asyncio.Event(), list[Ask](), 0
         self.fails = False
-        self.homes = Homes(3, self.line, self.make, seconds)  # type: ignore[arg-type]
+        self.homes = EnvironmentHomes(3, self.line, self.make, seconds)  # type: ignore[arg-type]
         self.work = self.another()
         self.work.session = Session("shelf", 1, self.ask, self.close)
         self.homes.begin(self.work)
         self.name = self.work.partial.home
 
-    def another(self, home: str = "") -> Work:
+    def another(self, home: str = "") -> TrajectoryInFlight:
         """The trajectory, as a work that has come here."""
-        work = Work(7, 0, GROUP, 0, 0, 1.0, 100, partial=Partial(home=home))
+        work = TrajectoryInFlight(7, 0, GROUP, 0, 0, 1.0, 100, partial=Partial(home=home))
         work.episode = Episode(EnvironmentConfig(), 1.0)
         return work
 

@@ -14,7 +14,7 @@ from laminar_hpc.engine.sglang.server import SglangServer
 from laminar_hpc.messages.data import Partial
 from laminar_hpc.payload.layout import Logprobs, Tokens
 from laminar_hpc.policies.sizing import saturation_requests
-from laminar_hpc.rollout.work import extended, logprobs_of, tokens_of
+from laminar_hpc.rollout.partial_response import extended, logprobs_of, tokens_of
 
 PROMPT = [(7 * i) % 200 for i in range(40)]
 SAMPLING = {"temperature": 1.0, "max_new_tokens": 400, "ignore_eos": True}

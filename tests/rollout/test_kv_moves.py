@@ -15,7 +15,7 @@ from laminar_hpc.engine.sglang import move_calls
 from laminar_hpc.engine.sglang.plugin.kv_cache import _objection, pool_of
 from laminar_hpc.kv import transfer
 from laminar_hpc.kv.errors import KvRefused
-from laminar_hpc.kv.frames import Header, Shape
+from laminar_hpc.kv.frames import PartHeader, Shape
 from laminar_hpc.kv.pool import Pool
 
 CAPACITY = 16384
@@ -182,7 +182,7 @@ def test_a_request_of_another_namespace_and_a_foreign_model(pair):
         with pytest.raises(KvRefused, match='extra_key "somebody\'s", which is no weight id'):
             await decoding(ours, named, named, address, call)
         inbox = transfer.of_rank(address, 0, 1)
-        header = Header.of("a" * 64, 0, shape, list(range(50)), transfer.chunk_bytes(inbox, "x"))
+        header = PartHeader.of("a" * 64, 0, shape, list(range(50)), transfer.chunk_bytes(inbox, "x"))
         send = asyncio.to_thread(
             transfer.send_part, inbox, header, pool, torch.arange(50), machine="x", folder="/dev/shm"
         )

@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 
-from laminar_hpc.rollout.state import Phase, ReplicaState, WrongState
+from laminar_hpc.rollout.state import ReplicaPhase, ReplicaState, WrongState
 
 
 def opened(weight_id: int = 3) -> ReplicaState:
@@ -31,8 +31,14 @@ def test_life_of_a_replica():
     state.verified(5)
     seen.append(state.phase)
     state.open(weight_step=4)
-    assert seen == [Phase.OPEN, Phase.DRAINING, Phase.OPEN, Phase.PULLING, Phase.VERIFIED]
-    assert (state.phase, state.weight_id, state.weight_step) == (Phase.OPEN, 5, 4)
+    assert seen == [
+        ReplicaPhase.OPEN,
+        ReplicaPhase.DRAINING,
+        ReplicaPhase.OPEN,
+        ReplicaPhase.PULLING,
+        ReplicaPhase.VERIFIED,
+    ]
+    assert (state.phase, state.weight_id, state.weight_step) == (ReplicaPhase.OPEN, 5, 4)
 
 
 def test_work_on_another_id_is_refused_and_changes_nothing():
@@ -41,7 +47,7 @@ def test_work_on_another_id_is_refused_and_changes_nothing():
     for wrong in (2, 4, -1):
         with pytest.raises(WrongState, match=f"work on weight id {wrong}"):
             state.grant(wrong, requests=1)
-    assert (state.phase, state.in_flight) == (Phase.OPEN, 0)
+    assert (state.phase, state.in_flight) == (ReplicaPhase.OPEN, 0)
 
 
 def test_nothing_is_added_to_a_batch_and_no_weights_come_into_it():
@@ -57,7 +63,7 @@ def test_nothing_is_added_to_a_batch_and_no_weights_come_into_it():
         with pytest.raises(WrongState):
             step()
     state.finished()
-    assert state.phase is Phase.OPEN
+    assert state.phase is ReplicaPhase.OPEN
 
 
 def test_weights_are_open_only_after_their_verification():
@@ -90,7 +96,7 @@ def test_an_id_goes_back_only_where_that_is_asked_for():
     state.verified(2)
     state.open(weight_step=1)
     state.grant(2, requests=1)
-    assert (state.weight_id, state.weight_step, state.phase) == (2, 1, Phase.DRAINING)
+    assert (state.weight_id, state.weight_step, state.phase) == (2, 1, ReplicaPhase.DRAINING)
 
 
 def test_after_a_pull_that_failed_nothing_is_open():
@@ -101,7 +107,7 @@ def test_after_a_pull_that_failed_nothing_is_open():
         state.failed()
     state.begin_pull(2, back=True)
     state.failed()
-    assert (state.phase, state.weight_id) == (Phase.UNVERIFIED, None)
+    assert (state.phase, state.weight_id) == (ReplicaPhase.UNVERIFIED, None)
     with pytest.raises(WrongState):
         state.grant(3, requests=1)
     state.begin_pull(3)
@@ -125,6 +131,6 @@ def test_invariants_over_all_short_histories():
                 steps[name](state)
             except WrongState:
                 continue
-            assert (state.in_flight > 0) == (state.phase is Phase.DRAINING)
+            assert (state.in_flight > 0) == (state.phase is ReplicaPhase.DRAINING)
             assert state.next_weight_id >= last
             last = state.next_weight_id

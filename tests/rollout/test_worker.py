@@ -38,7 +38,8 @@ from laminar_hpc.observability.trace import read_spans
 from laminar_hpc.payload.layout import Response
 from laminar_hpc.payload.reader import read
 from laminar_hpc.rollout import worker
-from laminar_hpc.rollout.work import Work, columns, tokens_of, works
+from laminar_hpc.rollout.in_flight import Outcome, TrajectoryInFlight, granted
+from laminar_hpc.rollout.partial_response import columns, tokens_of
 from laminar_hpc.weights.probe import probe_sequences
 
 
@@ -257,11 +258,11 @@ def test_overflows_that_are_no_chance_end_the_replica(replica, monkeypatch):
     idle = worker.RolloutWorker(replica.worker.context, replica.new_engine, replica.worker.pool)
     groups = [PromptGroup(1, [1, 2], "", {}, [Sample(90, 0), Sample(91, 0)])]
 
-    def overflow(work: Work) -> None:
+    def overflow(work: TrajectoryInFlight) -> None:
         work.partial = Partial(*columns([1, 2], [-0.5, math.nan]), [VersionSpan(5, 0, 2)])
-        idle.results.ended(work, "not finite")
+        idle.results.ended(work, Outcome(lost="not finite"))
 
-    async def run(begin: list[Work]) -> None:
+    async def run(begin: list[TrajectoryInFlight]) -> None:
         for work in begin:
             overflow(work)
 
@@ -276,7 +277,7 @@ def test_overflows_that_are_no_chance_end_the_replica(replica, monkeypatch):
         LaminarError, match=r"not finite for all 2 responses of a local batch.*weights of id 1 .*engine0\.log"
     ):
         local_batch(1)
-    work = works(Grant(2, 1, 1, groups, 1.0, 8))[0]
+    work = granted(Grant(2, 1, 1, groups, 1.0, 8))[0]
     overflow(work)
     with pytest.raises(LaminarError, match=r"not finite for 3 responses to one prompt \(trajectory 90\)"):
         overflow(work)

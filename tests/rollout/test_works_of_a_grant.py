@@ -32,7 +32,7 @@ def grant(batch: int, weight_id: int, *ids: int, evaluation: str = "", parts: bo
 
 
 def known(grants: Grants) -> list[int]:
-    return [work.trajectory_id for work in grants.works if not work.dropped]
+    return [work.trajectory_id for work in grants.trajectories if not work.is_dropped()]
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def test_all_is_known_until_it_has_begun(grants: Grants) -> None:
     grants.drop({(30, 0), (31, 1)})
     grants.drop_beginning(lambda work: work.trajectory_id == 10)
     grants.drop_evaluations()
-    assert known(grants) == [11, 31] and [work.dropped for work in begun] == [True, False]
+    assert known(grants) == [11, 31] and [work.is_dropped() for work in begun] == [True, False]
     grants.begun(first)
     assert known(grants) == [31] and grants
     assert grants.begin(grants.take())[0].trajectory_id == 31 and not grants

@@ -162,12 +162,6 @@ class Channel:
                     return None
                 self._arrived.wait(left)
 
-    def _next(self, wanted: tuple[type, ...], timeout: float, what: str) -> Message:
-        message = self.wait(*wanted, timeout=timeout)
-        if message is None:
-            raise self._nothing_came(timeout, what)
-        return message
-
     def _nothing_came(self, timeout: float, what: str) -> LaminarError:
         return LaminarError(
             f"{self._hello.name} waited {timeout:.0f} s for {what} from the controller and gave up"
@@ -175,7 +169,9 @@ class Channel:
 
     def receive(self, timeout: float, what: str) -> Message:
         """The next message. Raises LaminarError after `timeout` seconds, ControllerLost, or StopReceived."""
-        return self._next((Message,), timeout, what)
+        if (message := self.wait(Message, timeout=timeout)) is None:
+            raise self._nothing_came(timeout, what)
+        return message
 
     def request(
         self,

@@ -23,10 +23,13 @@ def connect(context: zmq.Context, identity: bytes, address: ControllerAddress) -
     dealer.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(_RECONNECT_SECONDS * 1000))
     dealer.setsockopt(zmq.CONNECT_TIMEOUT, int(_RECONNECT_SECONDS * 1000))
     dealer.setsockopt(zmq.HANDSHAKE_IVL, int(_HANDSHAKE_SECONDS * 1000))
-    dealer.curve_serverkey = address.server_public.encode()
-    dealer.curve_publickey, dealer.curve_secretkey = (
-        address.client_public.encode(),
-        address.client_secret.encode(),
-    )
-    dealer.connect(f"tcp://{address.host}:{address.port}")
+    connect_secured(dealer, address)
     return dealer
+
+
+def connect_secured(dealer: zmq.Socket, address: ControllerAddress) -> None:
+    """With the keys that the address names."""
+    dealer.curve_serverkey = address.server_public.encode()
+    dealer.curve_publickey = address.client_public.encode()
+    dealer.curve_secretkey = address.client_secret.encode()
+    dealer.connect(f"tcp://{address.host}:{address.port}")

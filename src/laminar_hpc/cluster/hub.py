@@ -49,11 +49,26 @@ class UnreadableMessage:
 
 
 class _Session:
-    """One stream down."""
+    """A member's two streams: `sender` has the one down, `receiver` goes on behind what the store has of the
+    one up."""
 
-    def __init__(self, name: str) -> None:
-        self.name, self.spool = name, Spool()
+    def __init__(self, name: str, received: int) -> None:
+        self.name = name
+        self.spool = Spool()
         self.sender = Sender(self.spool)
+        self.receiver = Receiver(received)
+
+
+@dataclass(eq=False)
+class Peer:
+    """What the hub knows of one identity; of most that the store knows it is `received` alone."""
+
+    identity: str
+    received: int = 0  # the newest number that the committed store knows
+    arrived: int = 0  # the newest number since the last commit, 0 = none
+    asks_again: bool = False  # with the next answer: for what is missing
+    speaks: bool = False  # a member, or somebody with something new to say
+    session: _Session | None = None  # of a member
 
 
 Arrived = list[tuple[str, AnyMessage | UnreadableMessage]]
@@ -90,12 +105,9 @@ class Hub:
         self._poller.register(self._router, zmq.POLLIN)
         self._poller.register(self._admission.socket, zmq.POLLIN)
 
-        self._sessions: dict[str, _Session] = {}
+        self._peers: dict[str, Peer] = {}
+        self._due: set[Peer] = set()  # answered with the next commit
         self._session_numbers = itertools.count(1)
-        self._receivers: dict[str, Receiver] = {}
-        self._received: dict[str, int] = {}  # by identity, what the committed store knows
-        self._uncommitted: dict[str, int] = {}
-        self._answers_due: dict[str, bool] = {}  # identity -> whether to ask for what is missing
         self._frames = self._bytes = 0  # taken so far
         # until then (monotonic seconds) everything that had come was taken; since when and frame the next
         # such moment is worked at
@@ -108,7 +120,8 @@ class Hub:
     def announce(self, store_id: str, received: Mapping[str, int]) -> None:
         """Says in controller.json which store is served, and takes up all streams where that store left them:
         the newest number `received` of each identity."""
-        self._received.update(received)
+        for identity, number in received.items():
+            self._peer(identity).received = number
         self._address.store_id = store_id
         write_address(self._run_dir, self._address)
 
@@ -148,7 +161,7 @@ class Hub:
         now, (since, frame) = time.monotonic(), self._hearing
         if all_of_it:
             self.heard_until, self._hearing = now, (now, self._frames)
-        elif self._frames - frame >= len(self._sessions) + len(self._receivers):
+        elif self._frames - frame >= 2 * sum(peer.speaks for peer in self._peers.values()):
             self.heard_until, self._hearing = since, (now, self._frames)
 
     def _take_waiting(self, messages: Arrived, bytes_max: int) -> None:
@@ -175,108 +188,111 @@ class Hub:
         if len(frames) != 2:
             raise DeliveryError(f"it has {len(frames)} parts, not a header and a message")
         header, payload = decode_header(frames[0]), frames[1]
-        session = self._sessions.get(name)
+        peer = self._peer(name)
+        session = peer.session
         if session is not None and header.session == session.name:
-            self._hear(name, session, header)
-        if header.seq == 0:
-            if session is not None and self._receiver(name).misses(header.sent, now):
-                self._answers_due[name] = True
-            if not payload:
-                return None
-            message = decode(payload)
-            if not isinstance(message, Hello | Ping | StopRequest):
-                raise DeliveryError(f"a {type(message).__name__} without a number")
-            return message
-        return decode(payload) if self._is_next(name, header.seq, now, session is not None) else None
+            self._hear(peer, session, header)
+        if header.seq:
+            return decode(payload) if self._is_next(peer, header.seq, now) else None
+        if session is not None and session.receiver.misses(header.sent, now):
+            self._answer(peer, again=True)
+        if not payload:
+            return None
+        message = decode(payload)
+        if not isinstance(message, Hello | Ping | StopRequest):
+            raise DeliveryError(f"a {type(message).__name__} without a number")
+        return message
 
-    def _hear(self, name: str, session: _Session, header: Header) -> None:
+    def _peer(self, identity: str) -> Peer:
+        if (peer := self._peers.get(identity)) is None:
+            peer = self._peers[identity] = Peer(identity)
+        return peer
+
+    def _hear(self, peer: Peer, session: _Session, header: Header) -> None:
         session.sender.acknowledged(header.ack)
         if header.again:
             session.sender.rewind()
-        self._transmit(name, session)
+        self._transmit(peer, session)
 
-    def _is_next(self, name: str, seq: int, now: float, member: bool) -> bool:
+    def _is_next(self, peer: Peer, seq: int, now: float) -> bool:
         """Whether a numbered message is to be taken."""
-        if not member and seq <= self._received.get(name, 0):  # its Goodbye, most likely
-            self._answers_due.setdefault(name, False)
+        if peer.session is None:
+            if seq <= peer.received:  # its Goodbye, most likely
+                self._answer(peer)
+            else:
+                peer.speaks = True
             return False
-        receiver = self._receiver(name)
-        if not member:
-            return False
+        receiver = peer.session.receiver
         if receiver.take(seq):
-            self._uncommitted[name] = seq
+            peer.arrived = seq
+            self._answer(peer)
             return True
-        self._answers_due[name] = self._answers_due.get(name, False) or receiver.misses(seq, now)
+        self._answer(peer, receiver.misses(seq, now))
         return False
 
-    def _receiver(self, name: str) -> Receiver:
-        receiver = self._receivers.get(name)
-        if receiver is None:
-            receiver = self._receivers[name] = Receiver(self._received.get(name, 0))
-        return receiver
+    def _answer(self, peer: Peer, again: bool = False) -> None:
+        """With the next commit."""
+        peer.asks_again |= again
+        self._due.add(peer)
 
     # ---- what is acknowledged ------------------------------------------------------------------------------
 
     def received(self) -> dict[str, int]:
         """By identity, the newest number that has arrived since the last `committed`: for the transaction
         that holds the effects."""
-        return dict(self._uncommitted)
+        return {peer.identity: peer.arrived for peer in self._due if peer.arrived}
 
     def committed(self) -> None:
         """What has arrived is in the store for good: acknowledges it."""
-        for name, seq in self._uncommitted.items():
-            self._received[name] = seq
-            self._answers_due.setdefault(name, False)
-        self._uncommitted.clear()
-        for name, again in self._answers_due.items():
-            self._put(name, 0, b"", again)
-        self._answers_due.clear()
+        for peer in self._due:
+            peer.received = peer.arrived or peer.received
+            peer.arrived = 0
+            self._put(peer, 0, b"", peer.asks_again)
+            peer.asks_again = False
+        self._due.clear()
 
     # ---- what goes -----------------------------------------------------------------------------------------
 
     def send(self, identity: str, message: Message) -> None:
         """Queues a message for a member, which it reaches once; for one that is no member it is sent once,
         and may be lost. A Welcome makes a member."""
+        peer = self._peer(identity)
         if isinstance(message, Welcome):
-            self._begin(identity)
-            message = msgspec.structs.replace(message, received=self._received.get(identity, 0))
-        session = self._sessions.get(identity)
-        if session is None or isinstance(message, Welcome | Rejoin | Pong):
-            self._put(identity, 0, encode(message))
+            if peer.session is None:  # else it has said Hello twice, or has not had its Welcome
+                name = f"{self._address.run_id}#{next(self._session_numbers)}"
+                peer.session = _Session(name, peer.received)
+                peer.speaks = True
+            message = msgspec.structs.replace(message, received=peer.received)
+        if peer.session is None or isinstance(message, Welcome | Rejoin | Pong):
+            self._put(peer, 0, encode(message))
             return
         try:
-            session.sender.push(encode(message))
+            peer.session.sender.push(encode(message))
         except (SpoolFull, OSError) as error:
             raise LaminarError(f"what waits for {identity} cannot be kept: {error}") from None
-        self._transmit(identity, session)
+        self._transmit(peer, peer.session)
 
     def end(self, identity: str) -> None:
         """It is no member any more. Called when all that was taken of it is committed."""
-        self._receivers.pop(identity, None)
-        session = self._sessions.pop(identity, None)
-        if session is not None:
-            session.spool.close()
+        peer = self._peer(identity)
+        if peer.session is not None:
+            peer.session.spool.close()
+        peer.session = None
+        peer.speaks = False
 
-    def _begin(self, identity: str) -> None:
-        """A new session, but for a member that has one: it has said Hello twice, or has not had its
-        Welcome."""
-        if identity not in self._sessions:
-            self._sessions[identity] = _Session(f"{self._address.run_id}#{next(self._session_numbers)}")
-
-    def _transmit(self, identity: str, session: _Session) -> None:
+    def _transmit(self, peer: Peer, session: _Session) -> None:
         while (due := session.sender.peek()) is not None:
             number, frame = due
             session.sender.advance()
-            self._put(identity, number, frame)
+            self._put(peer, number, frame)
 
-    def _put(self, identity: str, number: int, frame: bytes, again: bool = False) -> None:
-        session = self._sessions.get(identity)
-        name, sent = (session.name, session.sender.sent) if session else ("", 0)
-        header = Header(name, number, sent, self._received.get(identity, 0), again)
-        self._router.send_multipart([identity.encode(), encode_header(header), frame], zmq.NOBLOCK)
+    def _put(self, peer: Peer, number: int, frame: bytes, again: bool = False) -> None:
+        name, sent = (peer.session.name, peer.session.sender.sent) if peer.session else ("", 0)
+        header = Header(name, number, sent, peer.received, again)
+        self._router.send_multipart([peer.identity.encode(), encode_header(header), frame], zmq.NOBLOCK)
 
     def close(self) -> None:
-        for identity in list(self._sessions):
+        for identity in list(self._peers):
             self.end(identity)
         self._router.close()
         self._admission.close()

@@ -13,6 +13,7 @@ import zmq
 
 from laminar_hpc.cluster import durable
 from laminar_hpc.cluster.address import ADDRESS_FILE, ControllerAddress, read_address
+from laminar_hpc.cluster.dealer import connect_secured
 from laminar_hpc.cluster.delivery import Header, encode_header
 from laminar_hpc.cluster.waiting import who_waits
 from laminar_hpc.config.errors import LaminarError
@@ -90,12 +91,7 @@ def _is_sent(address: ControllerAddress, request: StopRequest, linger_seconds: f
         dealer.setsockopt(zmq.IDENTITY, f"cli:0:{os.getpid()}".encode())
         dealer.setsockopt(zmq.LINGER, int(linger_seconds * 1000))
         dealer.setsockopt(zmq.IMMEDIATE, 1)  # send only once the encrypted connection stands
-        dealer.curve_serverkey = address.server_public.encode()
-        dealer.curve_publickey, dealer.curve_secretkey = (
-            address.client_public.encode(),
-            address.client_secret.encode(),
-        )
-        dealer.connect(f"tcp://{address.host}:{address.port}")
+        connect_secured(dealer, address)
         if not dealer.poll(int(1000 * _LOOK_SECONDS), zmq.POLLOUT):
             return False
         dealer.send_multipart([encode_header(Header("", 0, 0, 0)), encode(request)])

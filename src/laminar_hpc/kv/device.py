@@ -1,18 +1,18 @@
 """Pools in a GPU's memory: their rows go straight into another process's pool, else through pinned host
 memory.
 
-    with Shared(pool, slots) as shared: ...  source: gathered into memory that another process of this machine
-                                             may map (CUDA IPC)
-    take_shared(shared.ticket, pool, slots)  destination: scattered from there, checked chunk by chunk
+    with SharedKv(pool, slots) as shared: ...  source: gathered into memory that another process of this
+                                               machine may map (CUDA IPC)
+    take_shared(shared.ticket, pool, slots)    destination: scattered from there, checked chunk by chunk
 
-    stage = Stage.of(pool, tokens)           a pool of `tokens` slots in host memory; stage.slots are all of
-                                             them, in order
-    stage.fill(pool, slots)                  source: one kernel for all layers, then one copy
-    stage.empty(pool, slots)                 destination: the reverse
+    stage = Stage.of(pool, tokens)             a pool of `tokens` slots in host memory; stage.slots are all
+                                               of them, in order
+    stage.fill(pool, slots)                    source: one kernel for all layers, then one copy
+    stage.empty(pool, slots)                   destination: the reverse
 
 Everything runs in a CUDA stream of its own and has ended on return. Where the extension was built without
 csrc/device.cu, or has no kernel for the GPU, torch's indexing does the same as Stage, a layer at a time;
-Shared needs the extension.
+SharedKv needs the extension.
 """
 
 import contextlib
@@ -153,7 +153,7 @@ class Ticket(msgspec.Struct, frozen=True):
     sums: list[int]
 
 
-class Shared:
+class SharedKv:
     """The rows of `slots`, gathered into GPU memory that another process may map, as long as this object is
     open. Raises RuntimeError where CUDA has no such memory."""
 
@@ -168,7 +168,7 @@ class Shared:
                 extension().device_unshare(self._address)
                 raise
 
-    def __enter__(self) -> "Shared":
+    def __enter__(self) -> "SharedKv":
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -1,7 +1,7 @@
 """The frames of a move: a header that says what the KV cache is of, then chunk records.
 
     header   "LMNRKV01", u32 body length, u32 zero, u64 u64 sums of the body (kernels/sums.py);
-             body: a msgpack map, fields of Header
+             body: a msgpack map, fields of PartHeader
     record   u32 "KCVK", u32 number, u64 payload bytes, u64 u64 sums of the payload, 32 zero bytes;
              payload, to whole 64 bytes
 
@@ -61,7 +61,7 @@ class Shape(msgspec.Struct, frozen=True, array_like=True):
         return CHUNK_HEAD_BYTES + -(-self.rows_per_chunk(chunk_bytes) * self.row_bytes // 64) * 64
 
 
-class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class PartHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One part of a request's KV. `token_ids` are int32, little-endian: the tokens whose KV follows, in
     order."""
 
@@ -83,7 +83,7 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         chunk_bytes: int,
         first: int = 0,
         last: bool = True,
-    ) -> "Header":
+    ) -> "PartHeader":
         return cls(
             fingerprint,
             weight_id,
@@ -110,14 +110,14 @@ def model_fingerprint(config: Mapping[str, object], rank: int = 0, ranks: int = 
     return hashlib.sha256(json.dumps(chosen, sort_keys=True).encode()).hexdigest()
 
 
-def encode_header(header: Header) -> bytes:
+def encode_header(header: PartHeader) -> bytes:
     """Raises KvRefused for a header that the decoder would refuse."""
     _check(header)
     body = msgspec.msgpack.encode(header)
     return PREFIX.pack(MAGIC, len(body), 0, *_sums(body)) + body
 
 
-def decode_header(data: bytes | bytearray | memoryview) -> Header:
+def decode_header(data: bytes | bytearray | memoryview) -> PartHeader:
     """The header at the start of `data`; what follows it is not looked at. Raises KvRefused for anything
     else, and nothing but that."""
     view = memoryview(data).cast("B")
@@ -135,14 +135,14 @@ def decode_header(data: bytes | bytearray | memoryview) -> Header:
     if _sums(body) != (words, indexed):
         raise KvRefused("KV header refused: its checksum differs")
     try:
-        header = msgspec.msgpack.decode(body, type=Header)
+        header = msgspec.msgpack.decode(body, type=PartHeader)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise KvRefused(f"KV header refused: {error}") from None
     _check(header)
     return header
 
 
-def check_fits(header: Header, *, fingerprint: str, weight_id: int, shape: Shape) -> None:
+def check_fits(header: PartHeader, *, fingerprint: str, weight_id: int, shape: Shape) -> None:
     """Raises KvRefused unless the KV cache is of this engine's model, weights and pool shape."""
     if header.fingerprint != fingerprint:
         raise KvRefused(
@@ -157,7 +157,7 @@ def check_fits(header: Header, *, fingerprint: str, weight_id: int, shape: Shape
         raise KvRefused(f"KV cache refused: it is {header.shape}, this engine's pool is {shape}")
 
 
-def _check(header: Header) -> None:
+def _check(header: PartHeader) -> None:
     shape = header.shape
     for name, limit in _LIMITS.items():
         if not 1 <= getattr(shape, name) <= limit:

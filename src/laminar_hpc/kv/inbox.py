@@ -15,11 +15,11 @@ import zmq
 from laminar_hpc.cluster.admission import Admission
 from laminar_hpc.kv import device
 from laminar_hpc.kv.errors import KvRefused
-from laminar_hpc.kv.frames import Header, Shape, check_fits, decode_header
+from laminar_hpc.kv.frames import PartHeader, Shape, check_fits, decode_header
 from laminar_hpc.kv.native import extension
 from laminar_hpc.kv.pool import NATIVE_PLAN, Pool
 from laminar_hpc.kv.shm import Taken
-from laminar_hpc.kv.transfer import QUEUED, STREAMS, Place
+from laminar_hpc.kv.transfer import QUEUED, STREAMS, KvAddress
 
 log = logging.getLogger(__name__)
 POLL_SECONDS = 0.05
@@ -30,7 +30,7 @@ class _Part:
     """What comes at present, of whom, and where to; `stage` if it comes through the host for a GPU."""
 
     sender: bytes
-    header: Header
+    header: PartHeader
     slots: torch.Tensor
     missing: set[int]
     stage: device.Stage | None = None
@@ -54,7 +54,7 @@ class Expected:
 
 
 @dataclass
-class Inbox:
+class KvInbox:
     """Receives the parts of one move into reserved slots. `tokens` are those whose KV is there and checked;
     `complete` after the last part.
 
@@ -92,7 +92,7 @@ class Inbox:
             ) from None
         port = int(self._router.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
         gpu = device.can_share(self.expected.pool)
-        place = Place(
+        place = KvAddress(
             self.host,
             port,
             self.machine,

@@ -1,7 +1,7 @@
 """A move through shared memory on one machine: the source gathers into a ring of chunks while the destination
 scatters out of it.
 
-    offer = Offer(header, "/dev/shm")           source: the file, mode 0600; its path is sent there
+    offer = ShmOffer(header, "/dev/shm")           source: the file, mode 0600; its path is sent there
     taken = Taken(path)                         destination: maps, unlinks it; taken.header says what comes
     offer.send(pool, slots)                     gathers; returns when the destination has accepted, or raises
     taken.receive(pool, slots); taken.accept()  scatters and checks each chunk; or taken.refuse()
@@ -25,7 +25,7 @@ from typing import Any, Self
 import torch
 
 from laminar_hpc.kv.errors import KvRefused
-from laminar_hpc.kv.frames import MAX_HEADER_BYTES, Header, decode_header, encode_header
+from laminar_hpc.kv.frames import MAX_HEADER_BYTES, PartHeader, decode_header, encode_header
 from laminar_hpc.kv.native import extension
 from laminar_hpc.kv.offers import PREFIX, held, hold, remove_abandoned
 from laminar_hpc.kv.pool import Pool
@@ -46,7 +46,7 @@ class _Side:
     """One side's map of the file. `side` is 0 for the source, 1 for the destination."""
 
     def __init__(
-        self, fd: int, side: int, header: Header, slots: int, header_bytes: int, seconds: float
+        self, fd: int, side: int, header: PartHeader, slots: int, header_bytes: int, seconds: float
     ) -> None:
         self.header, self.seconds, self.peer = header, seconds, ("destination", "source")[side]
         self._fd, self._side = fd, side
@@ -79,12 +79,12 @@ class _Side:
         self.close()
 
 
-class Offer(_Side):
+class ShmOffer(_Side):
     """The source's side. Raises KvRefused where shared memory has no room."""
 
     def __init__(
         self,
-        header: Header,
+        header: PartHeader,
         folder: str | Path = "/dev/shm",
         slots: int = RING_SLOTS,
         seconds: float = WAIT_SECONDS,
@@ -186,7 +186,7 @@ def _records_at(slots: int, header_bytes: int) -> int:
     return -(-(_SEQUENCES + 64 * slots + header_bytes) // 4096) * 4096
 
 
-def _read_head(fd: int, size: int) -> tuple[Header, int, int]:
+def _read_head(fd: int, size: int) -> tuple[PartHeader, int, int]:
     """Header, ring slots and header bytes of a file, all checked against its size."""
     head = os.pread(fd, _HEAD.size, 0)
     magic, slots = _HEAD.unpack(head) if len(head) == _HEAD.size else (0, 0)
@@ -200,7 +200,7 @@ def _read_head(fd: int, size: int) -> tuple[Header, int, int]:
     return header, slots, header_bytes
 
 
-def _same(header: Header, pool: Pool, slots: torch.Tensor) -> None:
+def _same(header: PartHeader, pool: Pool, slots: torch.Tensor) -> None:
     if header.shape != pool.shape or header.tokens != len(slots):
         raise KvRefused(
             f"KV move refused: {header.tokens} tokens of "

@@ -29,10 +29,10 @@ import zmq
 
 from laminar_hpc.kv import device
 from laminar_hpc.kv.errors import KvRefused
-from laminar_hpc.kv.frames import Header, Shape, encode_header
+from laminar_hpc.kv.frames import PartHeader, Shape, encode_header
 from laminar_hpc.kv.native import extension
 from laminar_hpc.kv.pool import NATIVE_PLAN, Pool, aligned
-from laminar_hpc.kv.shm import CHUNK_BYTES, WAIT_SECONDS, Offer
+from laminar_hpc.kv.shm import CHUNK_BYTES, WAIT_SECONDS, ShmOffer
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -42,7 +42,7 @@ TCP_CHUNK_BYTES = 1 << 19  # a message's overhead is small beside it
 QUEUED = 8  # chunks on their way per stream: bounds the memory of a move
 
 
-class Place(msgspec.Struct, frozen=True):
+class KvAddress(msgspec.Struct, frozen=True):
     """What an address says."""
 
     host: str
@@ -54,9 +54,9 @@ class Place(msgspec.Struct, frozen=True):
     client_secret: str
 
 
-def decode_address(address: str) -> Place:
+def decode_address(address: str) -> KvAddress:
     """What an engine's address says. Raises KvRefused for any other text."""
-    return _decoded(address, Place)
+    return _decoded(address, KvAddress)
 
 
 def of_all_ranks(addresses: Sequence[str]) -> str:
@@ -92,7 +92,7 @@ def chunk_bytes(address: str, machine: str) -> int:
 
 def send_part(
     address: str,
-    header: Header,
+    header: PartHeader,
     pool: Pool,
     slots: torch.Tensor,
     *,
@@ -139,7 +139,7 @@ def send_part(
                 stream.close(0)
 
 
-def _connect(context: zmq.Context, place: Place, seconds: float) -> zmq.Socket:
+def _connect(context: zmq.Context, place: KvAddress, seconds: float) -> zmq.Socket:
     stream = context.socket(zmq.DEALER)
     stream.curve_serverkey = place.server_public.encode()
     stream.curve_publickey, stream.curve_secretkey = (
@@ -151,7 +151,7 @@ def _connect(context: zmq.Context, place: Place, seconds: float) -> zmq.Socket:
     return stream
 
 
-def _answer(stream: zmq.Socket, place: Place, seconds: float, *wanted: bytes) -> bytes:
+def _answer(stream: zmq.Socket, place: KvAddress, seconds: float, *wanted: bytes) -> bytes:
     if not stream.poll(int(seconds * 1000)):
         raise KvRefused(
             f"KV move failed: the destination at {place.host}:{place.port} said nothing for {seconds:g} s"
@@ -166,10 +166,10 @@ def _answer(stream: zmq.Socket, place: Place, seconds: float, *wanted: bytes) ->
     return kind
 
 
-def _share(stream: zmq.Socket, pool: Pool, slots: torch.Tensor, place: Place, seconds: float) -> bool:
+def _share(stream: zmq.Socket, pool: Pool, slots: torch.Tensor, place: KvAddress, seconds: float) -> bool:
     """Whether the destination has taken the rows from this GPU. False where CUDA cannot, at either end."""
     try:
-        shared = device.Shared(pool, slots)
+        shared = device.SharedKv(pool, slots)
     except RuntimeError as error:
         log.warning("KV goes through the host: %s", error)
         return False
@@ -180,14 +180,14 @@ def _share(stream: zmq.Socket, pool: Pool, slots: torch.Tensor, place: Place, se
 
 def _offer(
     stream: zmq.Socket,
-    header: Header,
+    header: PartHeader,
     pool: Pool,
     slots: torch.Tensor,
     folder: str,
     threads: int,
     seconds: float,
 ) -> None:
-    with Offer(header, folder, seconds=seconds) as offer:
+    with ShmOffer(header, folder, seconds=seconds) as offer:
         stream.send_multipart([b"shm", str(offer.path).encode()])
         try:
             offer.send(pool, slots, threads)
@@ -198,7 +198,12 @@ def _offer(
 
 
 def _stream(
-    streams: list[zmq.Socket], plan: NATIVE_PLAN, shape: Shape, header: Header, place: Place, seconds: float
+    streams: list[zmq.Socket],
+    plan: NATIVE_PLAN,
+    shape: Shape,
+    header: PartHeader,
+    place: KvAddress,
+    seconds: float,
 ) -> None:
     record = aligned(shape.record_bytes(header.chunk_bytes)).numpy()
     start = time.monotonic()

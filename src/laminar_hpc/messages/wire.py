@@ -1,137 +1,24 @@
 """How messages become frames and back, by msgspec. `encode` and `decode` are the only serialisers: a frame
 that does not fit its type raises msgspec.ValidationError, and never runs code."""
 
+import functools
+import operator
+
 import msgspec
 
-from laminar_hpc.messages.chain import (
-    CutLink,
-    EpochProposed,
-    JoinEpoch,
-    LinkDown,
-    RelayHas,
-    SendAgain,
-    StoreOpened,
-)
+from laminar_hpc.messages import chain, homes, membership, moves, publication, rollouts, training
 from laminar_hpc.messages.data import Message, ScorePart
-from laminar_hpc.messages.homes import Ask, LetGo
-from laminar_hpc.messages.membership import (
-    Failure,
-    GangEnded,
-    Goodbye,
-    Hello,
-    Ping,
-    Pong,
-    Rejoin,
-    Stop,
-    StopRequest,
-    Welcome,
-)
-from laminar_hpc.messages.moves import (
-    Answer,
-    Import,
-    Imported,
-    MoveAbort,
-    MoveCommit,
-    MoveFailed,
-    MoveOrder,
-    MoveReady,
-    Reserve,
-    Reserved,
-)
-from laminar_hpc.messages.publication import LaneSenders, NewWeightId, Published, WeightId
-from laminar_hpc.messages.rollouts import (
-    Drop,
-    EngineHung,
-    Generated,
-    Grant,
-    Holds,
-    Increment,
-    Leaving,
-    Lost,
-    NotLoaded,
-    RequestWork,
-    Scored,
-    ScoreOrder,
-    Unfinished,
-    WeightsAvailable,
-    WeightsOpened,
-)
-from laminar_hpc.messages.training import (
-    Batch,
-    Checkpointed,
-    Continue,
-    Leave,
-    NotYet,
-    Restored,
-    StepDone,
-    TakeBatch,
-    TrainerDone,
-    TrainersMeet,
-)
 
-AnyMessage = (
-    StopRequest
-    | Rejoin
-    | Stop
-    | Goodbye
-    | Failure
-    | GangEnded
-    | Pong
-    | Ping
-    | Hello
-    | Welcome
-    | Increment
-    | Leaving
-    | Unfinished
-    | EngineHung
-    | WeightsAvailable
-    | Drop
-    | Holds
-    | NotLoaded
-    | Lost
-    | Scored
-    | ScoreOrder
-    | Generated
-    | Grant
-    | RequestWork
-    | WeightsOpened
-    | Ask
-    | LetGo
-    | Answer
-    | MoveFailed
-    | MoveAbort
-    | MoveCommit
-    | Imported
-    | Import
-    | MoveReady
-    | MoveOrder
-    | Reserved
-    | Reserve
-    | TrainerDone
-    | Checkpointed
-    | TrainersMeet
-    | Continue
-    | StepDone
-    | Leave
-    | NotYet
-    | Batch
-    | Restored
-    | TakeBatch
-    | Published
-    | WeightId
-    | NewWeightId
-    | LaneSenders
-    | RelayHas
-    | LinkDown
-    | CutLink
-    | SendAgain
-    | JoinEpoch
-    | StoreOpened
-    | EpochProposed
-)
+MESSAGES: list[type[Message]] = [  # all that may be decoded
+    kind
+    for conversation in (chain, homes, membership, moves, publication, rollouts, training)
+    for kind in vars(conversation).values()
+    if isinstance(kind, type) and issubclass(kind, Message) and kind.__module__ == conversation.__name__
+]
+AnyMessage = Message  # one of them
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(AnyMessage)
+_decoder = msgspec.msgpack.Decoder(functools.reduce(operator.or_, MESSAGES))
 _score_decoder = msgspec.msgpack.Decoder(ScorePart)
 
 
@@ -141,8 +28,7 @@ def encode(value: Message | ScorePart) -> bytes:
 
 
 def decode(frame: bytes) -> AnyMessage:
-    """Raises msgspec.DecodeError (of which ValidationError is one) on anything that is not one of the
-    messages above."""
+    """Raises msgspec.DecodeError (of which ValidationError is one) on anything that is none of MESSAGES."""
     try:
         return _decoder.decode(frame)
     except (RecursionError, UnicodeDecodeError) as error:

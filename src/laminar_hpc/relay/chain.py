@@ -33,7 +33,7 @@ from laminar_hpc.weights.stream import encode_header, encode_sums, take_sums
 _POSTED_AHEAD = 2  # chunks that may arrive while an earlier one is looked at
 
 
-class SumsDiffer(LaminarError):
+class StreamDamaged(LaminarError):
     """What arrived is not what was sent."""
 
 
@@ -47,7 +47,7 @@ class Changes:
     frames: dict[int, Frame] = field(default_factory=dict)
 
 
-class Stream:
+class WeightStream:
     """Weights in a slot, complete or still arriving. `data` is uint8 [manifest.data_bytes]; its first `there`
     bytes are valid."""
 
@@ -129,11 +129,11 @@ class ArrivingSums:
             self._number, self._done, self._parts = self._number + 1, 0, []
 
 
-def receive_stream(link: Link, stream: Stream) -> None:
+def receive_stream(link: Link, stream: WeightStream) -> None:
     """Receives what follows the header into `stream`; returns when the sums of all tensors are equal to the
     sender's.
 
-    Raises LinkBroken, or SumsDiffer; whoever waits for the rest of the stream gets LinkBroken then.
+    Raises LinkBroken, or StreamDamaged; whoever waits for the rest of the stream gets LinkBroken then.
     """
     manifest, size = stream.manifest, stream.manifest.data_bytes
     arriving = ArrivingSums(manifest, stream.data)
@@ -151,7 +151,7 @@ def receive_stream(link: Link, stream: Stream) -> None:
             if (e.sum_words, e.sum_indexed) != both
         ]
         if wrong:
-            raise SumsDiffer(
+            raise StreamDamaged(
                 f"{len(wrong)} tensors of weight id {manifest.weight_id}, first {wrong[0]}, "
                 f"came from {link.peer} with other sums than they were made with; "
                 "check the network and memory of this machine and of those before it in the chain"
@@ -162,7 +162,7 @@ def receive_stream(link: Link, stream: Stream) -> None:
     stream.grown(size, complete=True)
 
 
-def _in_full(link: Link, stream: Stream) -> Iterator[int]:
+def _in_full(link: Link, stream: WeightStream) -> Iterator[int]:
     """Receives the data bytes; gives how many are there."""
     if link.device_end is not None:
         yield from _through_device(link, link.device_end, stream)
@@ -182,7 +182,7 @@ def _in_full(link: Link, stream: Stream) -> Iterator[int]:
         yield stream.there + part.numel()
 
 
-def _through_device(link: Link, device: DeviceEnd, stream: Stream) -> Iterator[int]:
+def _through_device(link: Link, device: DeviceEnd, stream: WeightStream) -> Iterator[int]:
     """The same over NCCL: while chunk k is copied to pinned memory, chunk k + 1 arrives in the device, and
     the host puts chunk k - 1 into the slot."""
     parts = stream.data.split(stream.chunk)
@@ -212,7 +212,7 @@ def _through_device(link: Link, device: DeviceEnd, stream: Stream) -> Iterator[i
     yield put(len(parts) - 1)
 
 
-def _changed(link: Link, stream: Stream, changes: Changes) -> Iterator[int]:
+def _changed(link: Link, stream: WeightStream, changes: Changes) -> Iterator[int]:
     """The same of frames, put on top of the base as they come; kept for the next relay."""
     parts, bases = stream.data.split(stream.chunk), changes.base.split(stream.chunk)
     width, keeps = unit_bytes(stream.manifest), stream.passed_on is not None
@@ -225,7 +225,7 @@ def _changed(link: Link, stream: Stream, changes: Changes) -> Iterator[int]:
                 changes.frames[number] = frame
             yield stream.there + parts[number].numel()
     except FrameWrong as error:
-        raise SumsDiffer(f"weight id {stream.manifest.weight_id} from {link.peer}: {error}") from None
+        raise StreamDamaged(f"weight id {stream.manifest.weight_id} from {link.peer}: {error}") from None
 
 
 class _Giver:
@@ -260,7 +260,7 @@ class _Giver:
             self._link.finish(*self._leaving.popleft())
 
 
-def send_stream(link: Link, stream: Stream) -> None:
+def send_stream(link: Link, stream: WeightStream) -> None:
     """Sends a publication as its bytes become available: as changes if those came and this link has brought
     the weights that they change. Raises LinkBroken, also when they do not come."""
     manifest, data, chunk, changes = stream.manifest, stream.data, stream.chunk, stream.changes

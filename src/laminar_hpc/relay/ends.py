@@ -13,14 +13,14 @@ from collections.abc import Callable
 from laminar_hpc.cluster.links import Link
 from laminar_hpc.cluster.meeting import LinkBroken
 from laminar_hpc.policies.chain import chunk_bytes
-from laminar_hpc.relay.chain import Stream, send_stream
+from laminar_hpc.relay.chain import WeightStream, send_stream
 
 MakeLink = Callable[[Callable[[], bool]], Link]  # its argument tells whether the link is no longer wanted
 Down = Callable[[int, str], None]
 Failed = Callable[[Exception], None]
 
 
-class End(ABC):
+class LinkEnd(ABC):
     """A thread on one link. `down(epoch, why)` is called once if the link cannot be made or breaks, not when
     `close` was called; `failed(error)` on anything else."""
 
@@ -65,7 +65,7 @@ class End(ABC):
             self.close()
 
 
-class Receiver(End):
+class UpstreamEnd(LinkEnd):
     """Takes one publication after the other: `receive(link)` takes one."""
 
     def __init__(
@@ -78,7 +78,7 @@ class Receiver(End):
         self._receive(link)
 
 
-class Sender(End):
+class DownstreamEnd(LinkEnd):
     """Passes on what is put into it, in order. `done(stream)` is called for each when it is no longer
     read."""
 
@@ -88,15 +88,15 @@ class Sender(End):
         make: MakeLink,
         down: Down,
         failed: Failed,
-        done: Callable[[Stream], None],
+        done: Callable[[WeightStream], None],
         relays: int,
         max_chunk: int,
     ) -> None:
         self.relays = relays  # that stand behind the link
         self._done, self._max_chunk = done, max_chunk
-        self._streams: queue.SimpleQueue[Stream | None] = queue.SimpleQueue()
+        self._streams: queue.SimpleQueue[WeightStream | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._pending: list[Stream] = []  # those that are not done; none once the link is closed
+        self._pending: list[WeightStream] = []  # those that are not done; none once the link is closed
         super().__init__(epoch, make, down, failed)
 
     @property
@@ -104,7 +104,7 @@ class Sender(End):
         """There is a stream that is not done."""
         return bool(self._pending)
 
-    def put(self, stream: Stream) -> None:
+    def put(self, stream: WeightStream) -> None:
         """Every stream is done sooner or later; at once when the link is closed, as nothing is read any more
         then."""
         with self._lock:
@@ -113,7 +113,7 @@ class Sender(End):
                 return self._streams.put(stream)
         self._done(stream)
 
-    def _finish(self, *streams: Stream) -> None:
+    def _finish(self, *streams: WeightStream) -> None:
         for stream in streams:
             with self._lock:
                 if stream not in self._pending:

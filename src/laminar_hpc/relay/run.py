@@ -33,8 +33,8 @@ from laminar_hpc.messages.chain import (
     StoreOpened,
 )
 from laminar_hpc.messages.membership import Welcome
-from laminar_hpc.relay.chain import Changes, Stream, SumsDiffer, receive_stream
-from laminar_hpc.relay.ends import Receiver, Sender
+from laminar_hpc.relay.chain import Changes, StreamDamaged, WeightStream, receive_stream
+from laminar_hpc.relay.ends import DownstreamEnd, UpstreamEnd
 from laminar_hpc.weights.lane_slots import LaneWriter
 from laminar_hpc.weights.manifest import Manifest
 from laminar_hpc.weights.slots import SlotsBusy, SlotWriter
@@ -102,10 +102,10 @@ class Relay:
         )
         self._seconds = context.config.relay.publish_timeout_seconds
         self._address = own_address(context.config.cluster.host)
-        self._upstream: Receiver | None = None
-        self._downstream: Sender | None = None
+        self._upstream: UpstreamEnd | None = None
+        self._downstream: DownstreamEnd | None = None
         self._lock = threading.Lock()  # guards `_arriving`, and the slot that it is written to
-        self._arriving: Stream | None = None
+        self._arriving: WeightStream | None = None
         self._base_slot: int | None = None  # kept while what arrives is put on top of it
         self._wrong = 0
 
@@ -134,7 +134,7 @@ class Relay:
             )
 
         max_chunk = self._context.config.relay.chunk_megabytes << 20
-        self._downstream = Sender(
+        self._downstream = DownstreamEnd(
             message.epoch, make, self._down, self._failed, self._sent, len(message.relays), max_chunk
         )
 
@@ -148,7 +148,7 @@ class Relay:
                 store, message.epoch, 0, False, message.peer, self._address, self._device, self._seconds
             )
 
-        self._upstream = Receiver(message.epoch, make, self._down, self._failed, self._receive)
+        self._upstream = UpstreamEnd(message.epoch, make, self._down, self._failed, self._receive)
 
     def cut(self, message: CutLink) -> None:
         """Whoever sends here has been replaced: what was arriving never becomes visible."""
@@ -168,7 +168,9 @@ class Relay:
             "weight id %d goes again from slot %d to %d relays", manifest.weight_id, slot, message.relays
         )
         sender.relays = message.relays
-        sender.put(Stream(manifest, torch.from_numpy(data)[: manifest.data_bytes], None, slot, complete=True))
+        sender.put(
+            WeightStream(manifest, torch.from_numpy(data)[: manifest.data_bytes], None, slot, complete=True)
+        )
 
     def welcome_back(self) -> None:
         """The controller had taken this relay for dead: it learns anew what is here, and has links made
@@ -224,7 +226,7 @@ class Relay:
         log.error("a link's thread failed", exc_info=error)
         self._context.channel.interrupt(error)
 
-    def _sent(self, stream: Stream) -> None:
+    def _sent(self, stream: WeightStream) -> None:
         self._writer.release(stream.slot)
 
     def _receive(self, link: Link) -> None:
@@ -240,7 +242,7 @@ class Relay:
                     raise LinkBroken(f"the link to {link.peer} was replaced")
                 complete = self._writer.commit(manifest) is not None
             self._wrong = 0
-        except SumsDiffer as error:
+        except StreamDamaged as error:
             self._wrong += 1
             if self._wrong >= _MAX_WRONG:
                 raise
@@ -265,7 +267,7 @@ class Relay:
             )
         )
 
-    def _into_a_slot(self, link: Link, manifest: Manifest, chunk: int, base_id: int | None) -> Stream:
+    def _into_a_slot(self, link: Link, manifest: Manifest, chunk: int, base_id: int | None) -> WeightStream:
         """As soon as there is one: readers may hold all of them for a while. With lanes not even then, as
         those of newer ids stay taken. Raises LinkBroken after half of the time that the sender waits."""
         until = time.monotonic() + (self._seconds / 2 if self._context.config.relay.lanes == 1 else 0.0)
@@ -304,7 +306,7 @@ class Relay:
         self._base_slot, data = base
         return data
 
-    def _begin(self, manifest: Manifest, chunk: int) -> Stream:
+    def _begin(self, manifest: Manifest, chunk: int) -> WeightStream:
         """A slot to receive into."""
         sender = self._downstream
         try:
@@ -314,9 +316,9 @@ class Relay:
                 raise
             sender.break_off(f"it is more than {self._writer.count - 2} publications behind")
             data = self._writer.begin(manifest)
-        return Stream(manifest, torch.from_numpy(data)[: manifest.data_bytes], chunk)
+        return WeightStream(manifest, torch.from_numpy(data)[: manifest.data_bytes], chunk)
 
-    def _pass_on(self, stream: Stream) -> None:
+    def _pass_on(self, stream: WeightStream) -> None:
         """Goes on downstream as it comes."""
         sender = self._downstream
         if sender is not None:

@@ -21,8 +21,9 @@ from laminar_hpc.gateway.dialogues import Dialogues
 from laminar_hpc.gateway.server import Gateway
 from laminar_hpc.rollout.batch import Turn
 from laminar_hpc.rollout.episodes import Episodes
+from laminar_hpc.rollout.in_flight import Outcome, TrajectoryInFlight
+from laminar_hpc.rollout.move_source import HandOver
 from laminar_hpc.rollout.talk import Talk
-from laminar_hpc.rollout.work import Outcome, Work
 from laminar_hpc.turns.episode import Episode
 from laminar_hpc.turns.session import AgentSession, EnvironmentFailed
 
@@ -32,8 +33,8 @@ logger = logging.getLogger(__name__)
 class AgentEpisodes(Episodes):
     """See Episodes."""
 
-    def __init__(self, context: RoleContext, stop_ids: Sequence[int]) -> None:
-        super().__init__(context, stop_ids)
+    def __init__(self, context: RoleContext, stop_ids: Sequence[int], hand_over: HandOver) -> None:
+        super().__init__(context, stop_ids, hand_over)
         self.gateway = Gateway(context.config.sampling.max_response_tokens, self.branches)
         model, arguments = Path(context.config.model.path), context.config.data.chat_template_arguments
         self.dialogues = Dialogues(model, stop_ids, self.limits.history == "refuse", arguments)
@@ -51,22 +52,23 @@ class AgentEpisodes(Episodes):
 
     # ---- one trajectory ------------------------------------------------------------------------------------
 
-    async def _episode(self, work: Work, turn: Turn) -> Outcome:
-        work.episode = Episode(self.limits, work.partial.time_started or time.time())
-        work.bound, work.finish_reason = self.bound, ""
+    async def _episode(self, trajectory: TrajectoryInFlight, turn: Turn) -> Outcome:
+        trajectory.episode = Episode(self.limits, trajectory.partial.time_started or time.time())
+        trajectory.bound = self.bound
+        trajectory.finish_reason = ""
         t0 = time.time()
-        session = await self.pool.open(work.group.row)
+        session = await self.pool.open(trajectory.group.row)
         assert isinstance(session, AgentSession)
-        work.session = session
-        work.episode.reset(t0, time.time() - t0)
+        trajectory.session = session
+        trajectory.episode.reset(t0, time.time() - t0)
         door = self.gateway.open()
-        work.episode.refusals = door.refusals
+        trajectory.episode.refusals = door.refusals
         agent = asyncio.create_task(session.run(base_url=door.url, api_key=door.key, model=MODEL))
         try:
-            talk = Talk(self.dialogues, self.branches, work, door, turn, self._waited)
+            talk = Talk(self.dialogues, self.branches, trajectory, door, turn, self._waited)
             outcome = await talk.held(agent)
             if not (outcome.moved_away or outcome.lost):
-                work.score = self._scored(talk, agent)
+                trajectory.score = self._scored(talk, agent)
             return outcome
         except EnvironmentFailed as error:
             if door.refusals and (last := door.refusals[-1]) not in str(error):
@@ -74,7 +76,7 @@ class AgentEpisodes(Episodes):
             raise
         finally:
             self.gateway.shut(door)
-            self.let_go(work)
+            self.let_go(trajectory)
             agent.cancel()
             await asyncio.gather(agent, return_exceptions=True)
 
@@ -92,13 +94,15 @@ class AgentEpisodes(Episodes):
             if not talk.limited:
                 raise
             instead, now = self.context.config.reward.score_on_failure, time.time()
-            return Score(instead, {}, f"{error}, behind the limit '{talk.work.finish_reason}'", now, now)
+            return Score(
+                instead, {}, f"{error}, behind the limit '{talk.trajectory.finish_reason}'", now, now
+            )
 
-    def _waited(self, work: Work, t0: float) -> None:
+    def _waited(self, trajectory: TrajectoryInFlight, t0: float) -> None:
         """For the agent's next request."""
-        self.calls.record(work, t0, "agent")
+        self.calls.record(trajectory, t0, "agent")
 
-    async def grade(self, work: Work) -> Score:
+    async def grade(self, trajectory: TrajectoryInFlight) -> Score:
         """See Episodes."""
-        assert work.score is not None
-        return work.score
+        assert trajectory.score is not None
+        return trajectory.score

@@ -11,21 +11,21 @@ Owned by episodes.py. Names are never used twice, so an Answer that nobody wants
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from typing import Any
 
 from laminar_hpc.cluster.channel import Channel
 from laminar_hpc.cluster.own_time import own_time, within
 from laminar_hpc.messages.moves import Answer
-from laminar_hpc.rollout.work import Outcome, Work
+from laminar_hpc.rollout.in_flight import Outcome, State, TrajectoryInFlight
+from laminar_hpc.rollout.move_source import HandOver
 from laminar_hpc.turns.session import EnvironmentFailed
 
 WAY_SECONDS = 30.0  # of an Answer from another replica, beyond the time of its calls
 _REMEMBERED = 4096  # Answers that nobody has asked for yet
-HandOver = Callable[[Work], Coroutine[Any, Any, bool]]  # whether the trajectory of a move has gone
 
 
-class Ended(Exception):
+class TrajectoryEnded(Exception):
     """The trajectory goes on elsewhere, or cannot go on."""
 
     def __init__(self, outcome: Outcome) -> None:
@@ -37,31 +37,34 @@ def name_of(replica: int, trajectory_id: int, attempt: int, tokens: int) -> str:
     return f"{replica}:{trajectory_id}:{attempt}:{tokens}"
 
 
-class Answers:
-    """A replica's. migration.py sets `hand_over`."""
+class CallAnswers:
+    """A replica's."""
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: Channel, hand_over: HandOver) -> None:
         self._channel = channel
-        self.hand_over: HandOver | None = None
+        self._hand_over = hand_over
         self._heard: dict[str, asyncio.Future[Answer]] = {}
         self._following: dict[str, asyncio.Task[None]] = {}
         self._may_tell = asyncio.Event()
         self._may_tell.set()
 
-    async def made_here(self, work: Work, name: str, making: Coroutine[Any, Any, Answer]) -> Answer:
-        """What `making` comes to. Raises Ended, and what `making` raises."""
+    async def made_here(
+        self, trajectory: TrajectoryInFlight, name: str, making: Coroutine[Any, Any, Answer]
+    ) -> Answer:
+        """What `making` comes to. Raises TrajectoryEnded, and what `making` raises."""
         calls = asyncio.create_task(making)
         try:
-            return await self._awaited(work, name, calls, None)
+            return await self._awaited(trajectory, name, calls, None)
         finally:
             if name not in self._following:
                 calls.cancel()
 
-    async def made_elsewhere(self, work: Work, seconds: float) -> Answer:
-        """What another replica tells of calls that take at most so long. Raises Ended, EnvironmentFailed."""
-        name = work.partial.awaits
+    async def made_elsewhere(self, trajectory: TrajectoryInFlight, seconds: float) -> Answer:
+        """What another replica tells of calls that take at most so long. Raises TrajectoryEnded and
+        EnvironmentFailed."""
+        name = trajectory.partial.awaits
         try:
-            return await self._awaited(work, name, self._told(name), seconds + WAY_SECONDS)
+            return await self._awaited(trajectory, name, self._told(name), seconds + WAY_SECONDS)
         finally:
             self._heard.pop(name, None)
 
@@ -99,61 +102,62 @@ class Answers:
     # ---- a trajectory that waits ---------------------------------------------------------------------------
 
     async def _awaited(
-        self, work: Work, name: str, answer: asyncio.Future[Answer], seconds: float | None
+        self, trajectory: TrajectoryInFlight, name: str, answer: asyncio.Future[Answer], seconds: float | None
     ) -> Answer:
-        work.waits, deadline = True, None if seconds is None else own_time() + seconds
+        deadline = None if seconds is None else own_time() + seconds
         try:
-            while not answer.done():
-                if not await self._wakes(work, answer, deadline):
-                    raise Ended(Outcome(lost=f"nobody has said within {seconds:g} s what its calls came to"))
-                if work.is_dropped():
-                    raise Ended(Outcome(moved_away=True))
-                if work.order is not None:
-                    await self._leaves(work, name, answer)
+            with trajectory.waiting():
+                while not answer.done():
+                    if trajectory.is_dropped():
+                        raise TrajectoryEnded(Outcome(moved_away=True))
+                    if trajectory.move is not None:
+                        await self._leaves(trajectory, name, answer)
+                    elif not await self._wakes(trajectory, answer, deadline):
+                        text = f"nobody has said within {seconds:g} s what its calls came to"
+                        raise TrajectoryEnded(Outcome(lost=text))
         except asyncio.CancelledError:
-            if work.left and not (work.bound or work.evaluation):
+            if trajectory.state is State.STRANDED and trajectory.is_told:
                 self._may_tell.clear()
-                self._follow(work, name, answer)
+                self._follow(trajectory, name, answer)
             raise
-        finally:
-            work.waits = False
-            work.ordered.clear()
         if (found := answer.result()).failed_environment:
             raise EnvironmentFailed(found.error)
         if found.error:
-            raise Ended(Outcome(lost=found.error))
+            raise TrajectoryEnded(Outcome(lost=found.error))
         return found
 
-    async def _wakes(self, work: Work, answer: asyncio.Future[Answer], deadline: float | None) -> bool:
+    async def _wakes(
+        self, trajectory: TrajectoryInFlight, answer: asyncio.Future[Answer], deadline: float | None
+    ) -> bool:
         """Waits for the answer, an order or a drop. False when the deadline came first."""
-        ordered = asyncio.create_task(work.ordered.wait())
-        either: set[asyncio.Future[Any]] = {answer, ordered}
+        stirred = asyncio.create_task(trajectory.stirred.wait())
+        either: set[asyncio.Future[Any]] = {answer, stirred}
         try:
             async with within(None if deadline is None else deadline - own_time()):
                 await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         except TimeoutError:
             return False
         finally:
-            ordered.cancel()
+            stirred.cancel()
         return True
 
-    async def _leaves(self, work: Work, name: str, answer: asyncio.Future[Answer]) -> None:
-        """Returns when its move is off. Raises Ended when it has gone."""
-        assert self.hand_over is not None
-        before, work.partial.awaits = work.partial.awaits, name
-        if await self.hand_over(work):
-            self._follow(work, name, answer)
-            raise Ended(Outcome(moved_away=True))
-        work.partial.awaits, work.order = before, None
-        work.sent.clear()
-        work.ordered.clear()
+    async def _leaves(
+        self, trajectory: TrajectoryInFlight, name: str, answer: asyncio.Future[Answer]
+    ) -> None:
+        """Returns when its move is off. Raises TrajectoryEnded when it has gone."""
+        before, trajectory.partial.awaits = trajectory.partial.awaits, name
+        if await self._hand_over(trajectory):
+            self._follow(trajectory, name, answer)
+            raise TrajectoryEnded(Outcome(moved_away=True))
+        trajectory.partial.awaits = before
+        trajectory.stay()
 
-    def _follow(self, work: Work, name: str, answer: asyncio.Future[Answer]) -> None:
+    def _follow(self, trajectory: TrajectoryInFlight, name: str, answer: asyncio.Future[Answer]) -> None:
         """It goes on elsewhere, and the answer follows; but one that was to come from elsewhere, and has not,
         goes there by itself."""
-        work.partial.awaits = name
+        trajectory.partial.awaits = name
         if name not in self._heard or answer.done():
-            self._following[name] = asyncio.create_task(self._tell(work.trajectory_id, name, answer))
+            self._following[name] = asyncio.create_task(self._tell(trajectory.trajectory_id, name, answer))
 
     async def _tell(self, trajectory_id: int, name: str, answer: asyncio.Future[Answer]) -> None:
         try:

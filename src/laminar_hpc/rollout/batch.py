@@ -1,9 +1,9 @@
 """A local batch on its way through the engine: each trajectory request by request, until it has its last
 token, is lost, or has moved away.
 
-    Work --request--> stop, length -> ended(work, None), or ended(work, why it is lost)
-              |-----> moved, abort -> migration.py: gone to another replica, or goes on here
-              '-----> paused       -> goes on after `resume`
+    granted --request--> stop, length -> ended: it is whole, or lost
+                |------> moved, abort -> move_source.py: gone to another replica, or goes on here
+                '------> paused       -> goes on after `resume`
 
 Owned by worker.py, which says what becomes of results; migration.py adds trajectories that come from
 elsewhere. Nothing else is added to it.
@@ -20,25 +20,24 @@ from typing import Any
 from laminar_hpc.cluster.context import RoleContext
 from laminar_hpc.cluster.own_time import within
 from laminar_hpc.engine.interface import Generation, RequestFailed, sampling_parameters
-from laminar_hpc.messages.data import TOKEN_BYTES, VersionSpan
 from laminar_hpc.messages.moves import MoveFailed
-from laminar_hpc.messages.rollouts import Increment
 from laminar_hpc.payload.layout import DamagedResponse, Logprobs, Tokens
 from laminar_hpc.rollout.engine_lives import EngineLives
+from laminar_hpc.rollout.in_flight import Outcome, State, TrajectoryInFlight
+from laminar_hpc.rollout.move_source import HandOver
+from laminar_hpc.rollout.partial_response import columns, extended, objection
 from laminar_hpc.rollout.state import ReplicaState
-from laminar_hpc.rollout.work import Outcome, Work, columns, extended, objection
 
 logger = logging.getLogger(__name__)
 ABORT_AGAIN_SECONDS = 0.5
 
-Turn = Callable[[Work], Coroutine[Any, Any, Outcome]]
-# (work, one answer of the model) -> how it ended: the turns of a trajectory, see episodes.py
-Turns = Callable[[Work, Turn], Coroutine[Any, Any, Outcome]]
+Turn = Callable[[TrajectoryInFlight], Coroutine[Any, Any, Outcome]]
+# (trajectory, one answer of the model, whether the batch is young) -> how it ended: see episodes.py
+Turns = Callable[[TrajectoryInFlight, Turn, Callable[[], bool]], Coroutine[Any, Any, Outcome]]
 
 
 class LocalBatch:
-    """`ended(work, lost)`: it has its last token, or `lost` says why it will not. migration.py sets
-    `hand_over(work)`, which says whether the work of a move has gone."""
+    """`ended(trajectory, outcome)`: it has its last token, or `outcome.lost` says why it will not."""
 
     def __init__(
         self,
@@ -46,17 +45,23 @@ class LocalBatch:
         engines: EngineLives,
         state: ReplicaState,
         stop_ids: list[int],
-        ended: Callable[[Work, str | None], None],
-        turns: Turns | None = None,
+        ended: Callable[[TrajectoryInFlight, Outcome], None],
+        hand_over: HandOver,
+        turns: Turns | None,
     ) -> None:
-        self.context, self.config, self.engines, self.state = context, context.config, engines, state
-        self.stop_ids, self.ended, self._turns = stop_ids, ended, turns
-        self.hand_over: Callable[[Work], Coroutine[Any, Any, bool]] | None = None
+        self.context = context
+        self.config = context.config
+        self.engines = engines
+        self.state = state
+        self.stop_ids = stop_ids
+        self.ended = ended
+        self._hand_over = hand_over
+        self._turns = turns or (lambda trajectory, turn, _: turn(trajectory))
         self.moved_away = 0  # trajectories that are with others, since `run` began
         self._size = 0  # trajectories that `run` began with
         self.progress = 0  # counts increments and ends of requests
-        self.left: list[Work] = []  # what was under way when it failed
-        self.works: dict[int, Work] = {}  # those with a task, by trajectory
+        self.left: list[TrajectoryInFlight] = []  # what was under way when it failed
+        self.trajectories: dict[int, TrajectoryInFlight] = {}  # those with a task, by trajectory
         self.keep_kv = self.config.pipeline.keep_kv
         self.one_policy = self.config.pipeline.refresh != "interrupt"
         self._places = asyncio.Semaphore(self.config.rollout.max_concurrent)
@@ -70,25 +75,25 @@ class LocalBatch:
 
     # ---- tasks ---------------------------------------------------------------------------------------------
 
-    def run(self, begin: Iterable[Work]) -> Coroutine[Any, Any, None]:
-        """Until nothing is left of what it began with, which is among the works from this call on, and of
+    def run(self, begin: Iterable[TrajectoryInFlight]) -> Coroutine[Any, Any, None]:
+        """Until nothing is left of what it began with, which is in `trajectories` from this call on, and of
         what has come meanwhile. Raises EngineDied and what else a task raises."""
-        works = list(begin)
-        self.works |= {work.trajectory_id: work for work in works}
-        return self._run(works)
+        trajectories = list(begin)
+        self.trajectories |= {trajectory.trajectory_id: trajectory for trajectory in trajectories}
+        return self._run(trajectories)
 
-    async def _run(self, works: list[Work]) -> None:
+    async def _run(self, trajectories: list[TrajectoryInFlight]) -> None:
         self._over = asyncio.get_running_loop().create_future()
-        self.moved_away, self._size = 0, len(works)
-        for work in works:
-            self.add(self.one(work))
+        self.moved_away, self._size = 0, len(trajectories)
+        for trajectory in trajectories:
+            self.add(self.one(trajectory))
         try:
             await self._over
         finally:
             for task in list(self._tasks):
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
-            self.works.clear()  # a task that is cancelled before its first step takes nothing back
+            self.trajectories.clear()  # a task that is cancelled before its first step takes nothing back
 
     @property
     def under_way(self) -> bool:
@@ -118,156 +123,142 @@ class LocalBatch:
     @property
     def young(self) -> bool:
         """Most of what it began with is still under way."""
-        return 2 * len(self.works) > self._size
+        return 2 * len(self.trajectories) > self._size
 
     @property
-    def waiting(self) -> list[Work]:
+    def waiting(self) -> list[TrajectoryInFlight]:
         """Those that wait for a tool."""
-        return [work for work in self.works.values() if work.waits]
+        return [trajectory for trajectory in self.trajectories.values() if trajectory.state is State.WAITING]
 
-    def comes(self, work: Work) -> None:
+    def comes(self, trajectory: TrajectoryInFlight) -> None:
         """It has moved here, and is this replica's from now on, also if the batch has failed just now."""
-        self.works[work.trajectory_id] = work
+        self.trajectories[trajectory.trajectory_id] = trajectory
         if not self.under_way:
-            work.left = True
-            self.left.append(work)
+            trajectory.strand()
+            self.left.append(trajectory)
 
     def fail(self, error: BaseException) -> None:
         """`run` raises `error`; what is under way stands in `left`."""
         if self._over is not None and not self._over.done():
-            self.left = list(self.works.values())
-            for work in self.left:
-                work.left = True
             self._over.set_exception(error)
+            self.left = list(self.trajectories.values())
+            for trajectory in self.left:
+                trajectory.strand()
 
     # ---- one trajectory ------------------------------------------------------------------------------------
 
-    async def one(self, work: Work) -> None:
+    async def one(self, trajectory: TrajectoryInFlight) -> None:
         """From where it is to its last token."""
-        self.works[work.trajectory_id] = work
+        self.trajectories[trajectory.trajectory_id] = trajectory
         try:
-            outcome = await (self._turn(work) if self._turns is None else self._turns(work, self._turn))
+            outcome = await self._turns(trajectory, self._turn, lambda: self.young)
         except Exception as error:
-            self.fail(error)  # while it is among the works
+            self.fail(error)  # while it is among the trajectories
             raise
         finally:
-            if self.works.get(work.trajectory_id) is work:  # it may be back by now, as another work
-                del self.works[work.trajectory_id]
+            # it may have come back by now, as another object
+            if self.trajectories.get(trajectory.trajectory_id) is trajectory:
+                del self.trajectories[trajectory.trajectory_id]
         self.state.finished()
         if outcome.moved_away:
             self.moved_away += 1
         else:
-            self.ended(work, outcome.lost)
+            self.ended(trajectory, outcome)
 
-    async def _turn(self, work: Work) -> Outcome:
+    async def _turn(self, trajectory: TrajectoryInFlight) -> Outcome:
         """One answer of the model; between two nobody waits for a place."""
         asked = time.time()
         async with self._places:
-            work.waited = time.time() - asked
-            outcome = await self._generate(work)
-        if work.order is not None and not outcome.moved_away:
-            self.context.channel.send(MoveFailed(work.order.move_id, outcome.lost or "it has ended"))
-            work.order = None
-            work.sent.clear()
+            trajectory.waited = time.time() - asked
+            outcome = await self._generate(trajectory)
+        if trajectory.move is not None and not outcome.moved_away:
+            move_id = trajectory.move.order.move_id
+            self.context.channel.send(MoveFailed(move_id, outcome.lost or "it has ended"))
+            trajectory.stay()
         return outcome
 
-    async def _generate(self, work: Work) -> Outcome:
+    async def _generate(self, trajectory: TrajectoryInFlight) -> Outcome:
         """Request after request: one that was interrupted is followed by another for the rest."""
-        work.partial.time_started = work.partial.time_started or time.time()
-        while work.room > 0:
+        trajectory.partial.time_started = trajectory.partial.time_started or time.time()
+        while trajectory.room > 0:
             await self._going.wait()
-            if work.is_dropped():
+            if trajectory.is_dropped():
                 return Outcome(moved_away=True)
             number = next(self._numbers)
             run_id = self.context.welcome.run_id
-            work.request_id = f"{run_id}-{work.trajectory_id}-{work.attempt}-{number}"
+            trajectory.request_id = f"{run_id}-{trajectory.trajectory_id}-{trajectory.attempt}-{number}"
             self._generating += 1
             try:
-                generation = await self._request(work, work.request_id)
+                generation = await self._request(trajectory, trajectory.request_id)
             except RequestFailed as error:
-                if not self._going.is_set() or work.is_dropped():
+                if not self._going.is_set() or trajectory.is_dropped():
                     continue  # it was refused because all stand still
-                await self.engines.current.abort(work.request_id)
+                await self.engines.current.abort(trajectory.request_id)
                 return Outcome(lost=str(error))
             finally:
-                work.request_id = None
+                trajectory.request_id = None
                 self._generating -= 1
                 if not self._generating:
                     self._quiet.set()
-            work.cached_tokens = work.cached_tokens or generation.cached_tokens
+            trajectory.cached_tokens = trajectory.cached_tokens or generation.cached_tokens
             try:
-                work.partial, work.of_request = extended(work.partial, generation), None
+                trajectory.partial, trajectory.of_request = extended(trajectory.partial, generation), None
             except DamagedResponse as error:
                 return Outcome(lost=str(error))
             self.progress += 1
-            work.finish_reason = generation.finish_reason
-            if work.is_dropped() and work.order is None:
+            trajectory.finish_reason = generation.finish_reason
+            if trajectory.is_dropped() and trajectory.move is None:
                 return Outcome(moved_away=True)
             if generation.finish_reason in ("stop", "length"):
-                return self._judged(work)
-            if work.order is not None and self.hand_over is not None:
-                if await self.hand_over(work):
+                return self._judged(trajectory)
+            if trajectory.move is not None:
+                if await self._hand_over(trajectory):
                     return Outcome(moved_away=True)
-                work.order = None
-                work.sent.clear()
+                trajectory.stay()
             elif self._going.is_set():
-                return self._judged(work)
-        work.finish_reason = "length"  # it was interrupted at its very last token
-        return self._judged(work)
+                return self._judged(trajectory)
+        trajectory.finish_reason = "length"  # it was interrupted at its very last token
+        return self._judged(trajectory)
 
-    def drop(self, gone: Callable[[Work], bool]) -> None:
+    def drop(self, gone: Callable[[TrajectoryInFlight], bool]) -> None:
         """Ends what belongs to others by now."""
-        for work in filter(gone, self.works.values()):
-            work.dropped = True
-            work.ordered.set()
-            if work.request_id:
-                self.add(self.engines.current.abort(work.request_id))
+        for trajectory in filter(gone, self.trajectories.values()):
+            trajectory.drop()
+            if trajectory.request_id:
+                self.add(self.engines.current.abort(trajectory.request_id))
 
     def tell_all(self) -> None:
         """All tokens so far of what runs, for a controller that knows none of them."""
         if not self.config.rollout.increment_tokens:
             return
-        for work in self.works.values():
-            if work.so_far.count and not work.evaluation:
-                self._tell(work, 0)
+        for trajectory in self.trajectories.values():
+            if trajectory.is_told and trajectory.so_far.count:
+                self.context.channel.send(trajectory.increment(0))
 
-    def _tell(self, work: Work, start: int) -> None:
-        """Its tokens so far from `start` on."""
-        known = work.so_far
-        spans = [VersionSpan(s.weight_id, max(s.start, start), s.end) for s in known.spans if s.end > start]
-        columns = known.tokens[TOKEN_BYTES * start :], known.logprobs[TOKEN_BYTES * start :]
-        told = (work.trajectory_id, work.attempt, start, *columns, spans, known.time_started)
-        self.context.channel.send(Increment(*told, known.called, known.awaits, known.home))
-        work.told = known.count
+    def _judged(self, trajectory: TrajectoryInFlight) -> Outcome:
+        weight_id = trajectory.weight_id if self.one_policy else None
+        return Outcome(lost=objection(trajectory.partial, trajectory.finish_reason, weight_id))
 
-    def _judged(self, work: Work) -> Outcome:
-        weight_id = work.weight_id if self.one_policy else None
-        return Outcome(lost=objection(work.partial, work.finish_reason, weight_id))
-
-    async def _request(self, work: Work, request_id: str) -> Generation:
+    async def _request(self, trajectory: TrajectoryInFlight, request_id: str) -> Generation:
         """One request to the engine for all the tokens that are left. Increments go to the controller."""
-        sampling = sampling_parameters(self.config.sampling, work.temperature, work.room, self.stop_ids)
+        settings, room = self.config.rollout, trajectory.room
+        sampling = sampling_parameters(self.config.sampling, trajectory.temperature, room, self.stop_ids)
         # an engine that is to be deterministic draws alike whatever has the same seed, or none
-        sampling["sampling_seed"] = work.sampling_seed(self.config.seed)
-        weight_id, start = self.state.weight_id, work.partial.count
+        sampling["sampling_seed"] = trajectory.sampling_seed(self.config.seed)
+        weight_id = self.state.weight_id
         assert weight_id is not None
+        trajectory.of_request = None
 
         def send_increment(tokens: Tokens, logprobs: Logprobs) -> None:
-            nonlocal start
             self.progress += 1
-            end, told = start + len(tokens), columns(tokens, logprobs)
-            spans, so_far = [VersionSpan(weight_id, start, end)], work.partial
-            more = Increment(work.trajectory_id, work.attempt, start, *told, spans, so_far.time_started)
-            more.home = so_far.home
-            self.context.channel.send(more)
-            start = work.told = end
-            work.streamed(weight_id, *told)
+            self.context.channel.send(trajectory.streamed(weight_id, *columns(tokens, logprobs)))
 
-        wanted = 0 < self.config.rollout.increment_tokens < work.room and not (work.evaluation or work.bound)
-        if wanted and work.told < start:  # an abort's last tokens: what comes must follow on what is known
-            self._tell(work, work.told)
+        wanted = 0 < settings.increment_tokens < room and trajectory.is_told
+        # an abort's last tokens: what comes must follow on what is known
+        if wanted and trajectory.told < trajectory.partial.count:
+            self.context.channel.send(trajectory.increment(trajectory.told))
         return await self.engines.current.generate(
-            work.sequence, sampling, request_id, str(weight_id), send_increment if wanted else None
+            trajectory.sequence, sampling, request_id, str(weight_id), send_increment if wanted else None
         )
 
     # ---- interruption (refresh=interrupt) ------------------------------------------------------------------
@@ -294,14 +285,14 @@ class LocalBatch:
             except TimeoutError:
                 await self.engines.current.abort()
 
-    async def break_off(self, seconds: float) -> list[Work]:
+    async def break_off(self, seconds: float) -> list[TrajectoryInFlight]:
         """Every request ends where it is, for good; returns what has no last token. What the engine does not
         give back within `seconds` is known as far as its last request went."""
         self._going.clear()
         with contextlib.suppress(TimeoutError, RequestFailed):
             async with asyncio.timeout(seconds):
                 await self._abort_all()
-        return list(self.works.values())
+        return list(self.trajectories.values())
 
     async def over(self) -> None:
         """Returns when no local batch is being generated."""

@@ -27,11 +27,12 @@ from laminar_hpc.config.rewards import reward_functions
 from laminar_hpc.engine.interface import EngineDied, EngineHangs
 from laminar_hpc.environments.reward_pool import Score
 from laminar_hpc.messages.homes import replica_of
-from laminar_hpc.rollout.answers import Ended
+from laminar_hpc.rollout.answers import TrajectoryEnded
 from laminar_hpc.rollout.batch import Turn
 from laminar_hpc.rollout.homes import Home
+from laminar_hpc.rollout.in_flight import Outcome, TrajectoryInFlight
+from laminar_hpc.rollout.move_source import HandOver
 from laminar_hpc.rollout.turn_calls import TurnCalls
-from laminar_hpc.rollout.work import Outcome, Work
 from laminar_hpc.turns.episode import BUSY_SHARE, Episode, begins_again, patient
 from laminar_hpc.turns.history import History
 from laminar_hpc.turns.pool import EnvironmentPool
@@ -40,14 +41,14 @@ from laminar_hpc.turns.session import EnvironmentFailed, Session
 logger = logging.getLogger(__name__)
 
 
-def new_episodes(context: RoleContext, stop_ids: Sequence[int]) -> "Episodes | None":
+def new_episodes(context: RoleContext, stop_ids: Sequence[int], hand_over: HandOver) -> "Episodes | None":
     """A replica's, where the run's trajectories have several turns."""
     environment = context.config.environment
     if environment.by_url:
         from laminar_hpc.rollout.agents import AgentEpisodes  # aiohttp's server takes a third of a second
 
-        return AgentEpisodes(context, stop_ids)
-    return Episodes(context, stop_ids) if environment.several else None
+        return AgentEpisodes(context, stop_ids, hand_over)
+    return Episodes(context, stop_ids, hand_over) if environment.several else None
 
 
 class Episodes:
@@ -55,16 +56,18 @@ class Episodes:
 
     Calls = TurnCalls
 
-    def __init__(self, context: RoleContext, stop_ids: Sequence[int]) -> None:
-        self.context, self.limits = context, context.config.environment
-        self.bound, self.branches = self.limits.stays, self.limits.history == "branch"
+    def __init__(self, context: RoleContext, stop_ids: Sequence[int], hand_over: HandOver) -> None:
+        self.context = context
+        self.limits = context.config.environment
+        self.bound = self.limits.stays
+        self.branches = self.limits.history == "branch"
         self.stateful = bool(self.limits.factory) and not self.bound
         own = bool(self.limits.factory or self.limits.by_url)
         self.grades = own and not reward_functions(context.config.reward)
         self.pool = EnvironmentPool(self.limits)
-        self.calls = self.Calls(context, stop_ids, self.stateful)
-        self.answers, self.homes = self.calls.answers, self.calls.homes
-        self.young: Callable[[], bool] = lambda: True  # of the local batch most is still under way
+        self.calls = self.Calls(context, stop_ids, self.stateful, hand_over)
+        self.answers = self.calls.answers
+        self.homes = self.calls.homes
 
     async def start(self) -> None:
         """Raises LaminarError for environments, templates and call formats that cannot be used."""
@@ -84,145 +87,150 @@ class Episodes:
 
     # ---- one trajectory ------------------------------------------------------------------------------------
 
-    async def run(self, work: Work, turn: Turn) -> Outcome:
-        """From where it is to its last token."""
+    async def run(
+        self, trajectory: TrajectoryInFlight, turn: Turn, young: Callable[[], bool] = lambda: True
+    ) -> Outcome:
+        """From where it is to its last token. `young`: most of its local batch is still under way."""
         why, tries, again = "", 0, True
         while again:
             tries += 1
-            work.patient = patient(work.failures + tries)
             try:
-                return await self._episode(work, turn)
-            except Ended as ended:
+                return await self._episode(trajectory, turn)
+            except TrajectoryEnded as ended:
                 return ended.outcome
             except EnvironmentFailed as error:
                 why = str(error)
-                logger.warning("trajectory %d begins again: its environment: %s", work.trajectory_id, why)
-                work.begin_again()
-                again = begins_again(tries, self.young() or bool(work.evaluation))
-        work.ungraded = tries
-        return Outcome(lost=f"its environment failed {tries} times, at last: {why}")
+                logger.warning(
+                    "trajectory %d begins again: its environment: %s", trajectory.trajectory_id, why
+                )
+                trajectory.begin_again()
+                trajectory.failures += 1
+                again = begins_again(tries, young() or bool(trajectory.evaluation))
+        return Outcome(lost=f"its environment failed {tries} times, at last: {why}", ungraded=tries)
 
-    async def _episode(self, work: Work, turn: Turn) -> Outcome:
+    async def _episode(self, trajectory: TrajectoryInFlight, turn: Turn) -> Outcome:
         whole = stays = False
         try:
-            outcome = await self._turns(work, turn)
+            outcome = await self._turns(trajectory, turn)
             whole = not outcome.moved_away and outcome.lost is None
             stays = outcome.moved_away
             return outcome
-        except Ended as ended:
+        except TrajectoryEnded as ended:
             stays = ended.outcome.moved_away
             raise
         except (asyncio.CancelledError, EngineDied, EngineHangs):
-            stays = not work.bound
+            stays = not trajectory.bound
             raise
         finally:
             if whole:  # `grade` or `let_go` follows
-                self.homes.take(work.partial.home)
-            elif stays and self.stateful and not (work.dropped or work.evaluation):
-                self.homes.leaves(work)
+                self.homes.take(trajectory.partial.home)
+            elif stays and self.stateful and not (trajectory.is_dropped() or trajectory.evaluation):
+                self.homes.leaves(trajectory)
             else:
-                self.let_go(work)
+                self.let_go(trajectory)
 
-    async def _turns(self, work: Work, turn: Turn) -> Outcome:
-        work.episode = Episode(self.limits, work.partial.time_started or time.time())
-        work.bound = self.bound
-        if self.stateful and not self._finds_home(work):
-            work.begin_again()
-        if (why := self._resumed(work, work.episode)) is not None:
+    async def _turns(self, trajectory: TrajectoryInFlight, turn: Turn) -> Outcome:
+        trajectory.episode = Episode(self.limits, trajectory.partial.time_started or time.time())
+        trajectory.bound = self.bound
+        if self.stateful and not self._finds_home(trajectory):
+            trajectory.begin_again()
+        if (why := self._resumed(trajectory, trajectory.episode)) is not None:
             return Outcome(lost=why)
-        if not work.partial.home:
-            await self._begin(work, work.episode)
-        if self.calls.ends_a_turn(work.partial):
-            work.finish_reason = "stop"
-            work.episode.turns += 1
-            if not await self._answered(work, work.episode):
+        if not trajectory.partial.home:
+            await self._begin(trajectory, trajectory.episode)
+        if self.calls.ends_a_turn(trajectory.partial):
+            trajectory.finish_reason = "stop"
+            trajectory.episode.turns += 1
+            if not await self._answered(trajectory, trajectory.episode):
                 return Outcome()
         seen = 0  # tokens that this engine has had
         while True:
-            work.cached_tokens, before, t0 = 0, work.partial.tokens, time.time()
-            outcome = await turn(work)
+            trajectory.cached_tokens, before, t0 = 0, trajectory.partial.tokens, time.time()
+            outcome = await turn(trajectory)
             if outcome.moved_away or outcome.lost is not None:
                 return outcome
-            if not work.partial.tokens.startswith(before):
+            if not trajectory.partial.tokens.startswith(before):
                 return Outcome(lost="its earlier turns are not what they were")
-            work.episode.waited(work.waited)
-            work.episode.turn(seen, work.cached_tokens, time.time() - t0 - work.waited)
-            seen = len(work.sequence)
-            if not await self._answered(work, work.episode):
+            trajectory.episode.waited(trajectory.waited)
+            trajectory.episode.turn(seen, trajectory.cached_tokens, time.time() - t0 - trajectory.waited)
+            seen = len(trajectory.sequence)
+            if not await self._answered(trajectory, trajectory.episode):
                 return outcome
-            seen = 0 if work.history is not None and work.history.anew else seen
+            seen = 0 if trajectory.history is not None and trajectory.history.anew else seen
 
-    def _finds_home(self, work: Work) -> bool:
+    def _finds_home(self, trajectory: TrajectoryInFlight) -> bool:
         """Whether its environment is where its tokens say; if not, it begins again."""
-        home = work.partial.home
+        home = trajectory.partial.home
         here = replica_of(home) == self.context.index
-        return self.homes.back(work) if here else bool(home)
+        return self.homes.back(trajectory) if here else bool(home)
 
-    async def _begin(self, work: Work, episode: Episode) -> None:
+    async def _begin(self, trajectory: TrajectoryInFlight, episode: Episode) -> None:
         """Its environment is reset; what reset says stands behind the prompt."""
         t0 = time.time()
-        with self.calls.recorded(work, "reset" if self.limits.factory else ""):
-            work.session = await self.pool.open(work.group.row, work.patient)
+        with self.calls.recorded(trajectory, "reset" if self.limits.factory else ""):
+            trajectory.session = await self.pool.open(trajectory.group.row, patient(trajectory.failures + 1))
         episode.reset(t0, time.time() - t0)
-        talk = self.calls.dialogue(work.group.row).conversation
+        talk = self.calls.dialogue(trajectory.group.row).conversation
         if self.limits.factory:
             if self.stateful:
-                self.homes.begin(work)
-            opening = talk.opening(work.session.observation or "")
-            if len(opening) >= work.room:
-                raise EnvironmentFailed(f"reset: its text leaves no room of {work.room} tokens to answer")
-            work.give(opening)
-            work.told = 0
-            self.calls.tell(work)
+                self.homes.begin(trajectory)
+            opening = talk.opening(trajectory.session.observation or "")
+            if len(opening) >= trajectory.room:
+                raise EnvironmentFailed(
+                    f"reset: its text leaves no room of {trajectory.room} tokens to answer"
+                )
+            trajectory.give(opening)
+            trajectory.told = 0
+            self.calls.tell(trajectory)
         if self.branches:
-            work.history = History(talk, self.calls.text(work.sequence))
+            trajectory.history = History(talk, self.calls.text(trajectory.sequence))
 
-    def _resumed(self, work: Work, episode: Episode) -> str | None:
+    def _resumed(self, trajectory: TrajectoryInFlight, episode: Episode) -> str | None:
         """Counts what is known of one that comes from elsewhere. Why it cannot go on."""
-        part = work.partial
+        part = trajectory.partial
         for at, span in enumerate(part.spans):
             following = part.spans[at + 1].start if at + 1 < len(part.spans) else part.count
             if following > span.end:
-                found = self.calls.found(work, span)
+                found = self.calls.found(trajectory, span)
                 episode.turns += 1
                 episode.calls += len(found) if isinstance(found, list) else 0
         lost = part.called and not part.awaits
         return "its replica ended while it waited for a tool" if lost else None
 
-    async def _answered(self, work: Work, episode: Episode) -> bool:
+    async def _answered(self, trajectory: TrajectoryInFlight, episode: Episode) -> bool:
         """The calls of its last turn are made and their results given. False when there are none, or no more
         may be made: it has ended."""
-        if work.finish_reason != "stop":
+        if trajectory.finish_reason != "stop":
             return False
-        found = self.calls.found(work, work.partial.spans[-1])
+        found = self.calls.found(trajectory, trajectory.partial.spans[-1])
         if not found:
             return False
         names = [call.name for call in found] if isinstance(found, list) else []
-        if not work.partial.awaits and (limit := episode.limit(names, time.time())):
-            work.finish_reason = limit
+        if not trajectory.partial.awaits and (limit := episode.limit(names, time.time())):
+            trajectory.finish_reason = limit
             return False
-        answer = await self.calls.answer(work, found)
+        answer = await self.calls.answer(trajectory, found)
         episode.called(names, answer.failed, answer.seconds)
         given = np.frombuffer(answer.tokens, "<i4").tolist()
-        if len(given) >= work.room:
-            work.finish_reason = "length"
+        if len(given) >= trajectory.room:
+            trajectory.finish_reason = "length"
             return False
-        if work.history is not None and work.history.anew:
-            work.branch()
-        work.give(given)
-        self.calls.tell(work)
+        if trajectory.history is not None and trajectory.history.anew:
+            trajectory.branch()
+        trajectory.give(given)
+        self.calls.tell(trajectory)
         return True
 
     # ---- rewards -------------------------------------------------------------------------------------------
 
-    async def grade(self, work: Work) -> Score:
+    async def grade(self, trajectory: TrajectoryInFlight) -> Score:
         """By the environment's get_reward. Raises EnvironmentFailed."""
-        assert work.session is not None
-        return await _reward(work.session)
+        assert trajectory.session is not None
+        return await _reward(trajectory.session)
 
-    def graded_elsewhere(self, work: Work) -> bool:
+    def graded_elsewhere(self, trajectory: TrajectoryInFlight) -> bool:
         """Its environment grades it, and is with another replica."""
-        return self.stateful and self.grades and work.session is None
+        return self.stateful and self.grades and trajectory.session is None
 
     async def grade_of(self, home: Home, figures: dict[str, float]) -> Score:
         """Of a trajectory that has ended elsewhere, with the figures of its episode. Raises
@@ -232,12 +240,12 @@ class Episodes:
         score = await _reward(home.session)
         return replace(score, parts=score.parts | figures | busy)
 
-    def let_go(self, work: Work) -> None:
+    def let_go(self, trajectory: TrajectoryInFlight) -> None:
         """Its environment is not needed any more."""
-        self.homes.take(work.partial.home)
-        if work.session is not None:
-            work.session.close()
-            work.session = None
+        self.homes.take(trajectory.partial.home)
+        if trajectory.session is not None:
+            trajectory.session.close()
+            trajectory.session = None
 
 
 async def _reward(session: Session) -> Score:

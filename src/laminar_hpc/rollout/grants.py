@@ -1,5 +1,5 @@
 """What the controller has granted to a replica, until its local batch begins: grants that wait, in order, and
-the works of the one whose weights are being loaded. Owned by worker.py; then they are LocalBatch.works.
+the trajectories of the one whose weights are being loaded. Owned by worker.py.
 
 Older weights are held from the arrival of a grant that needs them: the engine may have to start first, while
 newer weights come and take slots.
@@ -9,9 +9,9 @@ from collections import deque
 from collections.abc import Callable
 
 from laminar_hpc.messages.rollouts import Grant
+from laminar_hpc.rollout.in_flight import TrajectoryInFlight, granted
 from laminar_hpc.rollout.state import ReplicaState
 from laminar_hpc.rollout.weight_loader import WeightLoader
-from laminar_hpc.rollout.work import Work, works
 
 
 class Grants:
@@ -21,7 +21,7 @@ class Grants:
         self._state, self._weight_loader = state, weight_loader
         self.newest_batch: int | None = None
         self._waiting: deque[Grant] = deque()
-        self._beginning: list[Work] = []
+        self._beginning: list[TrajectoryInFlight] = []
 
     def __bool__(self) -> bool:
         """Whether any waits."""
@@ -42,13 +42,13 @@ class Grants:
         """The next one."""
         return self._waiting.popleft()
 
-    def begin(self, grant: Grant) -> list[Work]:
-        """Its works, which are here until `begun`."""
-        self._beginning = works(grant)
+    def begin(self, grant: Grant) -> list[TrajectoryInFlight]:
+        """Its trajectories, which are here until `begun`."""
+        self._beginning = granted(grant)
         return self._beginning
 
     def begun(self, grant: Grant) -> None:
-        """The local batch has its works, or nobody has: its weights are loaded, or will not be."""
+        """The local batch has its trajectories, or nobody has: its weights are loaded, or will not be."""
         self._beginning = []
         if grant.parts:
             self._weight_loader.let_go()
@@ -56,9 +56,9 @@ class Grants:
     # ---- another session with the controller ---------------------------------------------------------------
 
     @property
-    def works(self) -> list[Work]:
+    def trajectories(self) -> list[TrajectoryInFlight]:
         """All that will be generated."""
-        return [*self._beginning, *(work for grant in self._waiting for work in works(grant))]
+        return [*self._beginning, *(trajectory for grant in self._waiting for trajectory in granted(grant))]
 
     def drop_evaluations(self) -> None:
         """Those that wait; their shares are granted anew."""
@@ -70,7 +70,7 @@ class Grants:
             for group in grant.groups:
                 group.samples = [s for s in group.samples if (s.trajectory_id, s.attempt) not in attempts]
 
-    def drop_beginning(self, gone: Callable[[Work], bool]) -> None:
+    def drop_beginning(self, gone: Callable[[TrajectoryInFlight], bool]) -> None:
         """Those whose weights are being loaded."""
-        for work in filter(gone, self._beginning):
-            work.dropped = True
+        for trajectory in filter(gone, self._beginning):
+            trajectory.drop()

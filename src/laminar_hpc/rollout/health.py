@@ -5,11 +5,12 @@ from collections import Counter
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.engine.interface import EngineDied, EngineHangs
 from laminar_hpc.rollout.engine_lives import EngineLives
+from laminar_hpc.rollout.in_flight import TrajectoryInFlight
+from laminar_hpc.rollout.partial_response import first_not_finite
 from laminar_hpc.rollout.state import ReplicaState
 from laminar_hpc.rollout.weight_loader import OVERFLOW_CURE
-from laminar_hpc.rollout.work import Work, first_not_finite
 
-MAX_OVERFLOWS = 3  # of one trajectory on one replica, see work.objection
+MAX_OVERFLOWS = 3  # of one trajectory on one replica, see partial_response.objection
 MAX_HANGS_IN_A_ROW = 3
 # one may be bad luck (a time-out); an engine that refuses everything must not be fed for ever
 MAX_LOST_BATCHES_IN_A_ROW = 3
@@ -36,17 +37,19 @@ class BatchHealth:
         """A response of so many tokens is whole."""
         self.tokens += tokens
 
-    def lost(self, work: Work, reason: str) -> None:
-        """A response is lost."""
+    def lost(self, trajectory: TrajectoryInFlight, reason: str, ungraded: bool = False) -> None:
+        """A response is lost; `ungraded`: because its environment failed."""
         self._last_reason = reason
-        self._ungraded += work.ungraded > 0
-        if first_not_finite(work.partial) is None:
+        self._ungraded += ungraded
+        if first_not_finite(trajectory.partial) is None:
             return
-        key = (work.evaluation, work.trajectory_id)
+        key = (trajectory.evaluation, trajectory.trajectory_id)
         self._overflowed += 1
         self._overflows[key] += 1
         if self._overflows[key] >= MAX_OVERFLOWS:
-            raise self._overflow(f"{MAX_OVERFLOWS} responses to one prompt (trajectory {work.trajectory_id})")
+            raise self._overflow(
+                f"{MAX_OVERFLOWS} responses to one prompt (trajectory {trajectory.trajectory_id})"
+            )
 
     def hung(self, error: EngineHangs | EngineDied) -> None:
         """The engine hung or died in this local batch. Raises what ends the replica when that comes again and

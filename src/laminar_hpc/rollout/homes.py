@@ -20,7 +20,7 @@ from typing import Any
 from laminar_hpc.cluster.channel import Channel
 from laminar_hpc.messages.homes import Ask, LetGo
 from laminar_hpc.messages.moves import Answer
-from laminar_hpc.rollout.work import Work
+from laminar_hpc.rollout.in_flight import TrajectoryInFlight
 from laminar_hpc.turns.episode import Episode
 from laminar_hpc.turns.session import EnvironmentFailed, Session
 
@@ -29,14 +29,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Home:
-    """One environment. `work`: its trajectory while that is here, `left`: when it went (monotonic). `episode`
+    """One environment. `trajectory`: its own while that is here, `left`: when it went (monotonic). `episode`
     knows since when the environment is there, and how long it has worked; `answers`: by name, None while the
     calls are made."""
 
     session: Session
     episode: Episode
     row: dict
-    work: Work | None
+    trajectory: TrajectoryInFlight | None
     left: float = 0.0
     answers: dict[str, Answer | None] = field(default_factory=dict)
 
@@ -44,7 +44,7 @@ class Home:
 Make = Callable[[Home, Ask], Coroutine[Any, Any, Answer]]  # raises EnvironmentFailed
 
 
-class Homes:
+class EnvironmentHomes:
     """A replica's. `make` makes calls for a trajectory that is elsewhere."""
 
     def __init__(self, replica: int, channel: Channel, make: Make, seconds: float) -> None:
@@ -55,40 +55,44 @@ class Homes:
 
     # ---- its trajectory is here ----------------------------------------------------------------------------
 
-    def begin(self, work: Work) -> None:
+    def begin(self, trajectory: TrajectoryInFlight) -> None:
         """Its environment has been reset."""
-        assert work.session is not None and work.episode is not None
-        name = f"{self._replica}:{work.trajectory_id}:{work.attempt}:{next(self._numbers)}"
-        self._homes[name] = Home(work.session, work.episode, work.group.row, work)
-        work.partial.home = name
+        assert trajectory.session is not None and trajectory.episode is not None
+        name = f"{self._replica}:{trajectory.trajectory_id}:{trajectory.attempt}:{next(self._numbers)}"
+        self._homes[name] = Home(trajectory.session, trajectory.episode, trajectory.group.row, trajectory)
+        trajectory.partial.home = name
 
-    def back(self, work: Work) -> bool:
+    def back(self, trajectory: TrajectoryInFlight) -> bool:
         """It has come to where its environment is; False where that is not here."""
-        if (home := self._homes.get(work.partial.home)) is None or work.episode is None:
+        if (home := self._homes.get(trajectory.partial.home)) is None or trajectory.episode is None:
             return False
-        work.session, home.work = home.session, work
-        work.episode.opened, work.episode.worked_seconds = home.episode.opened, home.episode.worked_seconds
-        home.episode = work.episode
+        trajectory.session, home.trajectory = home.session, trajectory
+        trajectory.episode.opened, trajectory.episode.worked_seconds = (
+            home.episode.opened,
+            home.episode.worked_seconds,
+        )
+        home.episode = trajectory.episode
         return True
 
-    def calls(self, work: Work, name: str, answer: Answer | None = None) -> None:
-        """They are made for a work that is here, or have come to `answer`; it may have left meanwhile."""
-        if home := self._homes.get(work.partial.home):
+    def calls(self, trajectory: TrajectoryInFlight, name: str, answer: Answer | None = None) -> None:
+        """They are made for a trajectory that is here, or have come to `answer`; it may have left since."""
+        if home := self._homes.get(trajectory.partial.home):
             home.answers[name] = answer
-            if answer is not None and home.work is not work:
+            if answer is not None and home.trajectory is not trajectory:
                 home.episode.worked_seconds += answer.seconds
 
-    def leaves(self, work: Work) -> None:
+    def leaves(self, trajectory: TrajectoryInFlight) -> None:
         """It goes on elsewhere; it may be back already."""
-        work.session, home = None, self._homes.get(work.partial.home)
-        if home is not None and home.work is work:
-            home.work, home.left = None, time.monotonic()
+        trajectory.session, home = None, self._homes.get(trajectory.partial.home)
+        if home is not None and home.trajectory is trajectory:
+            home.trajectory, home.left = None, time.monotonic()
         self._close_old()
 
-    def failed(self, work: Work) -> None:
-        """Its environment has; where it has left nobody else closes that."""
-        home = self._homes.get(work.partial.home)
-        if home is not None and home.work is None and self.take(work.partial.home):
+    def failed(self, trajectory: TrajectoryInFlight) -> None:
+        """The trajectory's environment failed. If the trajectory has already moved away, it is closed here:
+        nobody else will."""
+        home = self._homes.get(trajectory.partial.home)
+        if home is not None and home.trajectory is None and self.take(trajectory.partial.home):
             home.session.close()
 
     def take(self, name: str) -> Home | None:
@@ -100,7 +104,7 @@ class Homes:
     @property
     def for_others(self) -> bool:
         """Environments are here whose trajectories are not."""
-        return any(home.work is None for home in self._homes.values())
+        return any(home.trajectory is None for home in self._homes.values())
 
     def arrived(self, message: Ask | LetGo) -> None:
         """In the order of arrival."""
@@ -133,7 +137,7 @@ class Homes:
     def _close_old(self) -> None:
         """Only a controller that took over while their trajectories ended has let them be forgotten."""
         until = time.monotonic() - self._seconds
-        old = [name for name, home in self._homes.items() if home.work is None and home.left < until]
+        old = [name for name, home in self._homes.items() if home.trajectory is None and home.left < until]
         for name in old:
             logger.warning("the environment %s was let go by nobody for %g s", name, self._seconds)
             self._homes.pop(name).session.close()

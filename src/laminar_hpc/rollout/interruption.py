@@ -9,8 +9,8 @@ import asyncio
 
 from laminar_hpc.observability.trace import Trace
 from laminar_hpc.rollout.batch import LocalBatch
+from laminar_hpc.rollout.in_flight import TrajectoryInFlight
 from laminar_hpc.rollout.served_weights import ServedWeights
-from laminar_hpc.rollout.work import Work
 
 
 class Interruptible:
@@ -20,7 +20,7 @@ class Interruptible:
         self._batch, self._trace, self._wake, self._weights = batch, trace, wake, weights
         self._pulling = asyncio.Lock()
 
-    async def run(self, begun: list[Work]) -> None:
+    async def run(self, begun: list[TrajectoryInFlight]) -> None:
         """As LocalBatch.run; also raises what ends a pull."""
         batch, watch = asyncio.create_task(self._batch.run(begun)), asyncio.create_task(self._interrupt())
         try:

@@ -7,15 +7,14 @@ both.
     destination   Reserve -> room -> Reserved ... Import -> hold -> Imported
                   ... MoveCommit: it goes on here | MoveAbort
 
-Where "..." stands the replica waits and sends its last message again every AGAIN_SECONDS; the controller
-answers each time, a move that it does not know with MoveAbort. So a lost message is made up for, and every
-wait ends. Where the KV cache does not arrive, the tokens do.
+Where "..." stands the replica waits and says its last message again from time to time (move_source.py); the
+controller answers each time, a move that it does not know with MoveAbort. If the KV cache does not arrive,
+the tokens do.
 """
 
 import asyncio
 import logging
 import time
-from typing import TypeVar
 
 import msgspec
 
@@ -31,35 +30,38 @@ from laminar_hpc.messages.moves import (
     MoveCommit,
     MoveFailed,
     MoveOrder,
-    MoveReady,
     Reserve,
     Reserved,
 )
 from laminar_hpc.messages.rollouts import Lost
-from laminar_hpc.rollout.answers import Answers
+from laminar_hpc.rollout.answers import CallAnswers
 from laminar_hpc.rollout.batch import LocalBatch
+from laminar_hpc.rollout.in_flight import OrderedMove, TrajectoryInFlight
+from laminar_hpc.rollout.move_source import FromController, MoveMail
+from laminar_hpc.rollout.partial_response import tokens_of
 from laminar_hpc.rollout.state import ReplicaState, WrongState
-from laminar_hpc.rollout.work import Work, tokens_of
 
 logger = logging.getLogger(__name__)
-AGAIN_SECONDS = 2.0
-FromController = Import | MoveCommit | MoveAbort
-M = TypeVar("M", bound=FromController)
 
 
 class ReplicaMigration:
     """Takes what the controller says of moves; its work is done in tasks of the local batch."""
 
     def __init__(
-        self, context: RoleContext, batch: LocalBatch, state: ReplicaState, answers: Answers | None
+        self,
+        context: RoleContext,
+        batch: LocalBatch,
+        state: ReplicaState,
+        mail: MoveMail,
+        answers: CallAnswers | None,
     ) -> None:
-        self.context, self.batch, self.state, self.answers = context, batch, state, answers
-        self._mail: dict[str, asyncio.Queue[FromController]] = {}
+        self.context = context
+        self.batch = batch
+        self.state = state
+        self.answers = answers
+        self._mail = mail
         self._not_taken: dict[str, int] = {}  # trajectories of moves to here that an engine's end broke off
         self.imported: set[str] = set()  # moves that wait for MoveCommit or MoveAbort here
-        batch.hand_over = self.hand_over
-        if answers is not None:
-            answers.hand_over = self.hand_over
 
     @property
     def _engine(self) -> Engine:
@@ -75,86 +77,37 @@ class ReplicaMigration:
             self.answers.arrived(message)
         elif isinstance(message, Import | MoveCommit | MoveAbort):
             if message.move_id in self._mail:
-                self._mail[message.move_id].put_nowait(message)
+                self._mail.arrived(message)
             else:
                 self._too_late(message)
-
-    async def _answer(self, message: MoveReady | Reserved | Imported, *wanted: type[M]) -> M:
-        """Sends `message`, again and again, until one of the wanted answers comes."""
-        mail = self._mail[message.move_id]
-        self.context.channel.send(message)
-        while True:
-            try:
-                async with asyncio.timeout(AGAIN_SECONDS):  # wait_for of 3.11 may swallow a cancellation
-                    answer = await mail.get()
-            except TimeoutError:
-                self.context.channel.send(message)
-                continue
-            if isinstance(answer, wanted):
-                return answer
 
     # ---- source --------------------------------------------------------------------------------------------
 
     def _order(self, order: MoveOrder) -> None:
-        work = self.batch.works.get(order.trajectory_id)
-        here = work is not None and work.attempt == order.attempt and not work.bound and work.order is None
-        if work is None or not here or not (work.request_id or work.waits):
+        trajectory = self.batch.trajectories.get(order.trajectory_id)
+        if trajectory is None or trajectory.attempt != order.attempt or not trajectory.may_leave:
             self.context.channel.send(MoveFailed(order.move_id, "it does not run here"))
             return
-        work.order = order
-        if work.waits:
-            self.batch.add(self._send_kept(order, work))
-            work.ordered.set()
-        else:
-            self.batch.add(self._send(order, work, work.request_id or ""))
+        self.batch.add(self._send(trajectory, trajectory.leave(order), trajectory.request_id))
 
-    async def _send(self, order: MoveOrder, work: Work, request_id: str) -> None:
-        """What the order asks for; without KV, or where that fails, the request is only stopped."""
-        engine, kv = self._engine, bool(order.address)
+    async def _send(self, trajectory: TrajectoryInFlight, move: OrderedMove, request_id: str | None) -> None:
+        """What the order asks for: the KV cache of its request, or what the prefix cache has of one that
+        waits for a tool. Without KV, or where that fails, the request is only stopped."""
+        engine, order, kv = self._engine, move.order, bool(move.order.address)
         try:
-            if kv:
+            if kv and request_id is not None:
                 await engine.kv_send(order.move_id, request_id, order.address)
                 await engine.kv_detach(order.move_id, request_id)
+            elif kv:
+                tokens = trajectory.group.prompt_tokens + tokens_of(trajectory.partial).tolist()
+                await engine.kv_send_kept(order.move_id, tokens, str(trajectory.weight_id), order.address)
         except (KvRefused, RequestFailed) as error:
             logger.warning("KV of trajectory %d stays here: %s", order.trajectory_id, error)
             await engine.kv_abort(order.move_id)
             kv = False
-        if not kv:
+        if not kv and request_id is not None:
             await engine.abort(request_id)
-        if work.order is order:  # else its turn has ended meanwhile
-            work.sent.set()
-
-    async def _send_kept(self, order: MoveOrder, work: Work) -> None:
-        """The same of one that waits for a tool."""
-        tokens = work.group.prompt_tokens + tokens_of(work.partial).tolist()
-        try:
-            if order.address:
-                namespace = str(work.weight_id)
-                await self._engine.kv_send_kept(order.move_id, tokens, namespace, order.address)
-        except (KvRefused, RequestFailed) as error:
-            logger.warning("KV of trajectory %d stays here: %s", order.trajectory_id, error)
-            await self._engine.kv_abort(order.move_id)
-        work.sent.set()
-
-    async def hand_over(self, work: Work) -> bool:
-        """The request of a work with an order stands still, or it waits for a tool. Returns whether the work
-        has moved away; else it goes on here."""
-        order, t0 = work.order, time.time()
-        assert order is not None
-        await work.sent.wait()
-        self._mail[order.move_id] = asyncio.Queue()
-        try:
-            outcome = await self._answer(MoveReady(order.move_id, work.partial), MoveCommit, MoveAbort)
-        finally:
-            del self._mail[order.move_id]
-        gone = isinstance(outcome, MoveCommit)
-        if order.address:
-            await (self._engine.kv_commit(order.move_id) if gone else self._engine.kv_abort(order.move_id))
-        tokens = work.partial.count
-        self.context.trace.record(
-            "move", t0, time.time(), trajectory_id=work.trajectory_id, gone=gone, tokens=tokens
-        )
-        return gone
+        move.sent.set()
 
     # ---- destination ---------------------------------------------------------------------------------------
 
@@ -169,7 +122,7 @@ class ReplicaMigration:
         except WrongState as refusal:
             self.context.channel.send(MoveFailed(reserve.move_id, str(refusal)))
             return
-        self._mail[reserve.move_id] = asyncio.Queue()
+        self._mail.open(reserve.move_id)
         self.batch.add(self._receive(reserve))
 
     async def _receive(self, reserve: Reserve) -> None:
@@ -179,15 +132,14 @@ class ReplicaMigration:
         except BaseException:
             self._broken_off(reserve)
             raise
-        finally:
-            del self._mail[move_id]
+        self._mail.close(move_id)
         if taken is None:
             if reserve.kv:
                 await self._engine.kv_abort(move_id)
             self.state.finished()
             return
         (commit, partial), t1 = taken, time.time()
-        work = Work(
+        trajectory = TrajectoryInFlight(
             reserve.trajectory_id,
             commit.attempt,
             reserve.group,
@@ -197,16 +149,16 @@ class ReplicaMigration:
             reserve.max_response_tokens,
             partial=msgspec.structs.replace(partial, moves=partial.moves + 1),
         )
-        self.batch.comes(work)
+        self.batch.comes(trajectory)
         # The request goes in before the commit: until it has the KV, the move holds it.
-        parts = [self.batch.one(work), *([self._engine.kv_commit(move_id)] if reserve.kv else [])]
+        parts = [self.batch.one(trajectory), *([self._engine.kv_commit(move_id)] if reserve.kv else [])]
         tasks = [asyncio.create_task(part) for part in parts]
         try:
             await asyncio.gather(*tasks)
         finally:
             for task in tasks:
                 task.cancel()
-        trajectory_id, cached = reserve.trajectory_id, work.cached_tokens
+        trajectory_id, cached = reserve.trajectory_id, trajectory.cached_tokens
         self.context.trace.record(
             "move", t0, t1, trajectory_id=trajectory_id, came=True, cached_tokens=cached
         )
@@ -215,9 +167,8 @@ class ReplicaMigration:
         """The engine failed. If the controller has made this replica the owner already, it gives it back."""
         self.context.channel.send(MoveFailed(reserve.move_id, "its engine failed"))
         self._not_taken[reserve.move_id] = reserve.trajectory_id
-        mail = self._mail[reserve.move_id]
-        while not mail.empty():
-            self._too_late(mail.get_nowait())
+        for message in self._mail.close(reserve.move_id):
+            self._too_late(message)
 
     def _too_late(self, message: FromController) -> None:
         trajectory_id = self._not_taken.get(message.move_id)
@@ -234,7 +185,7 @@ class ReplicaMigration:
         except (KvRefused, RequestFailed) as error:
             self.context.channel.send(MoveFailed(reserve.move_id, str(error)))
             return None
-        arrival = await self._answer(Reserved(reserve.move_id, address), Import, MoveAbort)
+        arrival = await self._mail.ask(Reserved(reserve.move_id, address), Import, MoveAbort)
         if not isinstance(arrival, Import):
             return None
         partial = arrival.partial
@@ -247,7 +198,7 @@ class ReplicaMigration:
                 logger.warning("trajectory %d is prefilled again: %s", reserve.trajectory_id, error)
         self.imported.add(reserve.move_id)
         try:
-            outcome = await self._answer(Imported(reserve.move_id, prefix), MoveCommit, MoveAbort)
+            outcome = await self._mail.ask(Imported(reserve.move_id, prefix), MoveCommit, MoveAbort)
         finally:
             self.imported.discard(reserve.move_id)
         return (outcome, partial) if isinstance(outcome, MoveCommit) else None

@@ -90,7 +90,9 @@ class UtilizationReporter:
             self.state.in_flight,
             self.scoring(),
             waiting=len(waiting),
-            waiting_tokens=sum(len(work.group.prompt_tokens) + work.partial.count for work in waiting),
+            waiting_tokens=sum(
+                len(trajectory.group.prompt_tokens) + trajectory.partial.count for trajectory in waiting
+            ),
             tokens_per_second=self._rate(),
             batch_max=self._saturation,
             **(dataclasses.asdict(utilization) if utilization else {}),

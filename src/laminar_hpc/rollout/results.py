@@ -10,11 +10,11 @@ from functools import partial
 
 from laminar_hpc.cluster.context import RoleContext
 from laminar_hpc.messages.data import Place
-from laminar_hpc.messages.rollouts import Generated, Lost, Unfinished
+from laminar_hpc.messages.rollouts import Generated, Lost
 from laminar_hpc.payload.writer import PayloadWriter
 from laminar_hpc.rollout.health import BatchHealth
+from laminar_hpc.rollout.in_flight import Outcome, TrajectoryInFlight
 from laminar_hpc.rollout.scoring import Scoring
-from laminar_hpc.rollout.work import Work, packed, trajectory
 
 logger = logging.getLogger(__name__)
 
@@ -33,46 +33,50 @@ class Results:
         self._context, self._payloads, self._scoring = context, payloads, scoring
         self._health, self._finished = health, finished
 
-    def ended(self, work: Work, lost: str | None) -> None:
-        """It has its last token, or `lost` says why it will not."""
-        if lost is not None:
-            self._health.lost(work, lost)
-            if work.ungraded and work.evaluation:
-                self._generated(work)
-                self._scoring.ungraded(work, lost)
+    def ended(self, trajectory: TrajectoryInFlight, outcome: Outcome) -> None:
+        """It has its last token, or `outcome.lost` says why it will not."""
+        if (lost := outcome.lost) is not None:
+            self._health.lost(trajectory, lost, bool(outcome.ungraded))
+            if outcome.ungraded and trajectory.evaluation:
+                self._generated(trajectory)
+                self._scoring.ungraded(trajectory, lost)
             else:
-                self.lost(work, lost)
+                self.lost(trajectory, lost, outcome.ungraded)
             return
-        self._health.finished(work.partial.count)
-        self._finished(work.partial.count)
-        self._generated(work)
-        self._scoring.begin(work)
+        self._health.finished(trajectory.partial.count)
+        self._finished(trajectory.partial.count)
+        self._generated(trajectory)
+        self._scoring.begin(trajectory)
 
-    def _generated(self, work: Work) -> None:
+    def _generated(self, trajectory: TrajectoryInFlight) -> None:
         """Of an evaluation nothing is kept but the score."""
-        response = packed(work)
-        finished = trajectory(work, self._context.index, response)
-        generated = Generated(finished, work.evaluation)
-        if work.evaluation:
+        response = trajectory.packed()
+        generated = Generated(trajectory.finished(self._context.index, response), trajectory.evaluation)
+        if trajectory.evaluation:
             self._context.channel.send(generated)
             return
-        if self._scoring.graded_elsewhere(work) and work.episode is not None:
-            generated.home, generated.figures = work.partial.home, work.episode.figures(time.time())
+        if self._scoring.graded_elsewhere(trajectory) and trajectory.episode is not None:
+            generated.home, generated.figures = (
+                trajectory.partial.home,
+                trajectory.episode.figures(time.time()),
+            )
         self._context.channel.send_after(self._payloads.append(response), partial(_stored, generated))
 
-    def lost(self, work: Work, reason: str) -> None:
-        """It is granted anew, to whomever."""
-        logger.warning("trajectory %d (attempt %d) is lost: %s", work.trajectory_id, work.attempt, reason)
-        lost = Lost(work.trajectory_id, work.attempt, reason, work.evaluation, work.ungraded)
+    def lost(self, trajectory: TrajectoryInFlight, reason: str, ungraded: int = 0) -> None:
+        """It is granted anew, to whomever. `ungraded`: its environment failed so many times."""
+        logger.warning(
+            "trajectory %d (attempt %d) is lost: %s", trajectory.trajectory_id, trajectory.attempt, reason
+        )
+        lost = Lost(trajectory.trajectory_id, trajectory.attempt, reason, trajectory.evaluation, ungraded)
         self._context.channel.send(lost)
 
-    def hand_over(self, left: Iterable[Work], reason: str) -> None:
+    def hand_over(self, left: Iterable[TrajectoryInFlight], reason: str) -> None:
         """They go on elsewhere from what is known of them; an evaluation's begin again."""
-        for work in left:
-            if work.evaluation:
-                self.lost(work, reason)
+        for trajectory in left:
+            if trajectory.evaluation:
+                self.lost(trajectory, reason)
             else:
-                self._context.channel.send(Unfinished(work.trajectory_id, work.attempt, work.so_far))
+                self._context.channel.send(trajectory.unfinished())
 
 
 def _stored(generated: Generated, place: Place) -> Generated:

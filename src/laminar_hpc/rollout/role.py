@@ -19,7 +19,7 @@ _FILES = 16_384
 
 
 def run(context: RoleContext) -> None:
-    """Serves until the controller says Stop, or this process is told to end (departure.py). Raises
+    """Serves until the controller says Stop, or this process is told to end (shutdown.py). Raises
     LaminarError when the replica cannot go on."""
     allow_files(_FILES)
     new_engine = engine_factory(context.config, context.index, context.run_dir)

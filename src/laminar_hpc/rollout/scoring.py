@@ -17,7 +17,8 @@ from laminar_hpc.payload.layout import Tokens, drawn, last_drawn
 from laminar_hpc.payload.reader import read
 from laminar_hpc.rollout.episodes import Episodes
 from laminar_hpc.rollout.homes import Home
-from laminar_hpc.rollout.work import Work, tokens_of
+from laminar_hpc.rollout.in_flight import TrajectoryInFlight
+from laminar_hpc.rollout.partial_response import tokens_of
 from laminar_hpc.turns.session import EnvironmentFailed
 
 logger = logging.getLogger(__name__)
@@ -49,21 +50,23 @@ class Scoring:
         """Those of them that are for training."""
         return [sample for evaluation, sample in self._tasks.values() if not evaluation]
 
-    def begin(self, work: Work) -> None:
+    def begin(self, trajectory: TrajectoryInFlight) -> None:
         """Of a complete response that was generated here. Scored is sent when the reward is there, by the
         replica with its environment where that is another one."""
-        sample = Sample(work.trajectory_id, work.attempt)
+        sample = Sample(trajectory.trajectory_id, trajectory.attempt)
         if self.episodes is not None:
-            if self.graded_elsewhere(work):
+            if self.graded_elsewhere(trajectory):
                 return
-            self._add(work.evaluation, sample, self._score_episode(self.episodes, work, sample))
+            self._add(trajectory.evaluation, sample, self._score_episode(self.episodes, trajectory, sample))
             return
-        whole = tokens_of(work.partial)
-        self._add(work.evaluation, sample, self._score(work.evaluation, work.group, sample, whole))
+        whole = tokens_of(trajectory.partial)
+        self._add(
+            trajectory.evaluation, sample, self._score(trajectory.evaluation, trajectory.group, sample, whole)
+        )
 
-    def graded_elsewhere(self, work: Work) -> bool:
+    def graded_elsewhere(self, trajectory: TrajectoryInFlight) -> bool:
         """Its environment is with another replica, and grades it there."""
-        return self.episodes is not None and self.episodes.graded_elsewhere(work)
+        return self.episodes is not None and self.episodes.graded_elsewhere(trajectory)
 
     def begin_ordered(self, order: ScoreOrder) -> None:
         """Of a response that another replica has generated."""
@@ -114,28 +117,30 @@ class Scoring:
         finally:
             home.session.close()
 
-    async def _score_episode(self, episodes: Episodes, work: Work, sample: Sample) -> None:
+    async def _score_episode(
+        self, episodes: Episodes, trajectory: TrajectoryInFlight, sample: Sample
+    ) -> None:
         """Its environment's reward, or that of its last turn."""
-        episode, part = work.episode, work.partial
+        episode, part = trajectory.episode, trajectory.partial
         figures = episode.figures(time.time()) if episode else {}
         refused = episode.refusals[0] if episode and episode.refusals else ""
         try:
             if episodes.grades:
-                self._say(work.evaluation, sample, await episodes.grade(work), figures, refused)
+                self._say(trajectory.evaluation, sample, await episodes.grade(trajectory), figures, refused)
                 return
             answer = last_drawn(tokens_of(part), drawn(part.count, part.spans))
-            await self._score(work.evaluation, work.group, sample, answer, figures, refused)
+            await self._score(trajectory.evaluation, trajectory.group, sample, answer, figures, refused)
         except EnvironmentFailed as error:
-            self.ungraded(work, f"its environment: {error}")
+            self.ungraded(trajectory, f"its environment: {error}")
         finally:
-            episodes.let_go(work)
+            episodes.let_go(trajectory)
 
-    def ungraded(self, work: Work, reason: str) -> None:
+    def ungraded(self, trajectory: TrajectoryInFlight, reason: str) -> None:
         """Its environment failed: it is not trained. In an evaluation it counts as a reward that failed."""
-        trajectory_id, attempt = work.trajectory_id, work.attempt
-        if work.evaluation:
+        trajectory_id, attempt = trajectory.trajectory_id, trajectory.attempt
+        if trajectory.evaluation:
             reward = self.context.config.reward.score_on_failure
-            scored = Scored(trajectory_id, attempt, reward, {}, reason, time.time(), work.evaluation)
+            scored = Scored(trajectory_id, attempt, reward, {}, reason, time.time(), trajectory.evaluation)
             self.context.channel.send(scored)
         else:
             self.context.channel.send(Lost(trajectory_id, attempt, reason, ungraded=1))

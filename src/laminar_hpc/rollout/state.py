@@ -14,15 +14,15 @@ changes nothing. Driven by worker.py and migration.py, tested with plain values.
     >>> state = ReplicaState()
     >>> state.begin_pull(3); state.verified(3); state.open(weight_step=2)
     >>> state.grant(3, requests=2); state.phase
-    <Phase.DRAINING: 'draining'>
+    <ReplicaPhase.DRAINING: 'draining'>
     >>> state.finished(); state.finished(); state.phase
-    <Phase.OPEN: 'open'>
+    <ReplicaPhase.OPEN: 'open'>
 """
 
 from enum import Enum
 
 
-class Phase(Enum):
+class ReplicaPhase(Enum):
     """What a replica is doing, see the top of this file."""
 
     UNVERIFIED = "unverified"  # the engine holds weights that nobody has checked
@@ -40,7 +40,7 @@ class ReplicaState:
     """See the top of this file. `in_flight`: requests of the local batch, and reservations."""
 
     def __init__(self) -> None:
-        self.phase = Phase.UNVERIFIED
+        self.phase = ReplicaPhase.UNVERIFIED
         self.weight_id: int | None = None  # the open id
         self.weight_step: int | None = None
         self.in_flight = 0
@@ -63,34 +63,34 @@ class ReplicaState:
     def begin_pull(self, weight_id: int, interrupted: bool = False, back: bool = False) -> None:
         """The engine is about to be given other weights, newer ones unless `back`. `interrupted`: what is in
         flight stands still."""
-        ready = self.phase in (Phase.UNVERIFIED, Phase.OPEN) and self.in_flight == 0
+        ready = self.phase in (ReplicaPhase.UNVERIFIED, ReplicaPhase.OPEN) and self.in_flight == 0
         self._require(
-            ready or (interrupted and self.phase is Phase.DRAINING), f"pulling weight id {weight_id}"
+            ready or (interrupted and self.phase is ReplicaPhase.DRAINING), f"pulling weight id {weight_id}"
         )
         self._require(weight_id >= self.next_weight_id or back, f"going back to weight id {weight_id}")
-        self.phase, self._pulling_id = Phase.PULLING, weight_id
+        self.phase, self._pulling_id = ReplicaPhase.PULLING, weight_id
 
     def failed(self) -> None:
         """The slot was gone: nobody knows what the engine holds, and the newest weights are due."""
-        self._require(self.phase is Phase.PULLING and self.in_flight == 0, "a pull that failed")
-        self.phase, self.weight_id, self.weight_step = Phase.UNVERIFIED, None, None
+        self._require(self.phase is ReplicaPhase.PULLING and self.in_flight == 0, "a pull that failed")
+        self.phase, self.weight_id, self.weight_step = ReplicaPhase.UNVERIFIED, None, None
 
     def abandoned(self) -> None:
         """The engine is gone, and all that was in flight with it."""
-        self.phase, self.weight_id, self.weight_step, self.in_flight = Phase.UNVERIFIED, None, None, 0
+        self.phase, self.weight_id, self.weight_step, self.in_flight = ReplicaPhase.UNVERIFIED, None, None, 0
 
     def verified(self, weight_id: int) -> None:
         """`weight_id` is in the engine and verified: the one that was asked for, or a newer one."""
         self._require(
-            self.phase is Phase.PULLING and weight_id >= self._pulling_id,
+            self.phase is ReplicaPhase.PULLING and weight_id >= self._pulling_id,
             f"a verification of weight id {weight_id}",
         )
-        self.phase, self._pulling_id = Phase.VERIFIED, weight_id
+        self.phase, self._pulling_id = ReplicaPhase.VERIFIED, weight_id
 
     def open(self, weight_step: int) -> None:
         """The verified weights, of that trainer step, are announced."""
-        self._require(self.phase is Phase.VERIFIED, "opening")
-        self.phase = Phase.DRAINING if self.in_flight else Phase.OPEN
+        self._require(self.phase is ReplicaPhase.VERIFIED, "opening")
+        self.phase = ReplicaPhase.DRAINING if self.in_flight else ReplicaPhase.OPEN
         self.weight_id, self.weight_step = self._pulling_id, weight_step
 
     # ---- work ----------------------------------------------------------------------------------------------
@@ -98,16 +98,16 @@ class ReplicaState:
     def grant(self, weight_id: int, requests: int) -> None:
         """A local batch of `requests` requests on `weight_id` begins."""
         self._require(
-            self.phase is Phase.OPEN and weight_id == self.weight_id, f"work on weight id {weight_id}"
+            self.phase is ReplicaPhase.OPEN and weight_id == self.weight_id, f"work on weight id {weight_id}"
         )
         self._require(requests > 0, "an empty batch")
-        self.phase, self.in_flight = Phase.DRAINING, requests
+        self.phase, self.in_flight = ReplicaPhase.DRAINING, requests
 
     def reserve(self, weight_id: int) -> None:
         """One more request of the same weights will come from another replica: the batch is not done before
         it has, or `finished`."""
         self._require(
-            self.phase is Phase.DRAINING and weight_id == self.weight_id,
+            self.phase is ReplicaPhase.DRAINING and weight_id == self.weight_id,
             f"a move of weight id {weight_id} to this replica",
         )
         self.in_flight += 1
@@ -115,8 +115,8 @@ class ReplicaState:
     def finished(self) -> None:
         """A request of the batch has its last token, is lost, or has moved away."""
         # it went on before all was done
-        interrupted = self.phase in (Phase.PULLING, Phase.VERIFIED) and self.in_flight > 0
-        self._require(self.phase is Phase.DRAINING or interrupted, "the end of a request")
+        interrupted = self.phase in (ReplicaPhase.PULLING, ReplicaPhase.VERIFIED) and self.in_flight > 0
+        self._require(self.phase is ReplicaPhase.DRAINING or interrupted, "the end of a request")
         self.in_flight -= 1
         if self.in_flight == 0 and not interrupted:
-            self.phase = Phase.OPEN
+            self.phase = ReplicaPhase.OPEN

@@ -21,7 +21,8 @@ from laminar_hpc.gateway.dialogues import Dialogues
 from laminar_hpc.gateway.session import Door, Question
 from laminar_hpc.gateway.tokens import TokenPrompt, confirm, continued, generated, known, token_fields
 from laminar_hpc.rollout.batch import Turn as Draw
-from laminar_hpc.rollout.work import Outcome, Work, logprobs_of, tokens_of
+from laminar_hpc.rollout.in_flight import Outcome, TrajectoryInFlight
+from laminar_hpc.rollout.partial_response import logprobs_of, tokens_of
 from laminar_hpc.turns.calls import ToolCall
 from laminar_hpc.turns.episode import Episode
 from laminar_hpc.turns.model import Dialogue
@@ -32,22 +33,22 @@ _LIMITS = {"turns": "max_turns", "calls": "max_tool_calls", "time": "max_seconds
 
 
 class Talk:
-    """Owns `work` while the agent has it. `branches`: what is rewritten begins one; `waited(work, since)`:
-    the agent has asked again."""
+    """Owns `trajectory` while the agent has it. `branches`: what is rewritten begins one;
+    `waited(trajectory, since)`: the agent has asked again."""
 
     def __init__(
         self,
         dialogues: Dialogues,
         branches: bool,
-        work: Work,
+        trajectory: TrajectoryInFlight,
         door: Door,
         draw: Draw,
-        waited: Callable[[Work, float], None],
+        waited: Callable[[TrajectoryInFlight, float], None],
     ) -> None:
         self._dialogues, self._branches, self._waited = dialogues, branches, waited
-        self.work, self.door, self.draw = work, door, draw
-        assert work.episode is not None
-        self.episode: Episode = work.episode
+        self.trajectory, self.door, self.draw = trajectory, door, draw
+        assert trajectory.episode is not None
+        self.episode: Episode = trajectory.episode
         self.calls: list[ToolCall] = []  # of the last turn
         self.limited = False  # it has met a limit of the run
         self.finish = ""  # of the last turn
@@ -97,35 +98,35 @@ class Talk:
     async def _given(self, question: Question, since: float) -> list[int]:
         """The tokens of its new messages. Raises Rejected, and EnvironmentFailed where there is nothing to
         grade without them."""
-        work, chat = self.work, question.chat
+        trajectory, chat = self.trajectory, question.chat
         self.anew = question.anew
         names = [call.name for call in self.calls]
         if self.episode.turns and (limit := self.episode.limit(names, time.time())):
-            work.finish_reason, self.limited = limit, True
+            trajectory.finish_reason, self.limited = limit, True
             raise Rejected(f"the trajectory has met environment.{_LIMITS[limit]}", code="laminar_limit")
         if isinstance(chat, TokenPrompt):
             tokens = self._continued(chat)
         else:
             self._confirm(chat)
             tokens = self._tokens(await self._dialogues.of(chat.tools), question)
-        if len(tokens) >= work.room:
-            left = f"sampling.max_response_tokens leaves {work.room}"
+        if len(tokens) >= trajectory.room:
+            left = f"sampling.max_response_tokens leaves {trajectory.room}"
             text = f"this exceeds the context length: it needs {len(tokens)} tokens more, {left}"
             if not self.episode.turns:
                 raise EnvironmentFailed(text)
-            work.finish_reason, self.limited = "length", True
+            trajectory.finish_reason, self.limited = "length", True
             raise Rejected(text, code="context_length_exceeded")
         if self.episode.turns:
             results = [message["content"] for message in question.more if message["role"] == "tool"]
             self.episode.called(names, sum(map(is_error, results)), time.time() - since)
-            self._waited(work, since)
+            self._waited(trajectory, since)
         return tokens
 
     def _continued(self, prompt: TokenPrompt) -> list[int]:
         """Raises Rejected."""
         vocabulary, begun = self._dialogues.vocabulary, self.episode.turns > 0
         try:
-            return continued(prompt, self.work.sequence.tolist(), begun, vocabulary)
+            return continued(prompt, self.trajectory.sequence.tolist(), begun, vocabulary)
         except Rejected:
             if not (self._branches and begun):
                 raise
@@ -135,25 +136,25 @@ class Talk:
     def _before(self, branch: int, start: int) -> list[int]:
         """What the model saw before it drew its tokens from `start` on, in the branch that begins at
         `branch`; 0: the first."""
-        given = tokens_of(self.work.partial)[branch:start].tolist()
-        return given if branch else [*self.work.group.prompt_tokens, *given]
+        given = tokens_of(self.trajectory.partial)[branch:start].tolist()
+        return given if branch else [*self.trajectory.group.prompt_tokens, *given]
 
     def _confirm(self, chat: Chat) -> None:
         """Raises Rejected for token ids that are not those of the answer. Of a history that was rewritten
         only the present branch is known."""
         for claim in [] if self.anew else chat.claims:
             if (place := self.answers.get(claim.at)) is None:
-                if self.work.starts:
+                if self.trajectory.starts:
                     continue
                 raise Rejected(f"messages[{claim.at}]: it has token ids, and is no answer of this session")
             branch, start, end = place
-            drawn = tokens_of(self.work.partial)[start:end].tolist()
-            logprobs = logprobs_of(self.work.partial)[start:end].tolist()
+            drawn = tokens_of(self.trajectory.partial)[start:end].tolist()
+            logprobs = logprobs_of(self.trajectory.partial)[start:end].tolist()
             confirm(claim, self._before(branch, start), drawn, logprobs)
 
     def _tokens(self, dialogue: Dialogue, question: Question) -> list[int]:
         """Raises Rejected."""
-        work, more, chat = self.work, question.more, question.chat
+        trajectory, more, chat = self.trajectory, question.more, question.chat
         assert isinstance(chat, Chat)
         try:
             if self.episode.turns:
@@ -162,8 +163,8 @@ class Talk:
                     return dialogue.conversation.first(chat.messages)
                 if dialogue.no_user and any(message["role"] == "user" for message in more):
                     raise Rejected(dialogue.no_user)
-                return dialogue.conversation.after(int(tokens_of(work.partial)[-1]), more)
-            tokens, prompt = dialogue.conversation.first(more), work.group.prompt_tokens
+                return dialogue.conversation.after(int(tokens_of(trajectory.partial)[-1]), more)
+            tokens, prompt = dialogue.conversation.first(more), trajectory.group.prompt_tokens
         except LaminarError as error:
             raise Rejected(str(error)) from None
         if tokens[: len(prompt)] != prompt:
@@ -172,37 +173,41 @@ class Talk:
 
     def _goes_on(self, dialogue: Dialogue, chat: Chat) -> bool:
         """The template's text of all messages begins with what the model has seen and said."""
-        return self._dialogues.goes_on(self.work.sequence, dialogue.conversation.written(chat.messages))
+        return self._dialogues.goes_on(self.trajectory.sequence, dialogue.conversation.written(chat.messages))
 
     async def _drawn(self, question: Question, tokens: list[int]) -> Outcome:
         """One turn, with its answer."""
-        work, chat = self.work, question.chat
+        trajectory, chat = self.trajectory, question.chat
         if self.anew:
-            work.branch()
+            trajectory.branch()
             self.answers, self.seen = {}, 0
-        work.give(tokens)
-        before, start, whole = work.partial.tokens, work.partial.count, work.max_response_tokens
-        work.cached_tokens, t0 = 0, time.time()
+        trajectory.give(tokens)
+        before, start, whole = (
+            trajectory.partial.tokens,
+            trajectory.partial.count,
+            trajectory.max_response_tokens,
+        )
+        trajectory.cached_tokens, t0 = 0, time.time()
         if chat.max_tokens is not None:
-            work.max_response_tokens = min(whole, start + chat.max_tokens)
+            trajectory.max_response_tokens = min(whole, start + chat.max_tokens)
         try:
-            outcome = await self.draw(work)
+            outcome = await self.draw(trajectory)
         finally:
-            work.max_response_tokens = whole
+            trajectory.max_response_tokens = whole
         if outcome.moved_away or outcome.lost is not None:
             return outcome
-        if not work.partial.tokens.startswith(before):
+        if not trajectory.partial.tokens.startswith(before):
             return Outcome(lost="its earlier turns are not what they were")
-        if work.partial.count == start:
+        if trajectory.partial.count == start:
             return Outcome(lost="the engine returned no token")
-        work.cut(start + self._dialogues.length(chat, tokens_of(work.partial)[start:].tolist()))
-        self.finish = work.finish_reason
-        self.limited = work.room == 0
+        trajectory.cut(start + self._dialogues.length(chat, tokens_of(trajectory.partial)[start:].tolist()))
+        self.finish = trajectory.finish_reason
+        self.limited = trajectory.room == 0
         if not self.limited:  # a turn that the agent has cut is no trajectory that was
-            work.finish_reason = "stop"
-        self.episode.waited(work.waited)
-        self.episode.turn(self.seen, work.cached_tokens, time.time() - t0 - work.waited)
-        self.seen = len(work.sequence)
+            trajectory.finish_reason = "stop"
+        self.episode.waited(trajectory.waited)
+        self.episode.turn(self.seen, trajectory.cached_tokens, time.time() - t0 - trajectory.waited)
+        self.seen = len(trajectory.sequence)
         await self._answer(chat, start)
         return outcome
 
@@ -211,7 +216,7 @@ class Talk:
             self.calls = []
             self.door.answer(generated(self._turn(start, {})), {})
             return
-        drawn = tokens_of(self.work.partial)[start:].tolist()
+        drawn = tokens_of(self.trajectory.partial)[start:].tolist()
         content, self.calls = self._dialogues.said(await self._dialogues.of(chat.tools), chat, drawn)
         message: dict = {"role": "assistant", "content": content}
         theirs = dict(message)
@@ -221,27 +226,27 @@ class Talk:
             theirs["tool_calls"] = [{**c, "function": _written(c["function"])} for c in calls]
         turn = self._turn(start, theirs, self._dialogues.texts(drawn) if chat.logprobs else ())
         theirs |= token_fields(turn) if chat.token_fields else {}
-        self.answers[len(chat.messages)] = self._branch, start, self.work.partial.count
+        self.answers[len(chat.messages)] = self._branch, start, self.trajectory.partial.count
         self.door.answer(completion(turn, chat), message)
 
     @property
     def _branch(self) -> int:
-        return self.work.starts[-1] if self.work.starts else 0
+        return self.trajectory.starts[-1] if self.trajectory.starts else 0
 
     def _turn(self, start: int, message: dict, texts: Sequence[str] = ()) -> DrawnTurn:
         """The last one, which was drawn from `start` on."""
-        work, finish = self.work, "tool_calls" if self.calls else "stop"
-        tokens = tokens_of(work.partial)
+        trajectory, finish = self.trajectory, "tool_calls" if self.calls else "stop"
+        tokens = tokens_of(trajectory.partial)
         return DrawnTurn(
             self.episode.turns,
             int(time.time()),
             self._before(self._branch, start),
             tokens[start:].tolist(),
-            logprobs_of(work.partial)[start:].tolist(),
+            logprobs_of(trajectory.partial)[start:].tolist(),
             texts,
             message,
             "length" if self.finish == "length" else finish,
-            work.cached_tokens,
+            trajectory.cached_tokens,
         )
 
     def _call(self, call: ToolCall) -> dict:

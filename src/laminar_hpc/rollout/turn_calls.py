@@ -23,11 +23,12 @@ from laminar_hpc.data.tokens import TextDecoder
 from laminar_hpc.messages.data import Partial, VersionSpan
 from laminar_hpc.messages.homes import Ask, replica_of
 from laminar_hpc.messages.moves import Answer
-from laminar_hpc.messages.rollouts import Increment
 from laminar_hpc.payload.layout import Tokens, tokens_array
-from laminar_hpc.rollout.answers import Answers, name_of
-from laminar_hpc.rollout.homes import Home, Homes
-from laminar_hpc.rollout.work import Work, tokens_of
+from laminar_hpc.rollout.answers import CallAnswers, name_of
+from laminar_hpc.rollout.homes import EnvironmentHomes, Home
+from laminar_hpc.rollout.in_flight import TrajectoryInFlight
+from laminar_hpc.rollout.move_source import HandOver
+from laminar_hpc.rollout.partial_response import tokens_of
 from laminar_hpc.turns.calls import Malformed, ToolCall
 from laminar_hpc.turns.conversation import ToolResult
 from laminar_hpc.turns.model import Dialogue, dialogue
@@ -43,13 +44,15 @@ class TurnCalls:
     """A replica's. `stateful`: environments stay at their homes. `dialogues`: how the model talks, by name of
     the environment."""
 
-    def __init__(self, context: RoleContext, stop_ids: Sequence[int], stateful: bool) -> None:
+    def __init__(
+        self, context: RoleContext, stop_ids: Sequence[int], stateful: bool, hand_over: HandOver
+    ) -> None:
         self._context, self._limits, self._stateful = context, context.config.environment, stateful
         self._stop_ids, self._model = frozenset(stop_ids), Path(context.config.model.path)
         self._decoder = TextDecoder(self._model)
-        self.answers = Answers(context.channel)
+        self.answers = CallAnswers(context.channel, hand_over)
         kept = self._limits.max_seconds + self._limits.timeout_seconds
-        self.homes = Homes(context.index, context.channel, self._made_for_others, kept)
+        self.homes = EnvironmentHomes(context.index, context.channel, self._made_for_others, kept)
         self.dialogues: dict[str, Dialogue] = {}
 
     async def learn(self, name: str, tools: Sequence[dict]) -> None:
@@ -69,11 +72,11 @@ class TurnCalls:
 
     # ---- what a turn says ----------------------------------------------------------------------------------
 
-    def found(self, work: Work, span: VersionSpan) -> Found:
+    def found(self, trajectory: TrajectoryInFlight, span: VersionSpan) -> Found:
         """In the turn that was drawn so, whose stop token is no part of a call."""
-        tokens = tokens_of(work.partial)[span.start : span.end].tolist()
+        tokens = tokens_of(trajectory.partial)[span.start : span.end].tolist()
         said = tokens[:-1] if tokens[-1] in self._stop_ids else tokens
-        parser = self.dialogue(work.group.row).parser
+        parser = self.dialogue(trajectory.group.row).parser
         assert parser is not None
         return parser.calls(self._decoder.text(said, specials=True))
 
@@ -92,56 +95,58 @@ class TurnCalls:
 
     # ---- what its calls come to ----------------------------------------------------------------------------
 
-    async def answer(self, work: Work, found: Found) -> Answer:
+    async def answer(self, trajectory: TrajectoryInFlight, found: Found) -> Answer:
         """What the calls of its last turn come to, wherever they are made. Raises Ended and
         EnvironmentFailed."""
-        part, last = work.partial, int(tokens_of(work.partial)[-1])
-        away = self._stateful and work.session is None and isinstance(found, list)
+        part, last = trajectory.partial, int(tokens_of(trajectory.partial)[-1])
+        away = self._stateful and trajectory.session is None and isinstance(found, list)
         maker = replica_of(part.home) if away else self._context.index
-        name = part.awaits or name_of(maker, work.trajectory_id, work.attempt, part.count)
+        name = part.awaits or name_of(maker, trajectory.trajectory_id, trajectory.attempt, part.count)
         elsewhere = bool(part.awaits) or away
         part.called, part.awaits = True, name if elsewhere else ""
-        self.tell(work)
+        self.tell(trajectory)
         if not elsewhere:
-            making = self._made(work, work.session, name, found, last)
-            return await self.answers.made_here(work, name, making)
+            making = self._made(trajectory, trajectory.session, name, found, last)
+            return await self.answers.made_here(trajectory, name, making)
         if self._stateful and isinstance(found, list):  # the same name is called once
             calls = [(call.name, json.dumps(call.arguments)) for call in found]
-            ask = Ask(work.trajectory_id, part.home, name, calls, last)
-            if work.session is None:
+            ask = Ask(trajectory.trajectory_id, part.home, name, calls, last)
+            if trajectory.session is None:
                 self._context.channel.send(ask)
             else:  # it has come back: by way of the controller this could be late, when all has ended
                 self.homes.arrived(ask)
         count = len(found) if isinstance(found, list) else 1
-        waiting = self.answers.made_elsewhere(work, count * self._limits.timeout_seconds)
+        waiting = self.answers.made_elsewhere(trajectory, count * self._limits.timeout_seconds)
         if not away:  # who makes them records them
             return await waiting
-        with self.recorded(work, _what(found)):
+        with self.recorded(trajectory, _what(found)):
             return await waiting
 
-    async def _made(self, work: Work, session: Session | None, name: str, found: Found, last: int) -> Answer:
+    async def _made(
+        self, trajectory: TrajectoryInFlight, session: Session | None, name: str, found: Found, last: int
+    ) -> Answer:
         """The calls of its last turn."""
         t0 = time.time()
-        self.homes.calls(work, name)
+        self.homes.calls(trajectory, name)
         try:
-            with self.recorded(work, _what(found)):
+            with self.recorded(trajectory, _what(found)):
                 results = await self._results(session, found)
         except EnvironmentFailed:
-            self.homes.failed(work)
+            self.homes.failed(trajectory)
             raise
-        given = self._behind(work, results)
-        answer = self._told(work.trajectory_id, name, work.group.row, results, last, t0, given)
-        self.homes.calls(work, name, answer)
+        given = self._behind(trajectory, results)
+        answer = self._told(trajectory.trajectory_id, name, trajectory.group.row, results, last, t0, given)
+        self.homes.calls(trajectory, name, answer)
         return answer
 
-    def _behind(self, work: Work, results: list[ToolResult]) -> list[int] | None:
+    def _behind(self, trajectory: TrajectoryInFlight, results: list[ToolResult]) -> list[int] | None:
         """What begins a branch, where the template has rewritten earlier turns."""
-        if work.history is None:
+        if trajectory.history is None:
             return None
-        span, stopped = work.partial.spans[-1], int(work.sequence[-1]) in self._stop_ids
-        seen, end = work.sequence, work.partial.count - stopped
-        said = tokens_of(work.partial)[span.start : end]
-        return work.history.answered(self.text(seen[: len(seen) - stopped]), self.text(said), results)
+        span, stopped = trajectory.partial.spans[-1], int(trajectory.sequence[-1]) in self._stop_ids
+        seen, end = trajectory.sequence, trajectory.partial.count - stopped
+        said = tokens_of(trajectory.partial)[span.start : end]
+        return trajectory.history.answered(self.text(seen[: len(seen) - stopped]), self.text(said), results)
 
     async def _made_for_others(self, home: Home, ask: Ask) -> Answer:
         """Calls in an environment here whose trajectory is elsewhere."""
@@ -177,35 +182,33 @@ class TurnCalls:
 
     # ---- who hears of it -----------------------------------------------------------------------------------
 
-    def tell(self, work: Work) -> None:
+    def tell(self, trajectory: TrajectoryInFlight) -> None:
         """The pool knows all of it: what stands between a whole turn and its result tells of a call that may
         have been made."""
-        part, start = work.partial, work.told
-        if not self._context.config.rollout.increment_tokens or work.evaluation or work.bound:
-            return
-        spans = [VersionSpan(s.weight_id, max(s.start, start), s.end) for s in part.spans if s.end > start]
-        columns = part.tokens[4 * start :], part.logprobs[4 * start :]
-        told = (work.trajectory_id, work.attempt, start, *columns, spans, part.time_started)
-        self._context.channel.send(Increment(*told, part.called, part.awaits, part.home))
-        work.told = part.count
+        if self._context.config.rollout.increment_tokens and trajectory.is_told:
+            self._context.channel.send(trajectory.increment(trajectory.told))
 
     @contextlib.contextmanager
-    def recorded(self, work: Work, what: str) -> Iterator[None]:
+    def recorded(self, trajectory: TrajectoryInFlight, what: str) -> Iterator[None]:
         """In the trace with how it ended; "" is nothing."""
         t0 = time.time()
         try:
             yield
         except EnvironmentFailed as error:
-            self.record(work, t0, what, "hung" if isinstance(error, EnvironmentHangs) else "failed")
+            self.record(trajectory, t0, what, "hung" if isinstance(error, EnvironmentHangs) else "failed")
             raise
         if what:
-            self.record(work, t0, what)
+            self.record(trajectory, t0, what)
 
-    def record(self, work: Work, t0: float, what: str, failed: str = "") -> None:
+    def record(self, trajectory: TrajectoryInFlight, t0: float, what: str, failed: str = "") -> None:
         """What it waited for since `t0`, in the trace."""
-        of = {"trajectory_id": work.trajectory_id, "attempt": work.attempt, "evaluation": work.evaluation}
+        of = {
+            "trajectory_id": trajectory.trajectory_id,
+            "attempt": trajectory.attempt,
+            "evaluation": trajectory.evaluation,
+        }
         more = {"failed": failed} if failed else {}
-        self._context.trace.record("tool", t0, time.time(), **of, what=what, waited=work.waited, **more)
+        self._context.trace.record("tool", t0, time.time(), **of, what=what, waited=trajectory.waited, **more)
 
 
 def _what(found: Found) -> str:

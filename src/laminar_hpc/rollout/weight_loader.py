@@ -59,7 +59,7 @@ class Pulled:
 
 
 @dataclass
-class _Clock:
+class _PullClock:
     phases: dict[str, float] = field(default_factory=dict)
     last: float = field(default_factory=time.monotonic)
 
@@ -139,7 +139,7 @@ class WeightLoader:
         `paused`: its requests stand still in it and go on as soon as the sums are equal; if it must be
         replaced they fail.
         """
-        t0, clock, restarts = time.time(), _Clock(), 0
+        t0, clock, restarts = time.time(), _PullClock(), 0
         deadline = time.monotonic() + LEASE_SECONDS
         while True:
             handle = None
@@ -184,7 +184,9 @@ class WeightLoader:
             raise SlotGone(f"there is no complete one under {self.reader.root}")
         return handle
 
-    async def _verified(self, handle: SlotHandle, clock: _Clock, restart: bool, paused: bool) -> list[float]:
+    async def _verified(
+        self, handle: SlotHandle, clock: _PullClock, restart: bool, paused: bool
+    ) -> list[float]:
         """The slot's weights in the engine, verified; returns the log-probs of the probe."""
         paused = paused and not restart
         with self.reader.lease(handle):
@@ -205,7 +207,7 @@ class WeightLoader:
             )
         return logprobs
 
-    async def _give(self, handle: SlotHandle, clock: _Clock, restart: bool, paused: bool) -> Sums:
+    async def _give(self, handle: SlotHandle, clock: _PullClock, restart: bool, paused: bool) -> Sums:
         """The slot's weights into the engine, by a copy or by a fresh start; the sums of its live parameters
         afterwards."""
         check_file(handle)

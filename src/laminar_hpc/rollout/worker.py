@@ -46,21 +46,22 @@ from laminar_hpc.messages.rollouts import (
 )
 from laminar_hpc.payload.writer import PayloadWriter
 from laminar_hpc.rollout.batch import LocalBatch
-from laminar_hpc.rollout.departure import SETTLE_SECONDS, Departure
 from laminar_hpc.rollout.engine_lives import EngineLives
 from laminar_hpc.rollout.episodes import new_episodes
 from laminar_hpc.rollout.grants import Grants
 from laminar_hpc.rollout.health import BatchHealth
+from laminar_hpc.rollout.in_flight import Outcome, TrajectoryInFlight
 from laminar_hpc.rollout.interruption import Interruptible
 from laminar_hpc.rollout.migration import ReplicaMigration
+from laminar_hpc.rollout.move_source import MoveSource
 from laminar_hpc.rollout.reporting import UtilizationReporter
 from laminar_hpc.rollout.resets import ResetsAhead
 from laminar_hpc.rollout.results import Results
 from laminar_hpc.rollout.scoring import Scoring
 from laminar_hpc.rollout.served_weights import ServedWeights
+from laminar_hpc.rollout.shutdown import SETTLE_SECONDS, GracefulShutdown
 from laminar_hpc.rollout.state import ReplicaState, WrongState
 from laminar_hpc.rollout.weight_loader import WeightLoader
-from laminar_hpc.rollout.work import Work
 from laminar_hpc.weights.probe import probe_sequences
 from laminar_hpc.weights.slots import SlotGone, SlotReader
 
@@ -85,16 +86,17 @@ class RolloutWorker:
         probe = probe_sequences(model_config(self.config.model.path)["vocab_size"])
         self.weight_loader = WeightLoader(reader, probe, context.trace, self.engines)
         stop_ids = stop_token_ids(model)
-        self.episodes = new_episodes(context, stop_ids)
+        moves = MoveSource(context, self.engines)
+        self.episodes = new_episodes(context, stop_ids, moves.hand_over)
         self.scoring = Scoring(context, self.pool, self._leave, self.episodes)
         cluster, one_world = context.config.cluster, context.config.role == "all"  # which a full disk ends
         patience = 0.0 if one_world else cluster.join_timeout_seconds
         self.payloads = PayloadWriter(context.run_dir, f"rollout{context.index}", patience)
         self.health = BatchHealth(context.index, self.state, self.engines)
         turns = self.episodes.run if self.episodes else None
-        self.batch = LocalBatch(context, self.engines, self.state, stop_ids, self._ended, turns)
-        if self.episodes:
-            self.episodes.young = lambda: self.batch.young
+        self.batch = LocalBatch(
+            context, self.engines, self.state, stop_ids, self._ended, moves.hand_over, turns
+        )
         self.reporter = UtilizationReporter(
             context, self.state, self.engines, self.batch, lambda: self.scoring.pending
         )
@@ -103,8 +105,8 @@ class RolloutWorker:
         )
         self.results = Results(context, self.payloads, self.scoring, self.health, self.reporter.finished)
         answers = self.episodes.answers if self.episodes else None
-        self.migration = ReplicaMigration(context, self.batch, self.state, answers)
-        self.departure = Departure(context, self.batch, self._leave, answers)
+        self.migration = ReplicaMigration(context, self.batch, self.state, moves.mail, answers)
+        self.shutdown = GracefulShutdown(context, self.batch, self._leave, answers)
         self.resets = ResetsAhead(self.episodes.pool if self.episodes else None, self.state)
         self.grants = Grants(self.state, self.weight_loader)
         self.wake = asyncio.Event()  # a grant or newer weights
@@ -140,8 +142,8 @@ class RolloutWorker:
         except StopReceived as stop:
             logger.info("rollout %d leaves: %s", self.context.index, stop.reason)
             half = self.config.cluster.stop_timeout_seconds / 2
-            await self.scoring.settle(SETTLE_SECONDS if self.departure.begun else half)
-            if self.departure.begun:  # on a busy machine the engine's end takes long
+            await self.scoring.settle(SETTLE_SECONDS if self.shutdown.begun else half)
+            if self.shutdown.begun:  # on a busy machine the engine's end takes long
                 last_words = asyncio.create_task(asyncio.to_thread(self._last_words))
         finally:
             reporting.cancel()
@@ -160,7 +162,7 @@ class RolloutWorker:
 
     def _arrived(self, item: Message | Exception) -> None:
         if isinstance(item, Terminated):
-            self.departure.begin()
+            self.shutdown.begin()
             self.wake.set()
         elif isinstance(item, Exception):
             self._leave(item)
@@ -173,8 +175,8 @@ class RolloutWorker:
             self.scoring.begin_ordered(item)
         elif isinstance(item, Welcome):
             self._joined_anew()
-            if self.departure.begun:
-                self.departure.say()
+            if self.shutdown.begun:
+                self.shutdown.say()
         elif isinstance(item, Ask | LetGo):
             if self.episodes:
                 self.episodes.homes.arrived(item)
@@ -189,9 +191,13 @@ class RolloutWorker:
         """The controller had taken this replica for dead, or is another one: it learns what is here, and is
         asked for work again. Of evaluations it has begun the shares anew."""
         self.grants.drop_evaluations()
-        self._drop_works(lambda work: bool(work.evaluation))
-        works = [*self.batch.works.values(), *self.grants.works]
-        generating = [Sample(work.trajectory_id, work.attempt) for work in works if not work.dropped]
+        self._drop_works(lambda trajectory: bool(trajectory.evaluation))
+        trajectories = [*self.batch.trajectories.values(), *self.grants.trajectories]
+        generating = [
+            Sample(trajectory.trajectory_id, trajectory.attempt)
+            for trajectory in trajectories
+            if not trajectory.is_dropped()
+        ]
         served, newest, moves = (
             self.state.weight_id,
             self.grants.newest_batch,
@@ -204,9 +210,9 @@ class RolloutWorker:
 
     def _drop(self, attempts: set[tuple[int, int]]) -> None:
         self.grants.drop(attempts)
-        self._drop_works(lambda work: (work.trajectory_id, work.attempt) in attempts)
+        self._drop_works(lambda trajectory: (trajectory.trajectory_id, trajectory.attempt) in attempts)
 
-    def _drop_works(self, gone: Callable[[Work], bool]) -> None:
+    def _drop_works(self, gone: Callable[[TrajectoryInFlight], bool]) -> None:
         self.grants.drop_beginning(gone)
         self.batch.drop(gone)
 
@@ -214,11 +220,11 @@ class RolloutWorker:
         if self.leaving is not None and not self.leaving.done():
             self.leaving.set_exception(error)
 
-    async def _guarded(self, work: Coroutine[Any, Any, None]) -> None:
-        """Runs `work` until it ends, the engine dies, or the controller says Stop or falls silent; raises in
+    async def _guarded(self, life: Coroutine[Any, Any, None]) -> None:
+        """Runs `life` until it ends, the engine dies, or the controller says Stop or falls silent; raises in
         the latter cases."""
         assert self.leaving is not None
-        task = asyncio.create_task(work)
+        task = asyncio.create_task(life)
         try:
             await asyncio.wait((task, self.leaving), return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
@@ -245,7 +251,7 @@ class RolloutWorker:
     # ---- one turn: weights, then work ----------------------------------------------------------------------
 
     async def _turn(self) -> None:
-        if self.departure.begun:  # nothing more is begun; what was granted and not begun others get
+        if self.shutdown.begun:  # nothing more is begun; what was granted and not begun others get
             await asyncio.Event().wait()
         if not self.grants:  # else there is work already, on older weights perhaps
             if self.state.weight_id is None:  # a relay that has started anew may hold none yet
@@ -278,7 +284,7 @@ class RolloutWorker:
         death, woken = asyncio.create_task(self.engines.current.died()), None
         try:
             with self.context.trace.span("wait", what="work"):
-                while not (self.grants or self.weights.newer() or self.ask_again or self.departure.begun):
+                while not (self.grants or self.weights.newer() or self.ask_again or self.shutdown.begun):
                     self.wake.clear()
                     woken = asyncio.create_task(self.wake.wait())
                     await asyncio.wait((woken, death), return_when=asyncio.FIRST_COMPLETED)
@@ -288,7 +294,7 @@ class RolloutWorker:
             death.cancel()
             if woken is not None:
                 woken.cancel()
-        return self.grants.take() if self.grants and not self.departure.begun else None
+        return self.grants.take() if self.grants and not self.shutdown.begun else None
 
     async def _local_batch(self, grant: Grant) -> None:
         """Generates all of `grant`, and what moves here meanwhile; returns when the last token is there.
@@ -303,8 +309,8 @@ class RolloutWorker:
         except SlotGone as gone:
             return self._not_loaded(grant, gone)
         except WrongState as refusal:
-            for work in begun:
-                self.results.lost(work, str(refusal))
+            for trajectory in begun:
+                self.results.lost(trajectory, str(refusal))
             return None
         finally:
             self.grants.begun(grant)
@@ -323,8 +329,8 @@ class RolloutWorker:
         self.health.end(len(begun), self.batch.moved_away)
         return None
 
-    def _ended(self, work: Work, lost: str | None) -> None:
-        self.results.ended(work, lost)
+    def _ended(self, trajectory: TrajectoryInFlight, outcome: Outcome) -> None:
+        self.results.ended(trajectory, outcome)
         self.resets.look()
 
     async def _engine_fails(self, error: EngineHangs | EngineDied) -> None:

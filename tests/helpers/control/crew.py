@@ -28,7 +28,7 @@ from laminar_hpc.messages.rollouts import (
     WeightsOpened,
 )
 from laminar_hpc.messages.training import Batch, Continue, Leave, NotYet, StepDone, TakeBatch
-from laminar_hpc.rollout.work import columns
+from laminar_hpc.rollout.partial_response import columns
 
 SECONDS = 40.0
 

@@ -40,7 +40,7 @@ from laminar_hpc.messages.rollouts import (
     WeightsAvailable,
     WeightsOpened,
 )
-from laminar_hpc.rollout.work import columns
+from laminar_hpc.rollout.partial_response import columns
 
 
 @dataclass

@@ -34,7 +34,7 @@ from laminar_hpc.messages.training import Batch, Restored, StepDone, TakeBatch
 from laminar_hpc.messages.wire import AnyMessage, decode, encode
 from laminar_hpc.payload.whole import Whole, wholes
 from laminar_hpc.policies.metrics import batch_metrics
-from laminar_hpc.rollout.work import columns, tokens_of
+from laminar_hpc.rollout.partial_response import columns, tokens_of
 
 
 class Unlocked:

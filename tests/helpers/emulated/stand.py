@@ -200,7 +200,7 @@ class Stand:
 
         async def kill() -> bool:
             worker = self.replicas[index].worker
-            works = worker.batch.works if worker is not None else {}
+            works = worker.batch.trajectories if worker is not None else {}
             if any(i in works and works[i].request_id is not None for i in known):
                 self.engine(index).die()
                 return True

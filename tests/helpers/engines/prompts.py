@@ -12,7 +12,7 @@ from laminar_hpc.engine.interface import Generation, sampling_parameters
 from laminar_hpc.engine.sglang.server import SglangServer
 from laminar_hpc.kv.errors import KvRefused
 from laminar_hpc.messages.data import Partial
-from laminar_hpc.rollout.work import extended, objection
+from laminar_hpc.rollout.partial_response import extended, objection
 
 R = TypeVar("R")
 TRIES = 10

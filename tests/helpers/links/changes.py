@@ -8,7 +8,7 @@ import torch
 from laminar_hpc.cluster.links import Link
 from laminar_hpc.cluster.meeting import LinkBroken
 from laminar_hpc.kernels.sums import tensor_sums
-from laminar_hpc.relay.chain import Changes, Stream, receive_stream, send_stream
+from laminar_hpc.relay.chain import Changes, WeightStream, receive_stream, send_stream
 from laminar_hpc.weights.delta import encode
 from laminar_hpc.weights.manifest import Manifest, layout
 from laminar_hpc.weights.stream import decode_header
@@ -21,7 +21,7 @@ TENSORS = [
 ]  # chunks end inside tensors
 
 
-def publication(density: float) -> tuple[torch.Tensor, Stream]:
+def publication(density: float) -> tuple[torch.Tensor, WeightStream]:
     """The bytes of weight id 4, and id 5 as changes to it, complete at a relay that has received it."""
     generator = torch.Generator().manual_seed(0)
     manifest = layout(TENSORS, 5, 2)
@@ -32,7 +32,7 @@ def publication(density: float) -> tuple[torch.Tensor, Stream]:
     new[CHUNK : 2 * CHUNK] ^= 255  # and one in which all does
     for entry in manifest.tensors:
         entry.sum_words, entry.sum_indexed = tensor_sums(new[entry.offset : entry.offset + entry.nbytes])
-    stream = Stream(manifest, new, CHUNK, complete=True)
+    stream = WeightStream(manifest, new, CHUNK, complete=True)
     frames = {
         n: encode(new[at : at + CHUNK].clone(), old[at : at + CHUNK].clone(), 2)
         for n, at in enumerate(range(0, len(new), CHUNK))
@@ -43,13 +43,15 @@ def publication(density: float) -> tuple[torch.Tensor, Stream]:
     return old, stream
 
 
-def across(link: tuple[Link, Link], sent: Stream, old: torch.Tensor) -> tuple[Manifest, int, Stream]:
+def across(
+    link: tuple[Link, Link], sent: WeightStream, old: torch.Tensor
+) -> tuple[Manifest, int, WeightStream]:
     """What the peer makes of it: (manifest, base id, stream)."""
     upstream, downstream = link
     sender = threading.Thread(target=_send, args=(upstream, sent))
     sender.start()
     manifest, chunk, base_id = decode_header(downstream.receive_bytes())
-    received = Stream(manifest, torch.zeros_like(old), chunk)
+    received = WeightStream(manifest, torch.zeros_like(old), chunk)
     received.passed_on = 1
     if base_id is not None:
         received.changes = Changes(base_id, old)
@@ -62,6 +64,6 @@ def across(link: tuple[Link, Link], sent: Stream, old: torch.Tensor) -> tuple[Ma
     return manifest, base_id, received
 
 
-def _send(link: Link, stream: Stream) -> None:
+def _send(link: Link, stream: WeightStream) -> None:
     with contextlib.suppress(LinkBroken):
         send_stream(link, stream)

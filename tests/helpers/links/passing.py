@@ -6,7 +6,7 @@ import torch
 
 from laminar_hpc.cluster.links import Link
 from laminar_hpc.kernels.sums import tensor_sums
-from laminar_hpc.relay.chain import Stream, receive_stream, send_stream
+from laminar_hpc.relay.chain import WeightStream, receive_stream, send_stream
 from laminar_hpc.weights.manifest import Manifest, layout
 from laminar_hpc.weights.stream import decode_header
 
@@ -26,13 +26,13 @@ def publication() -> tuple[Manifest, torch.Tensor]:
     return manifest, data
 
 
-def pass_on(link: tuple[Link, Link], sent: Stream) -> Stream:
+def pass_on(link: tuple[Link, Link], sent: WeightStream) -> WeightStream:
     """Sends in another thread; returns what `receive_stream` made of it."""
     sender = threading.Thread(target=send_stream, args=(link[0], sent))
     sender.start()
     try:
         manifest, chunk, _ = decode_header(link[1].receive_bytes())
-        received = Stream(manifest, torch.zeros(manifest.data_bytes, dtype=torch.uint8), chunk)
+        received = WeightStream(manifest, torch.zeros(manifest.data_bytes, dtype=torch.uint8), chunk)
         receive_stream(link[1], received)
         return received
     finally:

@@ -8,7 +8,7 @@ from laminar_hpc.engine.sglang.plugin import kv_cache, protocol
 from laminar_hpc.engine.sglang.plugin.kv_moves import Incoming, KvMoves, after
 from laminar_hpc.engine.sglang.plugin.lockstep import Part, Steps
 from laminar_hpc.kv.errors import KvRefused
-from laminar_hpc.kv.inbox import Expected, Inbox
+from laminar_hpc.kv.inbox import Expected, KvInbox
 from laminar_hpc.kv.transfer import of_all_ranks
 
 
@@ -43,7 +43,7 @@ class Destination:
         slots = pages.to(device="cpu", dtype=torch.int64)
         cache, threads = self.moves.cache, torch.get_num_threads()
         expected = Expected(cache.fingerprint, move.weight_id, cache.pool, slots, threads)
-        move.inbox = Inbox(expected, host, machine_name(folder))
+        move.inbox = KvInbox(expected, host, machine_name(folder))
         return move.inbox.address
 
     def take(self, request: protocol.KvImport) -> Steps:

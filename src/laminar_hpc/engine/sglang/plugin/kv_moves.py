@@ -26,7 +26,7 @@ from laminar_hpc.engine.sglang.plugin import kv_cache, protocol
 from laminar_hpc.engine.sglang.plugin.kv_cache import Hold, KvCache
 from laminar_hpc.engine.sglang.plugin.lockstep import Part, Steps
 from laminar_hpc.kv.errors import KvRefused
-from laminar_hpc.kv.inbox import Inbox
+from laminar_hpc.kv.inbox import KvInbox
 
 Parts = Generator[Part, list[str], None]
 CLOSE_SECONDS = 5.0  # a thread stops within POLL_SECONDS of kv/inbox.py and one chunk
@@ -59,7 +59,7 @@ class Incoming:
     expires: float
     seconds: float
     pages: torch.Tensor | None
-    inbox: Inbox | None = None
+    inbox: KvInbox | None = None
     hold: Hold | None = None
 
     def close(self) -> Future:

@@ -17,7 +17,7 @@ from laminar_hpc.engine.sglang.plugin import kv_cache, protocol
 from laminar_hpc.engine.sglang.plugin.kv_moves import KvMoves, Outgoing, Parts, after
 from laminar_hpc.engine.sglang.plugin.lockstep import Part, Steps, Until
 from laminar_hpc.kv.errors import KvRefused
-from laminar_hpc.kv.frames import Header
+from laminar_hpc.kv.frames import PartHeader
 from laminar_hpc.kv.transfer import chunk_bytes, of_rank, send_part
 
 MAX_THREADS = 8  # moves that are sent at once
@@ -154,7 +154,7 @@ class Source:
         cache, machine = self.moves.cache, machine_name(move.folder)
         address = of_rank(move.address, cache.rank, cache.ranks)
         size = chunk_bytes(address, machine)
-        header = Header.of(cache.fingerprint, weight_id, cache.pool.shape, ids, size, first, last)
+        header = PartHeader.of(cache.fingerprint, weight_id, cache.pool.shape, ids, size, first, last)
         send_part(
             address,
             header,

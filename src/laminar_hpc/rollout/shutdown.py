@@ -1,5 +1,5 @@
-"""How a replica leaves that was told to end (SIGTERM: a preemption, scancel, the launch script's Ctrl-C):
-nothing that it has in hand is lost.
+"""The shutdown of a replica that was told to end (SIGTERM: a preemption, scancel, the launch script's
+Ctrl-C): nothing that it has in hand is lost.
 
     TERM -> Leaving: nothing new comes, the controller moves what is generated to other replicas; calls that
             are made for what has moved come to their end
@@ -17,8 +17,8 @@ from collections.abc import Callable
 
 from laminar_hpc.cluster.channel import StopReceived
 from laminar_hpc.cluster.context import RoleContext
-from laminar_hpc.messages.rollouts import Leaving, Unfinished
-from laminar_hpc.rollout.answers import Answers
+from laminar_hpc.messages.rollouts import Leaving
+from laminar_hpc.rollout.answers import CallAnswers
 from laminar_hpc.rollout.batch import LocalBatch
 
 logger = logging.getLogger(__name__)
@@ -27,21 +27,25 @@ BREAK_SECONDS = 2.0  # for the engine to give back what it has
 SETTLE_SECONDS = 1.5  # for scores that are under way
 
 
-class Departure:
-    """`leave(error)` ends the worker's turns. `begun`: it was told to end."""
+class GracefulShutdown:
+    """`leave(error)` ends the worker's turns."""
 
     def __init__(
         self,
         context: RoleContext,
         batch: LocalBatch,
         leave: Callable[[BaseException], None],
-        answers: Answers | None,
+        answers: CallAnswers | None,
     ) -> None:
-        self._context, self._batch, self._leave, self._answers = context, batch, leave, answers
+        self._context = context
+        self._batch = batch
+        self._leave = leave
+        self._answers = answers
         self._task: asyncio.Task[None] | None = None
 
     @property
     def begun(self) -> bool:
+        """The replica was told to end."""
         return self._task is not None
 
     def begin(self) -> None:
@@ -49,13 +53,13 @@ class Departure:
         if self._task is None:
             logger.info("rollout %d was told to end", self._context.index)
             self.say()
-            for work in self._batch.works.values():  # its environment ends here
-                work.bound = work.bound or (bool(work.partial.home) and work.session is not None)
+            for trajectory in self._batch.trajectories.values():  # its environment ends here
+                trajectory.bound |= bool(trajectory.partial.home) and trajectory.session is not None
             self._task = asyncio.create_task(self._run())
             self._task.add_done_callback(self._done)
 
     def say(self) -> None:
-        """To a controller that does not know yet."""
+        """Tells a controller that does not know yet."""
         self._context.channel.send(Leaving())
 
     async def _run(self) -> None:
@@ -64,10 +68,9 @@ class Departure:
             await asyncio.wait_for(self._settled(), seconds)
         except TimeoutError:
             left = await self._batch.break_off(BREAK_SECONDS)
-            for work in left:
-                if not work.evaluation:
-                    given = Unfinished(work.trajectory_id, work.attempt, work.so_far)
-                    self._context.channel.send(given)
+            for trajectory in left:
+                if not trajectory.evaluation:
+                    self._context.channel.send(trajectory.unfinished())
             text = "%d responses had not moved away within %g s and are handed over as they are"
             logger.info(text, len(left), seconds)
         self._leave(StopReceived("it was told to end"))
