@@ -9,12 +9,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from helpers.stand_ins import STAND_IN, one_rank
 from laminar_hpc.cluster import launch, launch_role, ranks, stop
 from laminar_hpc.cluster.address import new_address, write_address
 from laminar_hpc.cluster.launch import Agent
 from laminar_hpc.cluster.run_lock import RunLock
 from laminar_hpc.jobs import node
-from stand_ins import STAND_IN, one_rank
 
 
 @pytest.mark.parametrize(("lives", "store_id"), [(True, "s"), (True, ""), (False, "s")])

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from helpers.stand_ins import STAND_IN
 from laminar_hpc import __main__ as rank_main
 from laminar_hpc import __version__, cli
 from laminar_hpc.cluster import ranks
 from laminar_hpc.cluster.launch import Agent
 from laminar_hpc.config.load import load_config
 from laminar_hpc.supervisor import WholeRun
-from stand_ins import STAND_IN
 
 
 def laminar(*words: str, **environment: str) -> tuple[list[str], list[str], int]:

@@ -96,7 +96,7 @@ from pathlib import Path
 from laminar_hpc.cluster import ranks
 from laminar_hpc.cluster.launch import Agent
 from laminar_hpc.jobs.host import Orders, Output
-from stand_ins import one_rank
+from helpers.stand_ins import one_rank
 output, orders = Output(Path(sys.argv[1])), Orders(sys.argv[2] == "tied")
 ranks._RANK = ("bash", "-c")
 script = "trap 'echo leaving; exit 0' TERM; while :; do echo here; sleep 0.1; done"

@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from helpers.stand_ins import JOINED, STAND_IN, one_rank
 from laminar_hpc.cluster import launch, ranks
 from laminar_hpc.cluster.agent_line import VARIABLE
 from laminar_hpc.cluster.endings import StopReceived
@@ -26,7 +27,6 @@ from laminar_hpc.jobs import node
 from laminar_hpc.jobs.ending import is_final
 from laminar_hpc.jobs.node import Place, run_node
 from laminar_hpc.jobs.spare import spare_of
-from stand_ins import JOINED, STAND_IN, one_rank
 
 
 @pytest.fixture(autouse=True)
