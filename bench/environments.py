@@ -40,7 +40,7 @@ from pathlib import Path
 import common
 import slow_tools
 
-from laminar_hpc.config.load import examples_directory
+from laminar_hpc.config.directories import examples_directory
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.emulation.launch import Emulation, prepare
 from laminar_hpc.report import rundata

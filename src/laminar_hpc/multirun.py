@@ -25,12 +25,12 @@ from hydra.errors import HydraException
 
 from laminar_hpc.cluster.processes import die_with_parent, on_stop_signals
 from laminar_hpc.config.bounds import shown
+from laminar_hpc.config.directories import shipped_directory
 from laminar_hpc.config.errors import LaminarError, Refused
-from laminar_hpc.config.load import keys_of, shipped_directory
-from laminar_hpc.config.options import take_config_dir
+from laminar_hpc.config.load import keys_of
+from laminar_hpc.config.options import split, take_config_dir
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.config.words import Keys
-from laminar_hpc.jobs.submit import split
 from laminar_hpc.observability import console
 
 _LABEL_MAX = 100  # characters of a folder's name, of 255 that a file system takes

@@ -22,8 +22,9 @@ from laminar_hpc.config.check import (
     supported_model,
     warnings,
 )
+from laminar_hpc.config.directories import conf_directory
 from laminar_hpc.config.errors import LaminarError, Refused, said
-from laminar_hpc.config.load import conf_directory, group_names, load_config
+from laminar_hpc.config.load import group_names, load_config
 from laminar_hpc.config.options import with_absolute_config_dir
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.observability import output

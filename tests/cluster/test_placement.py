@@ -10,8 +10,9 @@ from laminar_hpc.cluster.devices import devices_of, gpus_per_node
 from laminar_hpc.cluster.placement import place
 from laminar_hpc.cluster.roles import Gpus, RoleOfRank, assign_roles
 from laminar_hpc.config.check import Derived, derive
+from laminar_hpc.config.directories import conf_directory
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.config.load import conf_directory, group_names, load_config
+from laminar_hpc.config.load import group_names, load_config
 from laminar_hpc.config.schema import RunConfig
 
 FOLDER = conf_directory() / "experiment"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from helpers.refusals import refusal
-from laminar_hpc.config.load import examples_directory
+from laminar_hpc.config.directories import examples_directory
 
 
 @pytest.fixture

@@ -11,9 +11,10 @@ import pytest
 from laminar_hpc import cli
 from laminar_hpc.compat.torchvision import declare_schemas
 from laminar_hpc.config.check import check, check_machine, derive
+from laminar_hpc.config.directories import conf_directory
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.file_systems import file_system
-from laminar_hpc.config.load import conf_directory, dump_config, load_config, read_config
+from laminar_hpc.config.load import dump_config, load_config, read_config
 from laminar_hpc.config.models import (
     count_parameters,
     known_models,

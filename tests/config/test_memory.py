@@ -8,8 +8,9 @@ import pytest
 from laminar_hpc.cluster.gpu_memory import check_gpus, host_memory_warning, parse_smi
 from laminar_hpc.cluster.roles import assign_roles
 from laminar_hpc.config.check import check, derive, memory_need
+from laminar_hpc.config.directories import conf_directory
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.config.load import conf_directory, load_config
+from laminar_hpc.config.load import load_config
 from laminar_hpc.config.memory import USABLE
 from laminar_hpc.config.models import (
     count_parameters,

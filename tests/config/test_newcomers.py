@@ -13,8 +13,9 @@ from laminar_hpc.compat.torchvision import declare_schemas
 from laminar_hpc.config import peers
 from laminar_hpc.config.bounds import all_fields
 from laminar_hpc.config.check import check, warnings
+from laminar_hpc.config.directories import examples_directory
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.config.load import examples_directory, load_config
+from laminar_hpc.config.load import load_config
 from laminar_hpc.config.models import missing_files
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.environments.workers.functions import load_function

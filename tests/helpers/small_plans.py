@@ -1,6 +1,6 @@
 """What lets an experiment that `laminar plan` has written run on machines without GPUs."""
 
-from laminar_hpc.config.load import examples_directory
+from laminar_hpc.config.directories import examples_directory
 
 WORK = [  # of the question
     "model=0.5B",

@@ -14,8 +14,9 @@ from laminar_hpc.cluster.devices import devices_of
 from laminar_hpc.cluster.roles import RoleOfRank
 from laminar_hpc.cluster.run_lock import RunLock
 from laminar_hpc.config.check import derive
+from laminar_hpc.config.directories import conf_directory
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.config.load import conf_directory, group_names, load_config
+from laminar_hpc.config.load import group_names, load_config
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.jobs import submit
 from laminar_hpc.jobs.layout import layout

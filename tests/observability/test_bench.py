@@ -99,7 +99,7 @@ def test_the_model_made_on_the_fly_is_one_that_transformers_reads(load, tmp_path
     values, and nothing else."""
     from laminar_hpc.compat.torchvision import declare_schemas
     from laminar_hpc.config.check import count_parameters
-    from laminar_hpc.config.load import examples_directory
+    from laminar_hpc.config.directories import examples_directory
 
     declare_schemas()
     from transformers import Qwen2ForCausalLM

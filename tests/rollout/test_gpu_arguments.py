@@ -9,7 +9,8 @@ import pytest
 
 from helpers.paths import HELPERS
 from laminar_hpc.config.check import check, derive, memory_need
-from laminar_hpc.config.load import conf_directory, group_names, load_config
+from laminar_hpc.config.directories import conf_directory
+from laminar_hpc.config.load import group_names, load_config
 from laminar_hpc.config.memory import USABLE, shared_engines
 from laminar_hpc.config.models import known_models
 from laminar_hpc.config.schema import RunConfig

@@ -16,8 +16,9 @@ import pytest
 from helpers.paths import ROOT
 from laminar_hpc import cli
 from laminar_hpc.cli import COMMANDS
+from laminar_hpc.config.directories import conf_directory
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.config.load import conf_directory, load_config
+from laminar_hpc.config.load import load_config
 from laminar_hpc.config.system_schema import PipelineConfig
 from laminar_hpc.simulator import command
 from laminar_hpc.simulator.rules import PIPELINES, Rules

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from helpers.runs import Run, metrics, summary
-from laminar_hpc.config.load import examples_directory
+from laminar_hpc.config.directories import examples_directory
 
 REWARD = """
 from laminar_hpc.environments import math

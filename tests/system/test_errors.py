@@ -14,7 +14,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from helpers.runs import Run
-from laminar_hpc.config.load import examples_directory
+from laminar_hpc.config.directories import examples_directory
 
 
 def train(*words, seconds=60):

@@ -8,7 +8,7 @@ import pytest
 
 from helpers.runs import Run, metrics, summary
 from helpers.trainer.tiny import FAMILIES, make_model
-from laminar_hpc.config.load import examples_directory
+from laminar_hpc.config.directories import examples_directory
 
 STEPS = 4
 # random weights earn some

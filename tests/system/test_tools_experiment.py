@@ -7,7 +7,7 @@ import torch
 
 from helpers.engines.pair import hf_logprobs, reference
 from helpers.runs import Run, metrics, summary
-from laminar_hpc.config.load import examples_directory
+from laminar_hpc.config.directories import examples_directory
 from laminar_hpc.data.tokens import TextDecoder
 from laminar_hpc.payload.whole import Whole
 from laminar_hpc.report import rundata

@@ -19,32 +19,16 @@ from omegaconf.errors import GrammarParseError, OmegaConfBaseException, Validati
 
 from laminar_hpc.config.bounds import shown, wrong_values
 from laminar_hpc.config.check import problems
+from laminar_hpc.config.directories import conf_directory, examples_directory
 from laminar_hpc.config.errors import LaminarError, Refused, first_line
 from laminar_hpc.config.options import take_config_dir
 from laminar_hpc.config.schema import RENAMED, RunConfig
 from laminar_hpc.config.words import Keys, Words
 
-_SOURCE_TREE = Path(__file__).resolve().parents[3]
 _REFERENCE = "a reference is ${KEY}, or ${oc.env:NAME} for a variable of the environment"
 _GROUPS = ("experiment", "pipeline")  # folders of conf/
 _PATHS = ("run_dir", "store_dir", "model.path", "data.train", "relay.shm_dir", "checkpoint.key")
 Config = TypeVar("Config")
-
-
-def shipped_directory(name: str) -> Path:
-    """`conf`, `examples` or `slurm` of the source tree, or the copy inside an installed wheel."""
-    from_source = (_SOURCE_TREE / "conf" / "config.yaml").exists()
-    return (_SOURCE_TREE if from_source else Path(__file__).resolve().parents[1]) / name
-
-
-def conf_directory() -> Path:
-    """The folder of the configuration files that laminar ships."""
-    return shipped_directory("conf")
-
-
-def examples_directory(path: str) -> str:
-    """Resolves `${examples:...}`."""
-    return str(shipped_directory("examples") / path)
 
 
 def group_names(folder: Path) -> list[str]:

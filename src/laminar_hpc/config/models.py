@@ -38,7 +38,7 @@ TRAINED = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "L
 @cache
 def _table() -> dict[str, dict]:
     """Name on the hub -> what counts of the config.json."""
-    from laminar_hpc.config.load import conf_directory
+    from laminar_hpc.config.directories import conf_directory
 
     text = (conf_directory() / "simulation" / "tables" / "models.yaml").read_text()
     return {

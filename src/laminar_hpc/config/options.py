@@ -1,5 +1,7 @@
-"""`--config-dir DIR` anywhere among the words of a command line. Imports no torch."""
+"""`--config-dir DIR` anywhere among the words of a command line, and options that hold several. Imports no
+torch."""
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -41,3 +43,11 @@ def with_absolute_config_dir(words: Sequence[str]) -> list[str]:
     """The same words for a process that may have another working directory."""
     directory, rest = take_config_dir(words)
     return rest if directory is None else [f"--config-dir={directory}", *rest]
+
+
+def split(flag: str, value: str) -> list[str]:
+    """Options of sbatch, as a shell would read them."""
+    try:
+        return shlex.split(value)
+    except ValueError as error:
+        raise LaminarError(f"{flag}={value}: {error}; quote it as in a shell") from None

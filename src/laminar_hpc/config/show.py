@@ -9,14 +9,8 @@ from hydra import compose
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
-from laminar_hpc.config.load import (
-    conf_directory,
-    dump_config,
-    group_overrides,
-    hydra_over,
-    load_config,
-    read_words,
-)
+from laminar_hpc.config.directories import conf_directory
+from laminar_hpc.config.load import dump_config, group_overrides, hydra_over, load_config, read_words
 from laminar_hpc.config.schema import RunConfig
 
 

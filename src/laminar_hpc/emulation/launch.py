@@ -15,7 +15,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from laminar_hpc.config.load import dump_config, examples_directory
+from laminar_hpc.config.directories import examples_directory
+from laminar_hpc.config.load import dump_config
 from laminar_hpc.config.schema import RunConfig
 
 _STOP_SECONDS = 20.0

@@ -17,11 +17,11 @@ from laminar_hpc import __version__
 from laminar_hpc.cluster import durable
 from laminar_hpc.cluster.processes import on_stop_signals
 from laminar_hpc.config.errors import LaminarError, Refused
-from laminar_hpc.config.options import with_absolute_config_dir
+from laminar_hpc.config.options import split, with_absolute_config_dir
 from laminar_hpc.jobs.connections import Launcher
 from laminar_hpc.jobs.hosts import Host, Part, assign, read_hosts
 from laminar_hpc.jobs.layout import gpus_by_default
-from laminar_hpc.jobs.submit import OURS, look_around, plan_words, split
+from laminar_hpc.jobs.submit import OURS, look_around, plan_words
 from laminar_hpc.observability import console, output
 
 # a machine that does not answer for 20 s is gone; nobody is asked for a password

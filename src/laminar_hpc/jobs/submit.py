@@ -15,9 +15,9 @@ from pathlib import Path
 
 from laminar_hpc.cluster import checkpoints
 from laminar_hpc.cluster.run_lock import refuse_if_held
+from laminar_hpc.config.directories import shipped_directory
 from laminar_hpc.config.errors import LaminarError, Refused
-from laminar_hpc.config.load import shipped_directory
-from laminar_hpc.config.options import with_absolute_config_dir
+from laminar_hpc.config.options import split, with_absolute_config_dir
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.jobs.ending import LEAD_SECONDS, lead_seconds
 from laminar_hpc.jobs.layout import Job, gpus_by_default, layout
@@ -67,14 +67,6 @@ def take_options(words: Sequence[str]) -> tuple[Options, list[str]]:
         else:
             rest.append(word)
     return taken, rest
-
-
-def split(flag: str, value: str) -> list[str]:
-    """Options of sbatch, as a shell would read them."""
-    try:
-        return shlex.split(value)
-    except ValueError as error:
-        raise LaminarError(f"{flag}={value}: {error}; quote it as in a shell") from None
 
 
 def plan_words(value: str) -> list[str]:

@@ -13,8 +13,8 @@ import tempfile
 from argparse import Namespace
 from pathlib import Path
 
+from laminar_hpc.config.directories import shipped_directory
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.config.load import shipped_directory
 
 TEMPLATE = Path(__file__).parent / "template"
 _ENVIRONMENT = "@ENVIRONMENT@"  # in template/train.sbatch: the environment that runs `laminar init`

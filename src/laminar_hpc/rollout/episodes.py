@@ -41,16 +41,6 @@ from laminar_hpc.turns.session import EnvironmentFailed, Session
 logger = logging.getLogger(__name__)
 
 
-def new_episodes(context: RoleContext, stop_ids: Sequence[int], hand_over: HandOver) -> "Episodes | None":
-    """A replica's, where the run's trajectories have several turns."""
-    environment = context.config.environment
-    if environment.by_url:
-        from laminar_hpc.rollout.agents import AgentEpisodes  # aiohttp's server takes a third of a second
-
-        return AgentEpisodes(context, stop_ids, hand_over)
-    return Episodes(context, stop_ids, hand_over) if environment.several else None
-
-
 class Episodes:
     """A replica's. `run` is what its local batch does with each trajectory, `grade` what its scoring does."""
 

@@ -21,7 +21,7 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,13 +47,13 @@ from laminar_hpc.messages.rollouts import (
 from laminar_hpc.payload.writer import PayloadWriter
 from laminar_hpc.rollout.batch import LocalBatch
 from laminar_hpc.rollout.engine_lives import EngineLives
-from laminar_hpc.rollout.episodes import new_episodes
+from laminar_hpc.rollout.episodes import Episodes
 from laminar_hpc.rollout.grants import Grants
 from laminar_hpc.rollout.health import BatchHealth
 from laminar_hpc.rollout.in_flight import Outcome, TrajectoryInFlight
 from laminar_hpc.rollout.interruption import Interruptible
 from laminar_hpc.rollout.migration import ReplicaMigration
-from laminar_hpc.rollout.move_source import MoveSource
+from laminar_hpc.rollout.move_source import HandOver, MoveSource
 from laminar_hpc.rollout.reporting import UtilizationReporter
 from laminar_hpc.rollout.resets import ResetsAhead
 from laminar_hpc.rollout.results import Results
@@ -66,6 +66,16 @@ from laminar_hpc.weights.probe import probe_sequences
 from laminar_hpc.weights.slots import SlotGone, SlotReader
 
 logger = logging.getLogger(__name__)
+
+
+def new_episodes(context: RoleContext, stop_ids: Sequence[int], hand_over: HandOver) -> Episodes | None:
+    """A replica's, where the run's trajectories have several turns."""
+    environment = context.config.environment
+    if environment.by_url:
+        from laminar_hpc.rollout.agents import AgentEpisodes  # aiohttp's server takes a third of a second
+
+        return AgentEpisodes(context, stop_ids, hand_over)
+    return Episodes(context, stop_ids, hand_over) if environment.several else None
 
 
 class RolloutWorker:

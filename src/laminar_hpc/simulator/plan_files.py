@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import yaml
 
-from laminar_hpc.config.load import conf_directory
+from laminar_hpc.config.directories import conf_directory
 from laminar_hpc.simulator.constants import DEFAULT
 from laminar_hpc.simulator.plan import (
     Candidate,

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from laminar_hpc.config.load import conf_directory
+from laminar_hpc.config.directories import conf_directory
 from laminar_hpc.config.system_schema import PipelineConfig
 
 

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from laminar_hpc.config.bounds import wrong_values
+from laminar_hpc.config.directories import conf_directory
 from laminar_hpc.config.errors import LaminarError, Refused, did_you_mean
-from laminar_hpc.config.load import compose_config, conf_directory
+from laminar_hpc.config.load import compose_config
 from laminar_hpc.config.options import take_config_dir
 from laminar_hpc.config.words import Keys, Words
 from laminar_hpc.simulator import tables

@@ -12,8 +12,8 @@ from typing import Any
 
 import yaml
 
+from laminar_hpc.config.directories import conf_directory
 from laminar_hpc.config.errors import LaminarError, did_you_mean
-from laminar_hpc.config.load import conf_directory
 from laminar_hpc.config.models import head_size, kv_heads, model_config
 
 _GIGA, _TERA, _MICRO = 1e9, 1e12, 1e-6
