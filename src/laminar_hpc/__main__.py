@@ -37,9 +37,9 @@ from laminar_hpc.config.load import load_config
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.controller.ending import close_completed, finish
 from laminar_hpc.controller.rundir import completed_step, was_restarted
+from laminar_hpc.data.pretrained import follow, prepare_rank
 from laminar_hpc.messages.membership import UNNUMBERED, Failure, Hello
 from laminar_hpc.observability import console, output
-from laminar_hpc.pretrained import follow, prepare_rank
 
 SPEAK_SECONDS = 10.0  # for rank 0 to say an error that all ranks see
 

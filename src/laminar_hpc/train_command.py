@@ -66,7 +66,7 @@ def main(options: Namespace) -> int:
     if config.dry_run:
         show(config, derived)
         return 0
-    from laminar_hpc.pretrained import pinned_words
+    from laminar_hpc.data.pretrained import pinned_words
 
     return start(config, derived, [*with_absolute_config_dir(words), *pinned_words(loaded, config)])
 
@@ -74,9 +74,9 @@ def main(options: Namespace) -> int:
 def prepare(words: Sequence[str], say: Callable[[str], None]) -> tuple[RunConfig, RunConfig, Derived]:
     """(as the words have it, with the model's files resolved, what follows). Raises Refused for whatever can
     be refused without a look at this machine, and then for what is wrong with rows and rewards too."""
+    from laminar_hpc.data.pretrained import resolve_model
     from laminar_hpc.emulation.constants import unknown_constants
     from laminar_hpc.engine.sglang.command_line import refused_arguments
-    from laminar_hpc.pretrained import resolve_model
     from laminar_hpc.weights.hf import read_shape
 
     loaded = config = load_config(words, of_inputs)
@@ -134,9 +134,9 @@ def start(config: RunConfig, derived: Derived, words: list[str]) -> int:
     refuse_if_held(Path(config.run_dir))
     from laminar_hpc import supervisor
     from laminar_hpc.controller.rewards import check_rewards
+    from laminar_hpc.data.pretrained import download_model
     from laminar_hpc.data.prompts import wrong_first_rows
     from laminar_hpc.observability.wandb_mirror import check_wandb
-    from laminar_hpc.pretrained import download_model
 
     if supervisor.nothing_to_start(config):
         return 0

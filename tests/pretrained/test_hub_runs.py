@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from helpers.models.hub_server import REPO, Hub
-from laminar_hpc.pretrained import recorded_name
+from laminar_hpc.data.pretrained import recorded_name
 
 WEIGHTS = "model.safetensors"
 

@@ -17,7 +17,7 @@ from laminar_hpc.config.check import check
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.load import dump_config, load_config
 from laminar_hpc.config.schema import RunConfig
-from laminar_hpc.pretrained import (
+from laminar_hpc.data.pretrained import (
     download_model,
     follow,
     pinned_words,
@@ -25,7 +25,7 @@ from laminar_hpc.pretrained import (
     recorded_name,
     resolve_model,
 )
-from laminar_hpc.pretrained import hub as adapter
+from laminar_hpc.data.pretrained import hub as adapter
 
 BASE = EXAMPLES / "arithmetic/base"
 WEIGHTS = "model.safetensors"
@@ -151,7 +151,7 @@ def test_ranks_that_start_together_download_once(hub: Hub):
     hub.seconds_per_part = 0.05
     program = f"""
 from laminar_hpc.config.load import load_config
-from laminar_hpc.pretrained import prepare_rank
+from laminar_hpc.data.pretrained import prepare_rank
 print(prepare_rank(load_config(["experiment=demo", "model.path={REPO}"]), print, print).model.path)
 """
     ranks = [

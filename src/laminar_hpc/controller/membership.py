@@ -17,6 +17,7 @@ from laminar_hpc.controller.numbers import ReplicaNumbers
 from laminar_hpc.controller.shared import Shared
 from laminar_hpc.controller.store import Store
 from laminar_hpc.controller.weights import Weights
+from laminar_hpc.data.pretrained import recorded_name
 from laminar_hpc.messages.membership import (
     UNNUMBERED,
     Failure,
@@ -30,7 +31,6 @@ from laminar_hpc.messages.membership import (
 )
 from laminar_hpc.messages.rollouts import WeightsAvailable
 from laminar_hpc.messages.wire import AnyMessage
-from laminar_hpc.pretrained import recorded_name
 
 log = logging.getLogger(__name__)
 REPLACED = "other trainers have taken the place of these"

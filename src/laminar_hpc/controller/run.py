@@ -53,6 +53,7 @@ from laminar_hpc.controller.shared import NUMBERS
 from laminar_hpc.controller.standstill import Standstill
 from laminar_hpc.controller.store import Store
 from laminar_hpc.controller.tracker import TrajectoryTracker
+from laminar_hpc.data.pretrained import recorded_name
 from laminar_hpc.data.prompts import Prompt
 from laminar_hpc.environments.run_prompts import load_run_prompts
 from laminar_hpc.observability import console, status
@@ -62,7 +63,6 @@ from laminar_hpc.observability.trace import Trace
 from laminar_hpc.observability.wandb_mirror import WandbMirror
 from laminar_hpc.policies.sampling import GroupSize, prompt_index
 from laminar_hpc.policies.stopping import stop_limit
-from laminar_hpc.pretrained import recorded_name
 
 log = logging.getLogger(__name__)
 _STATUS_SECONDS = 1.0

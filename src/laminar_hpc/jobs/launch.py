@@ -67,7 +67,7 @@ def take_options(words: Sequence[str]) -> tuple[Options, list[str]]:
 def main(arguments: list[str]) -> int:
     """Exit code as Launcher.run; 0 as well when nothing is left to do. Raises LaminarError for what is
     refused."""
-    from laminar_hpc.pretrained import pinned_words
+    from laminar_hpc.data.pretrained import pinned_words
     from laminar_hpc.train_command import prepare
 
     options, words = take_options(arguments)

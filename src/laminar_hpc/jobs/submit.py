@@ -83,7 +83,7 @@ def plan_words(value: str) -> list[str]:
 def main(arguments: list[str]) -> int:
     """Exit code 0 when all are submitted, or nothing is left to do. Raises LaminarError for what is refused,
     and where sbatch refuses one."""
-    from laminar_hpc.pretrained import pinned_words
+    from laminar_hpc.data.pretrained import pinned_words
     from laminar_hpc.train_command import prepare
 
     options, words = take_options(arguments)
@@ -122,7 +122,7 @@ def look_around(config: RunConfig) -> bool:
     machines may not be able to."""
     from laminar_hpc import supervisor
     from laminar_hpc.controller.rewards import check_rewards
-    from laminar_hpc.pretrained import download_model
+    from laminar_hpc.data.pretrained import download_model
     from laminar_hpc.train_command import lacking, of_inputs
 
     run_dir = Path(config.run_dir)

@@ -12,7 +12,7 @@ file locks let one process of a machine download while the others wait. `follow`
 machines take the controller's commit.
 """
 
-from laminar_hpc.pretrained.names import pinned_words, recorded_name
-from laminar_hpc.pretrained.resolve import download_model, follow, prepare_rank, resolve_model
+from laminar_hpc.data.pretrained.names import pinned_words, recorded_name
+from laminar_hpc.data.pretrained.resolve import download_model, follow, prepare_rank, resolve_model
 
 __all__ = ["download_model", "follow", "pinned_words", "prepare_rank", "recorded_name", "resolve_model"]
