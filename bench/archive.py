@@ -21,7 +21,7 @@ import numpy as np
 
 from laminar_hpc.archive import files
 from laminar_hpc.export import rows as exported
-from laminar_hpc.messages.data import Trajectory, VersionSpan
+from laminar_hpc.line.messages.data import Trajectory, VersionSpan
 from laminar_hpc.payload.layout import Response, drawn, pack, packed_digest
 from laminar_hpc.payload.whole import Whole
 

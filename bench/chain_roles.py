@@ -29,10 +29,7 @@ import torch
 
 from laminar_hpc.__main__ import main as run_rank
 from laminar_hpc.__main__ import redirect_output
-from laminar_hpc.cluster.channel import Channel, StopReceived
-from laminar_hpc.cluster.context import RoleContext
 from laminar_hpc.cluster.folders import claim, remove_abandoned
-from laminar_hpc.cluster.hub import Hub
 from laminar_hpc.cluster.processes import die_with_parent
 from laminar_hpc.config.check import derive
 from laminar_hpc.config.load import load_config
@@ -41,7 +38,10 @@ from laminar_hpc.controller.members import Members
 from laminar_hpc.controller.store import Store
 from laminar_hpc.controller.tracker import TrajectoryTracker
 from laminar_hpc.kernels.sums import add_sums, tensor_sums
-from laminar_hpc.messages.membership import Hello
+from laminar_hpc.line.channel import Channel, StopReceived
+from laminar_hpc.line.context import RoleContext
+from laminar_hpc.line.hub import Hub
+from laminar_hpc.line.messages.membership import Hello
 from laminar_hpc.observability import jsonl
 from laminar_hpc.observability.metrics import MetricsWriter
 from laminar_hpc.observability.trace import Trace

@@ -269,7 +269,7 @@ def whole(
     trajectory_id: int, group_id: int, prompt: Sequence[int], tokens: Sequence[int], logprobs: Sequence[float]
 ) -> "Whole":
     """A trajectory made up: its record, its prompt and its response, of one policy and all of it trained."""
-    from laminar_hpc.messages.data import Trajectory, VersionSpan
+    from laminar_hpc.line.messages.data import Trajectory, VersionSpan
     from laminar_hpc.payload.layout import Response, drawn, logprobs_array, tokens_array
     from laminar_hpc.payload.whole import Whole
 

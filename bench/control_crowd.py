@@ -18,16 +18,15 @@ from pathlib import Path
 
 import zmq
 
-from laminar_hpc.cluster.address import ControllerAddress, read_address
-from laminar_hpc.cluster.dealer import PING_SECONDS, connect
-from laminar_hpc.cluster.delivery import Header, Receiver, Sender, decode_header, encode_header
 from laminar_hpc.cluster.processes import die_with_parent
-from laminar_hpc.cluster.spool import Spool
-from laminar_hpc.messages.chain import RelayHas
-from laminar_hpc.messages.data import Message, Place, PromptGroup, ReplicaLoad, Sample, Trajectory
-from laminar_hpc.messages.membership import Hello, Ping, Pong, Welcome
-from laminar_hpc.messages.publication import NewWeightId, WeightId
-from laminar_hpc.messages.rollouts import (
+from laminar_hpc.line.address import ControllerAddress, read_address
+from laminar_hpc.line.dealer import PING_SECONDS, connect
+from laminar_hpc.line.delivery import Header, Receiver, Sender, decode_header, encode_header
+from laminar_hpc.line.messages.chain import RelayHas
+from laminar_hpc.line.messages.data import Message, Place, PromptGroup, ReplicaLoad, Sample, Trajectory
+from laminar_hpc.line.messages.membership import Hello, Ping, Pong, Welcome
+from laminar_hpc.line.messages.publication import NewWeightId, WeightId
+from laminar_hpc.line.messages.rollouts import (
     Generated,
     Grant,
     RequestWork,
@@ -35,8 +34,9 @@ from laminar_hpc.messages.rollouts import (
     WeightsAvailable,
     WeightsOpened,
 )
-from laminar_hpc.messages.training import Batch, Continue, Restored, StepDone, TakeBatch
-from laminar_hpc.messages.wire import decode, encode
+from laminar_hpc.line.messages.training import Batch, Continue, Restored, StepDone, TakeBatch
+from laminar_hpc.line.messages.wire import decode, encode
+from laminar_hpc.line.spool import Spool
 
 PER_MACHINE = 8  # rollouts, beside a relay
 BEGIN_SECONDS = 120.0  # until the load is measured
@@ -60,7 +60,7 @@ def step_metrics() -> dict[str, float]:
 
 
 class Line:
-    """One worker's line, as cluster/worker_line.py has it, without its thread."""
+    """One worker's line, as line/worker_line.py has it, without its thread."""
 
     def __init__(
         self, context: zmq.Context, address: ControllerAddress, role: str, index: int, machine: int

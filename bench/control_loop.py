@@ -47,11 +47,11 @@ from laminar_hpc.controller.beginning import start_up
 from laminar_hpc.controller.collector import collect_rarely
 from laminar_hpc.controller.loop import Controller
 from laminar_hpc.emulation.launch import prepare
-from laminar_hpc.messages.chain import RelayHas
-from laminar_hpc.messages.data import Message, PromptGroup, ReplicaLoad, Sample
-from laminar_hpc.messages.membership import Hello, Ping
-from laminar_hpc.messages.publication import NewWeightId
-from laminar_hpc.messages.rollouts import (
+from laminar_hpc.line.messages.chain import RelayHas
+from laminar_hpc.line.messages.data import Message, PromptGroup, ReplicaLoad, Sample
+from laminar_hpc.line.messages.membership import Hello, Ping
+from laminar_hpc.line.messages.publication import NewWeightId
+from laminar_hpc.line.messages.rollouts import (
     Generated,
     Grant,
     RequestWork,
@@ -59,8 +59,8 @@ from laminar_hpc.messages.rollouts import (
     WeightsAvailable,
     WeightsOpened,
 )
-from laminar_hpc.messages.training import Batch, Continue, Restored, StepDone, TakeBatch
-from laminar_hpc.messages.wire import encode
+from laminar_hpc.line.messages.training import Batch, Continue, Restored, StepDone, TakeBatch
+from laminar_hpc.line.messages.wire import encode
 from laminar_hpc.observability import status
 
 GROUPS, SAMPLES, BOUND = 8192, 16, 3  # BOUND steps ahead of the trainer

@@ -72,9 +72,9 @@ def resident_bytes() -> int:
 def generate(run_dir: Path, trajectories: int, tokens: int) -> dict[str, float]:
     """Responses in payload files and rows in the store, as rollout and controller leave them."""
     from laminar_hpc.controller.store import Store
-    from laminar_hpc.messages.data import Sample, ScorePart
-    from laminar_hpc.messages.rollouts import Generated
-    from laminar_hpc.messages.wire import encode
+    from laminar_hpc.line.messages.data import Sample, ScorePart
+    from laminar_hpc.line.messages.rollouts import Generated
+    from laminar_hpc.line.messages.wire import encode
     from laminar_hpc.payload.layout import pack, packed_digest
     from laminar_hpc.payload.writer import FOLDER, PayloadWriter
 
@@ -114,8 +114,8 @@ def generate(run_dir: Path, trajectories: int, tokens: int) -> dict[str, float]:
 def choose(run_dir: Path, groups: int) -> tuple[bytes, float, float]:
     """The plan as it goes to the trainers, the seconds that it takes, and the longest block."""
     from laminar_hpc.controller.store import Store
-    from laminar_hpc.messages.training import Batch
-    from laminar_hpc.messages.wire import encode
+    from laminar_hpc.line.messages.training import Batch
+    from laminar_hpc.line.messages.wire import encode
 
     store = Store(run_dir)
     with Watch() as watch:
@@ -146,8 +146,8 @@ def train(options: argparse.Namespace) -> dict[str, float]:
     """One rank: from the plan to its last micro-batch."""
     import torch
 
-    from laminar_hpc.messages.training import Batch
-    from laminar_hpc.messages.wire import decode
+    from laminar_hpc.line.messages.training import Batch
+    from laminar_hpc.line.messages.wire import decode
     from laminar_hpc.payload.reader import read
     from laminar_hpc.payload.whole import place_of
     from laminar_hpc.trainer.control import all_frames

@@ -94,8 +94,8 @@ def measure(options: argparse.Namespace, rate: str) -> dict:
 
     from laminar_hpc.config.load import load_config
     from laminar_hpc.controller.store import Store
-    from laminar_hpc.messages.chain import RelayHas
-    from laminar_hpc.messages.publication import Published
+    from laminar_hpc.line.messages.chain import RelayHas
+    from laminar_hpc.line.messages.publication import Published
     from laminar_hpc.payload.whole import wholes
     from laminar_hpc.trainer.megatron.policy import MegatronPolicy
     from laminar_hpc.trainer.publishing.publisher import Publisher

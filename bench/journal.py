@@ -24,7 +24,7 @@ from laminar_hpc.controller.journal import Journal
 from laminar_hpc.controller.rebuild import build
 from laminar_hpc.controller.recovery import settle
 from laminar_hpc.controller.store import Store
-from laminar_hpc.messages.data import Place, ScorePart, Trajectory
+from laminar_hpc.line.messages.data import Place, ScorePart, Trajectory
 
 GROUPS, SAMPLES = 2, 8  # of a turn
 COLUMNS = (

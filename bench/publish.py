@@ -175,8 +175,8 @@ def measure_publish(options: argparse.Namespace, size: str) -> dict:
     import torch
     import torch.distributed as dist
 
-    from laminar_hpc.messages.chain import RelayHas
-    from laminar_hpc.messages.publication import Published
+    from laminar_hpc.line.messages.chain import RelayHas
+    from laminar_hpc.line.messages.publication import Published
     from laminar_hpc.trainer.megatron.policy import MegatronPolicy
     from laminar_hpc.trainer.publishing.publisher import Publisher
     from laminar_hpc.trainer.step.batch import in_memory

@@ -49,7 +49,7 @@ class Line:
 
 
 def relay_wait(pipe: object, timeout: float) -> object | None:
-    from laminar_hpc.cluster.channel import StopReceived
+    from laminar_hpc.line.channel import StopReceived
 
     message = pipe.recv() if pipe.poll(timeout) else None
     if message == "stop":
@@ -58,8 +58,8 @@ def relay_wait(pipe: object, timeout: float) -> object | None:
 
 
 def context(config: object, role: str, index: int, line: Line, folder: Path) -> object:
-    from laminar_hpc.cluster.context import RoleContext
-    from laminar_hpc.messages.membership import Welcome
+    from laminar_hpc.line.context import RoleContext
+    from laminar_hpc.line.messages.membership import Welcome
     from laminar_hpc.observability.trace import Trace
 
     welcome = Welcome(f"bench-{folder.name}-{role}{index}")
@@ -104,7 +104,7 @@ class Script:
 
     def link(self) -> None:
         """Links trainer and relays anew, each pair in an epoch of its own."""
-        from laminar_hpc.messages.chain import EpochProposed
+        from laminar_hpc.line.messages.chain import EpochProposed
 
         self.receivers = {}
         for place in range(self.relays):
@@ -117,8 +117,8 @@ class Script:
                 self.trainer.deliver(proposed)
 
     def told(self, message: object) -> None:
-        from laminar_hpc.messages.chain import JoinEpoch, StoreOpened
-        from laminar_hpc.messages.publication import NewWeightId, WeightId
+        from laminar_hpc.line.messages.chain import JoinEpoch, StoreOpened
+        from laminar_hpc.line.messages.publication import NewWeightId, WeightId
 
         if isinstance(message, StoreOpened):
             self.pipes[self.receivers[message.epoch]].send(

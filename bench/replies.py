@@ -37,7 +37,7 @@ from aiohttp import web
 from laminar_hpc.engine.interface import Generation
 from laminar_hpc.engine.sglang.http_client import HttpClient
 from laminar_hpc.engine.sglang.replies import decode, parse_generation
-from laminar_hpc.messages.data import Partial, VersionSpan
+from laminar_hpc.line.messages.data import Partial, VersionSpan
 from laminar_hpc.rollout import event_loop
 from laminar_hpc.rollout.partial_response import extended, objection
 

@@ -106,7 +106,7 @@ goes_on() {
   return 1
 }
 
-# Of the controller's job, now and then: whether the trainers' waits for nodes (cluster/waiting.py).
+# Of the controller's job, now and then: whether the trainers' waits for nodes (line/waiting.py).
 note_queue() {
   local file
   [ $((SECONDS - ${noted:=0})) -ge "$QUEUE_SECONDS" ] || return 0

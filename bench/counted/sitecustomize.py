@@ -48,4 +48,4 @@ def _wrap(module: ModuleType) -> None:
 if _ROLE and "COUNTED" in os.environ:
     from after_import import after_import
 
-    after_import("laminar_hpc.cluster.delivery", _wrap)
+    after_import("laminar_hpc.line.delivery", _wrap)

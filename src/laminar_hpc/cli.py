@@ -23,7 +23,7 @@ INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 
 def stop(options: "Namespace") -> int:
     """`laminar stop RUN_DIR`; returns the exit code. Raises LaminarError where no job runs."""
-    from laminar_hpc.cluster.stop import request_stop
+    from laminar_hpc.line.stop import request_stop
 
     guard()  # a terminal that is gone does not fail it
     run_dir, wish = options.words[0], "to finish its step, checkpoint and leave"

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from helpers.made import Made
 from laminar_hpc.archive import files, table
-from laminar_hpc.messages.data import VersionSpan
+from laminar_hpc.line.messages.data import VersionSpan
 from laminar_hpc.payload.layout import DamagedResponse, pack, packed_digest
 from laminar_hpc.policies.retention import kept
 

@@ -8,10 +8,10 @@ import pytest
 
 from helpers.emulated.archive_run import GROUPS, KEEP, SAMPLES, EmulatedRun
 from laminar_hpc.archive import files, table
-from laminar_hpc.cluster import unsaid
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.controller import archiver, archiving, old_steps, put_back
 from laminar_hpc.controller.gone_writers import GoneWriters
+from laminar_hpc.line import unsaid
 from laminar_hpc.payload import writer
 from laminar_hpc.payload.whole import wholes
 

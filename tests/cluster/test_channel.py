@@ -10,20 +10,20 @@ import pytest
 import zmq
 
 from helpers.links.proxy import Proxy
-from laminar_hpc.cluster import hub as hub_module
-from laminar_hpc.cluster import stop
-from laminar_hpc.cluster.address import read_address
-from laminar_hpc.cluster.channel import Channel, ControllerLost, MessageRefused, StopReceived
-from laminar_hpc.cluster.delivery import Header, encode_header
-from laminar_hpc.cluster.hub import Hub, UnreadableMessage
-from laminar_hpc.cluster.stop import request_stop
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.messages.data import PromptGroup
-from laminar_hpc.messages.membership import Failure, Hello, Ping, Pong, Stop, StopRequest, Welcome
-from laminar_hpc.messages.publication import NewWeightId, WeightId
-from laminar_hpc.messages.rollouts import Scored
-from laminar_hpc.messages.training import Batch, Continue, TakeBatch
-from laminar_hpc.messages.wire import encode
+from laminar_hpc.line import hub as hub_module
+from laminar_hpc.line import stop
+from laminar_hpc.line.address import read_address
+from laminar_hpc.line.channel import Channel, ControllerLost, MessageRefused, StopReceived
+from laminar_hpc.line.delivery import Header, encode_header
+from laminar_hpc.line.hub import Hub, UnreadableMessage
+from laminar_hpc.line.messages.data import PromptGroup
+from laminar_hpc.line.messages.membership import Failure, Hello, Ping, Pong, Stop, StopRequest, Welcome
+from laminar_hpc.line.messages.publication import NewWeightId, WeightId
+from laminar_hpc.line.messages.rollouts import Scored
+from laminar_hpc.line.messages.training import Batch, Continue, TakeBatch
+from laminar_hpc.line.messages.wire import encode
+from laminar_hpc.line.stop import request_stop
 
 
 class Served:

@@ -13,18 +13,18 @@ import pytest
 import zmq
 
 from helpers.links.keeper import Keeper
-from laminar_hpc.cluster import controller_watch, unsaid
-from laminar_hpc.cluster.address import read_address, write_address
-from laminar_hpc.cluster.channel import Channel, ControllerLost
-from laminar_hpc.cluster.dealer import connect
-from laminar_hpc.cluster.delivery import Header, encode_header
-from laminar_hpc.cluster.waiting import who_waits
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.messages.data import PromptGroup
-from laminar_hpc.messages.membership import Goodbye, Hello, Ping, Welcome
-from laminar_hpc.messages.rollouts import Grant, Lost
-from laminar_hpc.messages.training import NotYet
-from laminar_hpc.messages.wire import decode, encode
+from laminar_hpc.line import controller_watch, unsaid
+from laminar_hpc.line.address import read_address, write_address
+from laminar_hpc.line.channel import Channel, ControllerLost
+from laminar_hpc.line.dealer import connect
+from laminar_hpc.line.delivery import Header, encode_header
+from laminar_hpc.line.messages.data import PromptGroup
+from laminar_hpc.line.messages.membership import Goodbye, Hello, Ping, Welcome
+from laminar_hpc.line.messages.rollouts import Grant, Lost
+from laminar_hpc.line.messages.training import NotYet
+from laminar_hpc.line.messages.wire import decode, encode
+from laminar_hpc.line.waiting import who_waits
 
 HEARTBEAT = 20.0
 

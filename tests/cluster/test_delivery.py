@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from laminar_hpc.cluster.delivery import (
+from laminar_hpc.line.delivery import (
     WINDOW_BYTES,
     WINDOW_FRAMES,
     DeliveryError,
@@ -20,9 +20,9 @@ from laminar_hpc.cluster.delivery import (
     decode_header,
     encode_header,
 )
-from laminar_hpc.cluster.spool import Spool, SpoolFull
-from laminar_hpc.messages.membership import Hello, Ping, Pong, Rejoin, Welcome
-from laminar_hpc.messages.wire import MESSAGES, decode, encode
+from laminar_hpc.line.messages.membership import Hello, Ping, Pong, Rejoin, Welcome
+from laminar_hpc.line.messages.wire import MESSAGES, decode, encode
+from laminar_hpc.line.spool import Spool, SpoolFull
 
 OUTSIDE = (Hello, Welcome, Ping, Pong, Rejoin)  # travel in no stream
 EXAMPLES = {int: 1, float: 0.5, str: "x", bytes: b"four", bool: True, list: [], dict: {}}

@@ -12,10 +12,10 @@ import pytest
 
 from helpers.stand_ins import STAND_IN, one_rank
 from laminar_hpc.cluster import launch, launch_role, ranks
-from laminar_hpc.cluster.agent_line import REFUSED, RankOrders
 from laminar_hpc.cluster.full_disk import NO_ROOM, full_disk_text, is_full_disk, put
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.controller.store import Store
+from laminar_hpc.line.agent_line import REFUSED, RankOrders
 from laminar_hpc.observability.metrics import MetricsWriter
 
 

@@ -4,7 +4,7 @@ import threading
 import time
 from concurrent.futures import Future
 
-from laminar_hpc.cluster.in_order import InOrder
+from laminar_hpc.line.in_order import InOrder
 
 
 def test_what_waits_for_a_write_that_has_just_ended_goes_out_before_the_line_closes():

@@ -10,11 +10,12 @@ from types import SimpleNamespace
 import pytest
 
 from helpers.stand_ins import STAND_IN, one_rank
-from laminar_hpc.cluster import launch, launch_role, ranks, stop
-from laminar_hpc.cluster.address import new_address, write_address
+from laminar_hpc.cluster import launch, launch_role, ranks
 from laminar_hpc.cluster.launch import Agent
 from laminar_hpc.cluster.run_lock import RunLock
 from laminar_hpc.jobs import node
+from laminar_hpc.line import stop
+from laminar_hpc.line.address import new_address, write_address
 
 
 @pytest.mark.parametrize(("lives", "store_id"), [(True, "s"), (True, ""), (False, "s")])
@@ -48,7 +49,7 @@ def test_a_controller_in_a_long_turn_is_asked_to_stop(tmp_path, monkeypatch, liv
 
 
 TRAINER = """import sys, time
-from laminar_hpc.cluster.agent_line import RankReport, report
+from laminar_hpc.line.agent_line import RankReport, report
 report(RankReport(joined_as=sys.argv[1]))
 time.sleep(100)"""
 

@@ -17,21 +17,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from laminar_hpc.cluster import open_files
-from laminar_hpc.cluster.address import read_address
-from laminar_hpc.cluster.channel import Channel
-from laminar_hpc.cluster.delivery import DeliveryError, Header, decode_header, encode_header
-from laminar_hpc.messages.data import PromptGroup
-from laminar_hpc.messages.membership import Hello, Ping
-from laminar_hpc.messages.rollouts import Grant, Scored
-from laminar_hpc.messages.wire import decode, encode
+from laminar_hpc.line.address import read_address
+from laminar_hpc.line.channel import Channel
+from laminar_hpc.line.delivery import DeliveryError, Header, decode_header, encode_header
+from laminar_hpc.line.messages.data import PromptGroup
+from laminar_hpc.line.messages.membership import Hello, Ping
+from laminar_hpc.line.messages.rollouts import Grant, Scored
+from laminar_hpc.line.messages.wire import decode, encode
 
 # A controller's end with the limit of open files that shells have, hard too.
 SERVED = """
 import resource, sys
 from pathlib import Path
 resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))
-from laminar_hpc.cluster.hub import Hub
-from laminar_hpc.messages.membership import Hello, Ping, Pong, Welcome
+from laminar_hpc.line.hub import Hub
+from laminar_hpc.line.messages.membership import Hello, Ping, Pong, Welcome
 hub = Hub(Path(sys.argv[1]), "test", "127.0.0.1", 0, "elsewhere")
 while True:
     for identity, message in hub.poll(0.05):
@@ -130,7 +130,7 @@ def test_depth_is_bounded(depth: int, opening: bytes) -> None:
 
 def test_a_message_that_is_too_large_ends_its_connection(tmp_path: Path) -> None:
     """The size of a message has a limit at the controller."""
-    from laminar_hpc.cluster.hub import _MESSAGE_BYTES_MAX, Hub
+    from laminar_hpc.line.hub import _MESSAGE_BYTES_MAX, Hub
 
     hub = Hub(tmp_path, "test", "127.0.0.1", 0, "here")
     assert hub._router.getsockopt(zmq.MAXMSGSIZE) == _MESSAGE_BYTES_MAX

@@ -12,8 +12,8 @@ import pytest
 
 from laminar_hpc import supervisor
 from laminar_hpc.cluster import launch
-from laminar_hpc.cluster.agent_line import PERMANENT
 from laminar_hpc.config.schema import RunConfig
+from laminar_hpc.line.agent_line import PERMANENT
 
 
 @dataclass

@@ -128,7 +128,7 @@ def test_torchrun_without_us_refuses_alike():
 
 
 SPEAKS = """import os, sys
-from laminar_hpc.cluster.agent_line import RankReport, report
+from laminar_hpc.line.agent_line import RankReport, report
 refused = sys.argv[1] == "refused"
 report(RankReport("a.jsonl, row 701: no field" if refused else "the trainer died", refused))
 report(RankReport("trainer 0: told to end"))

@@ -16,20 +16,18 @@ import pytest
 from helpers.control.crew import Crew, Relay, Rollout, Trainer
 from helpers.paths import HELPERS
 from helpers.runs import assert_clean
-from laminar_hpc.cluster.address import ADDRESS_FILE
 from laminar_hpc.cluster.folders import slots_root
 from laminar_hpc.cluster.lock_owner import Owner
 from laminar_hpc.cluster.run_lock import LOCK_FILE
-from laminar_hpc.cluster.stop import left_request, request_stop
-from laminar_hpc.cluster.waiting import who_waits
 from laminar_hpc.config.load import dump_config
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.emulation.launch import prepare
-from laminar_hpc.messages.data import Trajectory
-from laminar_hpc.messages.membership import Failure
-from laminar_hpc.messages.moves import MoveCommit
-from laminar_hpc.messages.rollouts import ScoreOrder
-from laminar_hpc.messages.training import (
+from laminar_hpc.line.address import ADDRESS_FILE
+from laminar_hpc.line.messages.data import Trajectory
+from laminar_hpc.line.messages.membership import Failure
+from laminar_hpc.line.messages.moves import MoveCommit
+from laminar_hpc.line.messages.rollouts import ScoreOrder
+from laminar_hpc.line.messages.training import (
     Batch,
     Checkpointed,
     Continue,
@@ -39,6 +37,8 @@ from laminar_hpc.messages.training import (
     TakeBatch,
     TrainerDone,
 )
+from laminar_hpc.line.stop import left_request, request_stop
+from laminar_hpc.line.waiting import who_waits
 from laminar_hpc.observability import jsonl
 from laminar_hpc.policies.metrics import batch_metrics
 from laminar_hpc.rollout.partial_response import tokens_of

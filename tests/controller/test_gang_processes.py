@@ -11,21 +11,21 @@ from pathlib import Path
 
 import pytest
 
-from laminar_hpc.cluster.agent_line import FAILED_ELSEWHERE
-from laminar_hpc.cluster.channel import Channel, GangReplaced
 from laminar_hpc.cluster.checkpoints import newest_gang
-from laminar_hpc.messages.chain import CutLink, EpochProposed, JoinEpoch, StoreOpened
-from laminar_hpc.messages.membership import Failure, Hello, TrainerProgress
-from laminar_hpc.messages.publication import NewWeightId, WeightId
-from laminar_hpc.messages.training import NotYet, Restored, StepDone, TakeBatch
+from laminar_hpc.line.agent_line import FAILED_ELSEWHERE
+from laminar_hpc.line.channel import Channel, GangReplaced
+from laminar_hpc.line.messages.chain import CutLink, EpochProposed, JoinEpoch, StoreOpened
+from laminar_hpc.line.messages.membership import Failure, Hello, TrainerProgress
+from laminar_hpc.line.messages.publication import NewWeightId, WeightId
+from laminar_hpc.line.messages.training import NotYet, Restored, StepDone, TakeBatch
 
 HEARTBEAT = 3.0
 STUCK = """
 import ctypes, os, sys
 from pathlib import Path
 from laminar_hpc.cluster.leaving import leave_at_once
-from laminar_hpc.cluster.channel import Channel
-from laminar_hpc.messages.membership import Hello
+from laminar_hpc.line.channel import Channel
+from laminar_hpc.line.messages.membership import Hello
 channel = Channel(Path(sys.argv[1]), Hello("trainer", 1, "stuck", os.getpid(), "elsewhere"), 30, 30)
 channel.when_replaced = leave_at_once
 ctypes.CDLL(None).sleep(100)

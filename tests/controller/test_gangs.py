@@ -19,9 +19,9 @@ from laminar_hpc.controller.membership import Membership
 from laminar_hpc.controller.shared import Outbox, RunState, Shared
 from laminar_hpc.controller.store import Store
 from laminar_hpc.controller.training import Training
-from laminar_hpc.messages.data import Message
-from laminar_hpc.messages.membership import Failure, GangEnded, Goodbye, Hello, Welcome
-from laminar_hpc.messages.training import (
+from laminar_hpc.line.messages.data import Message
+from laminar_hpc.line.messages.membership import Failure, GangEnded, Goodbye, Hello, Welcome
+from laminar_hpc.line.messages.training import (
     Leave,
     Restored,
     StepDone,

@@ -14,7 +14,7 @@ from laminar_hpc.controller.groups import SampleState
 from laminar_hpc.controller.store import Store
 from laminar_hpc.controller.tracker import TrajectoryTracker
 from laminar_hpc.data.prompts import Prompt
-from laminar_hpc.messages.data import PromptGroup, Sample
+from laminar_hpc.line.messages.data import PromptGroup, Sample
 from laminar_hpc.policies import admission
 from laminar_hpc.policies.sampling import GroupSize
 

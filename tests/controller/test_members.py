@@ -9,7 +9,7 @@ import pytest
 
 from laminar_hpc.controller import members as module
 from laminar_hpc.controller.members import Members
-from laminar_hpc.messages.membership import Hello
+from laminar_hpc.line.messages.membership import Hello
 
 
 def hello(pid: int, machine: str = "here", life: str = "") -> Hello:

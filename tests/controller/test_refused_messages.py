@@ -12,16 +12,16 @@ from pathlib import Path
 import pytest
 import zmq
 
-from laminar_hpc.cluster.address import read_address
-from laminar_hpc.cluster.channel import Channel
-from laminar_hpc.cluster.delivery import Header, encode_header
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.messages.data import PromptGroup
-from laminar_hpc.messages.membership import Failure, Hello, Ping, Welcome
-from laminar_hpc.messages.publication import NewWeightId, WeightId
-from laminar_hpc.messages.rollouts import Grant, Lost
-from laminar_hpc.messages.training import StepDone
-from laminar_hpc.messages.wire import encode
+from laminar_hpc.line.address import read_address
+from laminar_hpc.line.channel import Channel
+from laminar_hpc.line.delivery import Header, encode_header
+from laminar_hpc.line.messages.data import PromptGroup
+from laminar_hpc.line.messages.membership import Failure, Hello, Ping, Welcome
+from laminar_hpc.line.messages.publication import NewWeightId, WeightId
+from laminar_hpc.line.messages.rollouts import Grant, Lost
+from laminar_hpc.line.messages.training import StepDone
+from laminar_hpc.line.messages.wire import encode
 
 GROUP = PromptGroup(0, [], "", {"a": 0}, [])
 DEEP = b"\x81\xa1a" * 50_000 + b"\xc0"

@@ -2,7 +2,7 @@
 
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.controller.rewards import RewardErrors
-from laminar_hpc.messages.rollouts import Scored
+from laminar_hpc.line.messages.rollouts import Scored
 
 
 def errors(samples: int = 4) -> tuple[RewardErrors, list[str]]:

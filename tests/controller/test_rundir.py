@@ -14,7 +14,6 @@ import pytest
 from helpers import checkpoint_files
 from laminar_hpc.cluster.checkpoints import checkpoint_path
 from laminar_hpc.cluster.run_lock import RunLock
-from laminar_hpc.cluster.waiting import sign_of, who_waits
 from laminar_hpc.config.errors import Refused
 from laminar_hpc.config.load import load_config
 from laminar_hpc.config.schema import RunConfig
@@ -34,7 +33,8 @@ from laminar_hpc.controller.rundir import (
 )
 from laminar_hpc.controller.store import Store
 from laminar_hpc.controller.store_check import check_store
-from laminar_hpc.messages.membership import Hello
+from laminar_hpc.line.messages.membership import Hello
+from laminar_hpc.line.waiting import sign_of, who_waits
 from laminar_hpc.supervisor import nothing_to_start
 
 FILE = "heldout"  # the label of the demo's held-out file

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from helpers.made import trajectory
-from laminar_hpc.cluster.address import ADDRESS_FILE
 from laminar_hpc.config.errors import Refused
 from laminar_hpc.config.load import dump_config
 from laminar_hpc.config.schema import RunConfig
@@ -17,6 +16,7 @@ from laminar_hpc.controller.store import Store
 from laminar_hpc.controller.tracker import TrajectoryTracker
 from laminar_hpc.data.prompts import Prompt
 from laminar_hpc.emulation.launch import prepare
+from laminar_hpc.line.address import ADDRESS_FILE
 from laminar_hpc.policies.admission import quota
 from laminar_hpc.policies.sampling import GroupSize
 from laminar_hpc.supervisor import nothing_to_start

@@ -8,7 +8,7 @@ from laminar_hpc.controller import old_steps
 from laminar_hpc.controller.store import Store
 from laminar_hpc.controller.tracker import TrajectoryTracker
 from laminar_hpc.data.prompts import Prompt
-from laminar_hpc.messages.rollouts import Lost
+from laminar_hpc.line.messages.rollouts import Lost
 from laminar_hpc.policies.filtering import UNGRADED_LIMIT
 from laminar_hpc.policies.sampling import GroupSize
 

@@ -17,12 +17,12 @@ import pytest
 
 from helpers.models.chats import SEPARATED, save
 from helpers.paths import HELPERS
-from laminar_hpc.cluster.context import RoleContext
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import EnvironmentConfig, RunConfig
 from laminar_hpc.data.tokens import TextDecoder, load_tokenizer
-from laminar_hpc.messages.data import Partial, PromptGroup, VersionSpan
-from laminar_hpc.messages.membership import Welcome
+from laminar_hpc.line.context import RoleContext
+from laminar_hpc.line.messages.data import Partial, PromptGroup, VersionSpan
+from laminar_hpc.line.messages.membership import Welcome
 from laminar_hpc.observability.trace import Trace
 from laminar_hpc.rollout.agents import AgentEpisodes
 from laminar_hpc.rollout.in_flight import Outcome, TrajectoryInFlight

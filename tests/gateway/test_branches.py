@@ -14,7 +14,7 @@ from test_agents import END, Rollout, never_moves, saying, with_agents
 
 from helpers.models.chats import FORGETFUL, save
 from laminar_hpc.gateway.dialogues import Dialogues
-from laminar_hpc.messages.data import Partial, VersionSpan
+from laminar_hpc.line.messages.data import Partial, VersionSpan
 from laminar_hpc.payload.layout import unpack
 from laminar_hpc.rollout import episodes, turn_calls
 from laminar_hpc.rollout.in_flight import Outcome, TrajectoryInFlight

@@ -15,8 +15,8 @@ from helpers.environments.verifiers_of_pypi import V1, interpreter
 from helpers.models.chats import SEPARATED
 from helpers.paths import HELPERS
 from laminar_hpc.config.schema import RunConfig
-from laminar_hpc.messages.data import PromptGroup, Sample
-from laminar_hpc.messages.rollouts import Generated, Grant, Scored, WeightsOpened
+from laminar_hpc.line.messages.data import PromptGroup, Sample
+from laminar_hpc.line.messages.rollouts import Generated, Grant, Scored, WeightsOpened
 from laminar_hpc.payload.reader import read
 from laminar_hpc.verifiers.rows import run_rows
 

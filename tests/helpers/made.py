@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from laminar_hpc.messages.data import Place, PromptGroup, Sample, Trajectory, VersionSpan
-from laminar_hpc.messages.training import BatchGroup
+from laminar_hpc.line.messages.data import Place, PromptGroup, Sample, Trajectory, VersionSpan
+from laminar_hpc.line.messages.training import BatchGroup
 from laminar_hpc.payload.layout import Response, logprobs_array, pack, packed_digest, tokens_array
 from laminar_hpc.payload.whole import Whole
 from laminar_hpc.payload.writer import PayloadWriter

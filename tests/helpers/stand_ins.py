@@ -4,15 +4,15 @@ group is the Python code that its ranks run."""
 import sys
 from pathlib import Path
 
-from laminar_hpc.cluster.agent_line import RankOrders
 from laminar_hpc.cluster.launch_role import RoleGroup
 from laminar_hpc.cluster.ranks import Ranks
 from laminar_hpc.config.schema import RunConfig
+from laminar_hpc.line.agent_line import RankOrders
 from laminar_hpc.policies.restarts import Restarts
 
 # code of a rank that has joined the run
 JOINED = """import os
-from laminar_hpc.cluster.agent_line import RankReport, report
+from laminar_hpc.line.agent_line import RankReport, report
 report(RankReport(joined_as="one"))
 """
 STAND_IN = (sys.executable, "-c", "import sys; exec(sys.argv.pop(1))")

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from helpers.made import Made, stored
 from laminar_hpc.controller.store import Store
-from laminar_hpc.messages.data import ScorePart, VersionSpan
+from laminar_hpc.line.messages.data import ScorePart, VersionSpan
 from laminar_hpc.observability import jsonl
 from laminar_hpc.observability.trace import Trace
 

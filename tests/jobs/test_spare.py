@@ -12,13 +12,10 @@ import pytest
 
 from helpers.stand_ins import JOINED, STAND_IN, one_rank
 from laminar_hpc.cluster import launch, ranks
-from laminar_hpc.cluster.agent_line import VARIABLE
-from laminar_hpc.cluster.endings import StopReceived
 from laminar_hpc.cluster.launch_role import RoleGroup
 from laminar_hpc.cluster.lock_owner import Owner
 from laminar_hpc.cluster.run_lock import LOCK_FILE, refuse_if_held
 from laminar_hpc.cluster.turn import await_turn
-from laminar_hpc.cluster.waiting import Sign
 from laminar_hpc.config.errors import LaminarError, Refused
 from laminar_hpc.config.load import load_config
 from laminar_hpc.controller import beginning
@@ -27,6 +24,9 @@ from laminar_hpc.jobs import node
 from laminar_hpc.jobs.ending import is_final
 from laminar_hpc.jobs.node import Place, run_node
 from laminar_hpc.jobs.spare import spare_of
+from laminar_hpc.line.agent_line import VARIABLE
+from laminar_hpc.line.endings import StopReceived
+from laminar_hpc.line.waiting import Sign
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,7 @@
 import pytest
 
 from laminar_hpc.controller.answers import Answers
-from laminar_hpc.messages.moves import Answer
+from laminar_hpc.line.messages.moves import Answer
 
 
 @pytest.fixture

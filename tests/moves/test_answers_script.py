@@ -9,9 +9,9 @@ import pytest
 
 from helpers.control.script import samples_of
 from helpers.control.three import Three
-from laminar_hpc.messages.data import Partial, ReplicaLoad, VersionSpan
-from laminar_hpc.messages.membership import Ping
-from laminar_hpc.messages.moves import Answer, Imported, Reserve
+from laminar_hpc.line.messages.data import Partial, ReplicaLoad, VersionSpan
+from laminar_hpc.line.messages.membership import Ping
+from laminar_hpc.line.messages.moves import Answer, Imported, Reserve
 from laminar_hpc.rollout.answers import name_of
 from laminar_hpc.rollout.partial_response import columns
 

@@ -11,9 +11,9 @@ import pytest
 from helpers.control.player import Player, World
 from helpers.control.script import Script
 from helpers.emulated.stand import small_config
-from laminar_hpc.messages.chain import RelayHas
-from laminar_hpc.messages.publication import NewWeightId
-from laminar_hpc.messages.training import Batch, Restored, StepDone, TakeBatch
+from laminar_hpc.line.messages.chain import RelayHas
+from laminar_hpc.line.messages.publication import NewWeightId
+from laminar_hpc.line.messages.training import Batch, Restored, StepDone, TakeBatch
 from laminar_hpc.policies.metrics import batch_metrics
 
 REPLICAS, STEPS, GROUPS, SAMPLES = 3, 3, 4, 3

@@ -10,14 +10,14 @@ import pytest
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from helpers.emulated.stand import small_config
-from laminar_hpc.cluster.context import RoleContext
 from laminar_hpc.controller.partials import PartialPool
 from laminar_hpc.engine.factory import engine_factory
 from laminar_hpc.engine.interface import EngineDied, Generation, SamplingParameters
-from laminar_hpc.messages.data import Message, Partial, PromptGroup, Sample, VersionSpan
-from laminar_hpc.messages.membership import Welcome
-from laminar_hpc.messages.moves import Import, Imported, MoveCommit, MoveFailed, Reserve, Reserved
-from laminar_hpc.messages.rollouts import Grant, Increment, Lost
+from laminar_hpc.line.context import RoleContext
+from laminar_hpc.line.messages.data import Message, Partial, PromptGroup, Sample, VersionSpan
+from laminar_hpc.line.messages.membership import Welcome
+from laminar_hpc.line.messages.moves import Import, Imported, MoveCommit, MoveFailed, Reserve, Reserved
+from laminar_hpc.line.messages.rollouts import Grant, Increment, Lost
 from laminar_hpc.observability.trace import Trace
 from laminar_hpc.rollout.batch import LocalBatch
 from laminar_hpc.rollout.engine_lives import EngineLives

@@ -7,13 +7,13 @@ import pytest
 
 from helpers.control.script import samples_of, scripted
 from helpers.emulated.stand import Stand, assert_every_one_ended_once, small_config
-from laminar_hpc.cluster import worker_line
-from laminar_hpc.cluster.channel import Terminated
 from laminar_hpc.controller.loop import Controller
-from laminar_hpc.messages.data import Partial, ReplicaLoad, VersionSpan
-from laminar_hpc.messages.membership import Goodbye, Ping
-from laminar_hpc.messages.moves import Reserve
-from laminar_hpc.messages.rollouts import Leaving, Unfinished, WeightsOpened
+from laminar_hpc.line import worker_line
+from laminar_hpc.line.channel import Terminated
+from laminar_hpc.line.messages.data import Partial, ReplicaLoad, VersionSpan
+from laminar_hpc.line.messages.membership import Goodbye, Ping
+from laminar_hpc.line.messages.moves import Reserve
+from laminar_hpc.line.messages.rollouts import Leaving, Unfinished, WeightsOpened
 from laminar_hpc.report import rundata, summary
 from laminar_hpc.rollout import reporting, shutdown
 from laminar_hpc.rollout.partial_response import columns, tokens_of

@@ -4,8 +4,8 @@ late and leave for good."""
 import pytest
 
 from helpers.emulated.stand import Stand, assert_every_one_ended_once, small_config
-from laminar_hpc.cluster.channel import Terminated
 from laminar_hpc.controller.loop import Controller
+from laminar_hpc.line.channel import Terminated
 from laminar_hpc.report import rundata
 
 

@@ -8,9 +8,9 @@ import pytest
 
 from helpers.control.script import Script
 from helpers.emulated.stand import small_config
-from laminar_hpc.messages.data import Message
-from laminar_hpc.messages.membership import UNNUMBERED, Failure, Goodbye, Hello, Ping, Rejoin, Welcome
-from laminar_hpc.messages.rollouts import EngineHung, Grant, Leaving
+from laminar_hpc.line.messages.data import Message
+from laminar_hpc.line.messages.membership import UNNUMBERED, Failure, Goodbye, Hello, Ping, Rejoin, Welcome
+from laminar_hpc.line.messages.rollouts import EngineHung, Grant, Leaving
 
 GROUPS = 12
 

@@ -12,9 +12,9 @@ from helpers.control.script import Script
 from helpers.emulated.stand import small_config
 from laminar_hpc.controller import dispatcher, snapshot
 from laminar_hpc.controller.loop import Controller
-from laminar_hpc.messages.data import Sample
-from laminar_hpc.messages.rollouts import Grant, Lost, RequestWork, WeightsOpened
-from laminar_hpc.messages.training import StepDone, TakeBatch
+from laminar_hpc.line.messages.data import Sample
+from laminar_hpc.line.messages.rollouts import Grant, Lost, RequestWork, WeightsOpened
+from laminar_hpc.line.messages.training import StepDone, TakeBatch
 from laminar_hpc.policies import admission
 from laminar_hpc.policies.live_groups import GroupView
 from laminar_hpc.policies.sampling import worth_a_batch

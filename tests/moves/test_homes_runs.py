@@ -14,7 +14,7 @@ from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.controller.loop import Controller
 from laminar_hpc.data.tokens import TextDecoder
 from laminar_hpc.emulation.fleet import EmulatedReplica
-from laminar_hpc.messages.moves import Answer
+from laminar_hpc.line.messages.moves import Answer
 from laminar_hpc.payload.whole import Whole
 from laminar_hpc.rollout.worker import RolloutWorker
 

@@ -9,11 +9,19 @@ import pytest
 from helpers.control.script import samples_of
 from helpers.control.three import Three
 from helpers.made import Made, stored
-from laminar_hpc.messages.data import Partial, ReplicaLoad, VersionSpan
-from laminar_hpc.messages.homes import Ask, LetGo
-from laminar_hpc.messages.membership import Ping
-from laminar_hpc.messages.moves import Answer, Imported
-from laminar_hpc.messages.rollouts import Generated, Increment, Leaving, Lost, RequestWork, Scored, ScoreOrder
+from laminar_hpc.line.messages.data import Partial, ReplicaLoad, VersionSpan
+from laminar_hpc.line.messages.homes import Ask, LetGo
+from laminar_hpc.line.messages.membership import Ping
+from laminar_hpc.line.messages.moves import Answer, Imported
+from laminar_hpc.line.messages.rollouts import (
+    Generated,
+    Increment,
+    Leaving,
+    Lost,
+    RequestWork,
+    Scored,
+    ScoreOrder,
+)
 from laminar_hpc.rollout.partial_response import columns
 
 TOKENS = columns([1, 2, 3, 4], [-1.0] * 4)

@@ -11,10 +11,10 @@ from helpers.emulated.stand import small_config
 from helpers.made import trajectory
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import RunConfig
-from laminar_hpc.messages.data import PromptGroup, Sample
-from laminar_hpc.messages.membership import Failure
-from laminar_hpc.messages.rollouts import Generated, Grant, Lost, Scored
-from laminar_hpc.messages.training import Restored, TrainerDone
+from laminar_hpc.line.messages.data import PromptGroup, Sample
+from laminar_hpc.line.messages.membership import Failure
+from laminar_hpc.line.messages.rollouts import Generated, Grant, Lost, Scored
+from laminar_hpc.line.messages.training import Restored, TrainerDone
 from laminar_hpc.observability import jsonl
 
 PROBLEMS = 4

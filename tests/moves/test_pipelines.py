@@ -4,7 +4,7 @@ many policies is what is trained."""
 import pytest
 
 from helpers.emulated.stand import Stand, assert_every_one_ended_once, small_config
-from laminar_hpc.messages.data import Trajectory
+from laminar_hpc.line.messages.data import Trajectory
 from laminar_hpc.report import rundata
 
 

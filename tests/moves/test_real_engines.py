@@ -17,7 +17,6 @@ import torch
 from helpers.control.sabotage import Killer, Saboteur, sabotaged
 from helpers.emulated.stand import Shuffler, Stand, small_config
 from helpers.engines.pair import fill_slot, make_model, reference
-from laminar_hpc.cluster.channel import StopReceived
 from laminar_hpc.config.models import WEIGHTS_FILE
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.controller import migration
@@ -25,8 +24,9 @@ from laminar_hpc.controller.stored import stored_trajectories
 from laminar_hpc.emulation import stage
 from laminar_hpc.engine.sglang.server import SglangServer
 from laminar_hpc.kernels.sums import tensor_sums
-from laminar_hpc.messages.chain import RelayHas
-from laminar_hpc.messages.membership import Stop
+from laminar_hpc.line.channel import StopReceived
+from laminar_hpc.line.messages.chain import RelayHas
+from laminar_hpc.line.messages.membership import Stop
 from laminar_hpc.payload.whole import Whole, wholes
 from laminar_hpc.report import rundata, summary
 from laminar_hpc.rollout import migration as replica_migration

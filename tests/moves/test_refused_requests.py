@@ -4,7 +4,7 @@ from pathlib import Path
 
 from helpers.control.script import scripted
 from helpers.made import trajectory
-from laminar_hpc.messages.rollouts import Generated, Scored
+from laminar_hpc.line.messages.rollouts import Generated, Scored
 from laminar_hpc.observability import jsonl
 
 

@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 
 from helpers.emulated.stand import small_config
-from laminar_hpc.cluster.context import RoleContext
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.engine.emulated.weights import weights_file
 from laminar_hpc.engine.factory import engine_factory
 from laminar_hpc.environments.reward_pool import RewardPool
-from laminar_hpc.messages.data import Message, Partial, PromptGroup, Sample
-from laminar_hpc.messages.membership import Welcome
-from laminar_hpc.messages.rollouts import Grant, NotLoaded, RequestWork, WeightsOpened
+from laminar_hpc.line.context import RoleContext
+from laminar_hpc.line.messages.data import Message, Partial, PromptGroup, Sample
+from laminar_hpc.line.messages.membership import Welcome
+from laminar_hpc.line.messages.rollouts import Grant, NotLoaded, RequestWork, WeightsOpened
 from laminar_hpc.observability.trace import Trace
 from laminar_hpc.rollout import weight_loader
 from laminar_hpc.rollout.engine_lives import EngineLives

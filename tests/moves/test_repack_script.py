@@ -5,10 +5,10 @@ import time
 import pytest
 
 from helpers.control.script import Script, samples_of, scripted
-from laminar_hpc.messages.data import ReplicaLoad
-from laminar_hpc.messages.membership import Ping
-from laminar_hpc.messages.moves import Reserve
-from laminar_hpc.messages.rollouts import RequestWork
+from laminar_hpc.line.messages.data import ReplicaLoad
+from laminar_hpc.line.messages.membership import Ping
+from laminar_hpc.line.messages.moves import Reserve
+from laminar_hpc.line.messages.rollouts import RequestWork
 
 
 @pytest.fixture

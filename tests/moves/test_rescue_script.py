@@ -8,11 +8,11 @@ import pytest
 from helpers.control.script import Script, samples_of
 from helpers.emulated.stand import small_config
 from laminar_hpc.controller import rescuer
-from laminar_hpc.messages.chain import RelayHas
-from laminar_hpc.messages.data import ReplicaLoad, Sample
-from laminar_hpc.messages.membership import Hello, Ping
-from laminar_hpc.messages.moves import Reserve
-from laminar_hpc.messages.rollouts import Grant, Holds, NotLoaded, RequestWork, WeightsOpened
+from laminar_hpc.line.messages.chain import RelayHas
+from laminar_hpc.line.messages.data import ReplicaLoad, Sample
+from laminar_hpc.line.messages.membership import Hello, Ping
+from laminar_hpc.line.messages.moves import Reserve
+from laminar_hpc.line.messages.rollouts import Grant, Holds, NotLoaded, RequestWork, WeightsOpened
 from laminar_hpc.rollout.partial_response import tokens_of
 
 TOKENS = 100

@@ -9,9 +9,9 @@ import pytest
 from helpers.control.script import Script, samples_of
 from helpers.emulated.stand import small_config
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.messages.data import Place, VersionSpan
-from laminar_hpc.messages.moves import MoveAbort
-from laminar_hpc.messages.rollouts import Generated, Increment, Lost
+from laminar_hpc.line.messages.data import Place, VersionSpan
+from laminar_hpc.line.messages.moves import MoveAbort
+from laminar_hpc.line.messages.rollouts import Generated, Increment, Lost
 from laminar_hpc.payload.reader import read
 from laminar_hpc.payload.writer import FOLDER
 from laminar_hpc.rollout.partial_response import columns

@@ -15,7 +15,7 @@ from helpers.runs import assert_clean
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.controller.loop import Controller
 from laminar_hpc.controller.store import Store
-from laminar_hpc.messages.training import Checkpointed
+from laminar_hpc.line.messages.training import Checkpointed
 
 NOISE = os.urandom(1 << 16)
 

@@ -8,8 +8,8 @@ from helpers.emulated.stand import Stand, assert_every_one_ended_once, small_con
 from laminar_hpc.cluster.checkpoints import newest_gang
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.emulation import stage
-from laminar_hpc.messages.publication import WeightId
-from laminar_hpc.messages.training import Restored
+from laminar_hpc.line.messages.publication import WeightId
+from laminar_hpc.line.messages.training import Restored
 from laminar_hpc.report import rundata
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from helpers.control.script import Script, samples_of, scripted
-from laminar_hpc.messages.rollouts import Drop, Grant, Lost
+from laminar_hpc.line.messages.rollouts import Drop, Grant, Lost
 from laminar_hpc.policies import filtering
 from laminar_hpc.rollout.episodes import Episodes
 from laminar_hpc.rollout.in_flight import Outcome, TrajectoryInFlight

@@ -6,8 +6,8 @@ import pytest
 
 from helpers.control.script import Script, samples_of, scripted
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.messages.data import Sample
-from laminar_hpc.messages.training import Batch, TakeBatch
+from laminar_hpc.line.messages.data import Sample
+from laminar_hpc.line.messages.training import Batch, TakeBatch
 
 
 def with_a_batch(folder: Path) -> tuple[Script, Batch, list[str]]:

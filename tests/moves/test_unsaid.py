@@ -7,11 +7,11 @@ import pytest
 
 from helpers.control.script import Script, samples_of, scripted
 from helpers.made import Made, stored
-from laminar_hpc.cluster import unsaid
-from laminar_hpc.messages.data import Message, Partial, PromptGroup, Sample, VersionSpan
-from laminar_hpc.messages.membership import Goodbye
-from laminar_hpc.messages.rollouts import Generated, Increment, Leaving, Scored, Unfinished
-from laminar_hpc.messages.wire import encode
+from laminar_hpc.line import unsaid
+from laminar_hpc.line.messages.data import Message, Partial, PromptGroup, Sample, VersionSpan
+from laminar_hpc.line.messages.membership import Goodbye
+from laminar_hpc.line.messages.rollouts import Generated, Increment, Leaving, Scored, Unfinished
+from laminar_hpc.line.messages.wire import encode
 from laminar_hpc.rollout.partial_response import columns, tokens_of
 
 TOKENS = list(range(20))

@@ -11,7 +11,7 @@ from helpers.emulated.stand import Shuffler, Stand
 from helpers.emulated.turning import CALL, several_turns, trajectories
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.data.tokens import TextDecoder
-from laminar_hpc.messages.moves import Answer
+from laminar_hpc.line.messages.moves import Answer
 from laminar_hpc.payload.whole import Whole
 from laminar_hpc.rollout.in_flight import State
 from laminar_hpc.rollout.worker import RolloutWorker

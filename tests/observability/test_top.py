@@ -8,7 +8,7 @@ import pytest
 from helpers import synthetic
 from laminar_hpc import cli
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.messages.data import ReplicaLoad
+from laminar_hpc.line.messages.data import ReplicaLoad
 from laminar_hpc.observability import jsonl, status
 from laminar_hpc.observability.status import Queues, RankStatus, Status
 from laminar_hpc.observability.trace import Trace

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from helpers.paths import ROOT
-from laminar_hpc.cluster.address import read_address
+from laminar_hpc.line.address import read_address
 
 SCRIPTS = ("controller", "trainer", "relay", "rollout", "all_roles")
 

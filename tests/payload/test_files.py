@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from helpers.made import Made
-from laminar_hpc.cluster.in_order import InOrder
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.messages.data import Place
+from laminar_hpc.line.in_order import InOrder
+from laminar_hpc.line.messages.data import Place
 from laminar_hpc.payload import writer as writing
 from laminar_hpc.payload.layout import pack
 from laminar_hpc.payload.reader import is_sound, read

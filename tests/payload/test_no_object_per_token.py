@@ -9,10 +9,10 @@ import torch
 
 from laminar_hpc.controller.partials import PartialPool
 from laminar_hpc.engine.interface import Generation
-from laminar_hpc.messages.data import Partial, PromptGroup, VersionSpan
-from laminar_hpc.messages.rollouts import Increment, Unfinished
-from laminar_hpc.messages.training import Batch, BatchGroup
-from laminar_hpc.messages.wire import decode, encode
+from laminar_hpc.line.messages.data import Partial, PromptGroup, VersionSpan
+from laminar_hpc.line.messages.rollouts import Increment, Unfinished
+from laminar_hpc.line.messages.training import Batch, BatchGroup
+from laminar_hpc.line.messages.wire import decode, encode
 from laminar_hpc.payload.reader import read
 from laminar_hpc.payload.whole import place_of
 from laminar_hpc.payload.writer import PayloadWriter

@@ -1,6 +1,6 @@
 """What a batch's rewards come to, function by function."""
 
-from laminar_hpc.messages.data import Trajectory
+from laminar_hpc.line.messages.data import Trajectory
 from laminar_hpc.policies.metrics import reward_means
 
 

@@ -17,9 +17,9 @@ sys.path.insert(0, str(BENCH))
 import network
 from chain_roles import RUN_ID, ChainRun
 
-from laminar_hpc.cluster.channel import Channel
-from laminar_hpc.messages.membership import Hello
-from laminar_hpc.messages.rollouts import WeightsAvailable
+from laminar_hpc.line.channel import Channel
+from laminar_hpc.line.messages.membership import Hello
+from laminar_hpc.line.messages.rollouts import WeightsAvailable
 from laminar_hpc.weights.slots import SlotReader
 
 MEGABYTE = 1 << 20

@@ -15,8 +15,8 @@ from helpers.engines.pair import EOS, hf_logprobs, reference
 from helpers.engines.replica_stand import Replica, replica_of_turns
 from helpers.models.chats import SEPARATED
 from laminar_hpc.config.schema import RunConfig
-from laminar_hpc.messages.data import PromptGroup, Sample
-from laminar_hpc.messages.rollouts import Generated, Grant, Scored, WeightsOpened
+from laminar_hpc.line.messages.data import PromptGroup, Sample
+from laminar_hpc.line.messages.rollouts import Generated, Grant, Scored, WeightsOpened
 from laminar_hpc.payload.reader import read
 
 pytestmark = pytest.mark.slow

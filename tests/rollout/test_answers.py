@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable, Coroutine
 import pytest
 
 from helpers.engines.said import Line
-from laminar_hpc.messages.data import Partial, PromptGroup
-from laminar_hpc.messages.moves import Answer, MoveOrder
+from laminar_hpc.line.messages.data import Partial, PromptGroup
+from laminar_hpc.line.messages.moves import Answer, MoveOrder
 from laminar_hpc.rollout import answers
 from laminar_hpc.rollout.answers import CallAnswers, TrajectoryEnded, name_of
 from laminar_hpc.rollout.in_flight import Outcome, State, TrajectoryInFlight

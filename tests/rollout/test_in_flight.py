@@ -5,8 +5,8 @@ import doctest
 
 import pytest
 
-from laminar_hpc.messages.data import PromptGroup
-from laminar_hpc.messages.moves import MoveOrder
+from laminar_hpc.line.messages.data import PromptGroup
+from laminar_hpc.line.messages.moves import MoveOrder
 from laminar_hpc.rollout import in_flight
 from laminar_hpc.rollout.in_flight import State, TrajectoryInFlight
 from laminar_hpc.rollout.state import WrongState

@@ -11,7 +11,7 @@ from helpers.engines.pair import engine_config, hf_logprobs, make_model, referen
 from helpers.engines.prompts import Ended, before_its_end, paused, until_decoding
 from helpers.processes import LoopThread
 from laminar_hpc.engine.sglang.server import SglangServer
-from laminar_hpc.messages.data import Partial
+from laminar_hpc.line.messages.data import Partial
 from laminar_hpc.payload.layout import Logprobs, Tokens
 from laminar_hpc.policies.sizing import saturation_requests
 from laminar_hpc.rollout.partial_response import extended, logprobs_of, tokens_of

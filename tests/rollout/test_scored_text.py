@@ -9,7 +9,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 from laminar_hpc.environments.reward_pool import Score
-from laminar_hpc.messages.data import PromptGroup, Sample
+from laminar_hpc.line.messages.data import PromptGroup, Sample
 from laminar_hpc.payload.layout import tokens_array
 from laminar_hpc.rollout.scoring import Scoring
 

@@ -14,9 +14,9 @@ from helpers.engines.pair import EOS, hf_logprobs, reference
 from helpers.engines.replica_stand import Replica, replica_of_turns
 from helpers.models.chats import SEPARATED
 from laminar_hpc.config.schema import RunConfig
-from laminar_hpc.messages.data import Partial, Sample, Trajectory
-from laminar_hpc.messages.moves import Answer
-from laminar_hpc.messages.rollouts import EngineHung, Generated, Grant, Scored, Unfinished, WeightsOpened
+from laminar_hpc.line.messages.data import Partial, Sample, Trajectory
+from laminar_hpc.line.messages.moves import Answer
+from laminar_hpc.line.messages.rollouts import EngineHung, Generated, Grant, Scored, Unfinished, WeightsOpened
 from laminar_hpc.payload.layout import Response
 from laminar_hpc.payload.reader import read
 from laminar_hpc.turns.calls import ToolCall

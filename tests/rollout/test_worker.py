@@ -20,11 +20,11 @@ from helpers.engines.pair import fill_slot, hf_logprobs, reference
 from helpers.engines.replica_stand import Replica
 from helpers.made import Made, stored
 from helpers.processes import ended
-from laminar_hpc.cluster.channel import StopReceived
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.engine.sglang.server import SglangServer
-from laminar_hpc.messages.data import Partial, PromptGroup, Sample, Trajectory, VersionSpan
-from laminar_hpc.messages.rollouts import (
+from laminar_hpc.line.channel import StopReceived
+from laminar_hpc.line.messages.data import Partial, PromptGroup, Sample, Trajectory, VersionSpan
+from laminar_hpc.line.messages.rollouts import (
     Generated,
     Grant,
     Lost,

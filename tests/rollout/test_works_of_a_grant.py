@@ -2,8 +2,8 @@
 
 import pytest
 
-from laminar_hpc.messages.data import Partial, PromptGroup, Sample
-from laminar_hpc.messages.rollouts import Grant
+from laminar_hpc.line.messages.data import Partial, PromptGroup, Sample
+from laminar_hpc.line.messages.rollouts import Grant
 from laminar_hpc.rollout.grants import Grants
 from laminar_hpc.rollout.state import ReplicaState
 from laminar_hpc.weights.slots import SlotGone

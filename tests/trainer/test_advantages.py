@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from laminar_hpc.config.bounds import allowed
 from laminar_hpc.config.schema import AlgorithmConfig, RunConfig
-from laminar_hpc.messages.data import Trajectory
+from laminar_hpc.line.messages.data import Trajectory
 from laminar_hpc.trainer.algorithms.advantages import (
     EPSILON,
     group_advantages,

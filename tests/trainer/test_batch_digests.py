@@ -12,8 +12,8 @@ from helpers import made
 from helpers.trainer import tiny
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import RunConfig
-from laminar_hpc.messages.data import Message
-from laminar_hpc.messages.training import Batch
+from laminar_hpc.line.messages.data import Message
+from laminar_hpc.line.messages.training import Batch
 from laminar_hpc.payload.writer import FOLDER
 from laminar_hpc.trainer import loop
 from laminar_hpc.trainer.inbox import Inbox, Unreadable

@@ -13,7 +13,7 @@ from helpers.trainer.publishing import linked, slot_bytes, start
 from helpers.trainer.ranks import Ranks
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import RunConfig
-from laminar_hpc.messages.chain import RelayHas
+from laminar_hpc.line.messages.chain import RelayHas
 from laminar_hpc.trainer.megatron.building import transformer_config
 from laminar_hpc.weights.hf import read_shape
 

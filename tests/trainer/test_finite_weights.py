@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from helpers.trainer import tiny
-from laminar_hpc.cluster.context import RoleContext
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.messages.membership import Welcome
+from laminar_hpc.line.context import RoleContext
+from laminar_hpc.line.messages.membership import Welcome
 from laminar_hpc.observability.trace import Trace
 from laminar_hpc.trainer import loop
 from laminar_hpc.trainer.megatron.policy import MegatronPolicy

@@ -9,9 +9,9 @@ import pytest
 from helpers.trainer import tiny
 from helpers.trainer.publishing import linked, scratch, slot_bytes, spoil, start, whole
 from helpers.trainer.ranks import Ranks
-from laminar_hpc.cluster.channel import StopReceived
-from laminar_hpc.messages.chain import LinkDown, RelayHas
-from laminar_hpc.messages.publication import LaneSenders, NewWeightId, Published
+from laminar_hpc.line.channel import StopReceived
+from laminar_hpc.line.messages.chain import LinkDown, RelayHas
+from laminar_hpc.line.messages.publication import LaneSenders, NewWeightId, Published
 from laminar_hpc.trainer.megatron.policy import MegatronPolicy
 
 LARGE = {"vocab_size": 4000, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4}  # 4.4 MB

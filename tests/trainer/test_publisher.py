@@ -24,8 +24,8 @@ from helpers.trainer.publishing import (
 )
 from helpers.trainer.ranks import Ranks
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.messages.chain import LinkDown, RelayHas, StoreOpened
-from laminar_hpc.messages.publication import NewWeightId, Published
+from laminar_hpc.line.messages.chain import LinkDown, RelayHas, StoreOpened
+from laminar_hpc.line.messages.publication import NewWeightId, Published
 from laminar_hpc.relay import run as relay
 from laminar_hpc.trainer.megatron.policy import MegatronPolicy
 from laminar_hpc.trainer.step.learner import Learner

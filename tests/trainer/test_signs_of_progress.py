@@ -7,7 +7,7 @@ import torch
 
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.controller.gang import _floors
-from laminar_hpc.messages.membership import TrainerProgress
+from laminar_hpc.line.messages.membership import TrainerProgress
 from laminar_hpc.trainer.checkpointing import in_flight
 from laminar_hpc.trainer.progress import Progress
 from laminar_hpc.trainer.step.learner import Learner

@@ -10,7 +10,7 @@ import torch
 
 from helpers.trainer import tiny
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.messages.data import VersionSpan
+from laminar_hpc.line.messages.data import VersionSpan
 from laminar_hpc.policies.metrics import batch_metrics, merged
 from laminar_hpc.trainer.megatron.policy import MegatronPolicy
 from laminar_hpc.trainer.step import learner

@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from laminar_hpc.messages.data import Trajectory, VersionSpan
+from laminar_hpc.line.messages.data import Trajectory, VersionSpan
 from laminar_hpc.payload.layout import DamagedResponse, Response
 from laminar_hpc.payload.whole import Whole
 

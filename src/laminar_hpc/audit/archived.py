@@ -7,7 +7,7 @@ from laminar_hpc.audit.records import OldStep, Records, StoreRecords, Trajectory
 from laminar_hpc.cluster import durable
 from laminar_hpc.cluster.durable import FileSum
 from laminar_hpc.controller.old_steps import digest_sum
-from laminar_hpc.messages.data import Trajectory
+from laminar_hpc.line.messages.data import Trajectory
 from laminar_hpc.payload.layout import DamagedResponse, pack, packed_digest
 from laminar_hpc.policies.retention import RULE, kept
 

@@ -17,8 +17,8 @@ from laminar_hpc.controller.read_only import connect_read_only
 from laminar_hpc.controller.seals import ALL_SEALED, ARCHIVE, PROMPTS, seal_of
 from laminar_hpc.controller.store_copy import readable_store
 from laminar_hpc.controller.store_layout import has_tables
-from laminar_hpc.messages.data import Place, ScorePart, Trajectory
-from laminar_hpc.messages.wire import decode_score
+from laminar_hpc.line.messages.data import Place, ScorePart, Trajectory
+from laminar_hpc.line.messages.wire import decode_score
 from laminar_hpc.observability import jsonl
 from laminar_hpc.payload.layout import Response
 from laminar_hpc.payload.reader import read as read_payloads

@@ -15,7 +15,7 @@ from laminar_hpc.cluster import checkpoints
 from laminar_hpc.cluster.signatures import key_path, objection, read_key
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.load import read_config
-from laminar_hpc.messages.data import Trajectory
+from laminar_hpc.line.messages.data import Trajectory
 from laminar_hpc.policies.metrics import batch_metrics
 
 _FIGURES = (

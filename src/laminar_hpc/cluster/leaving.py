@@ -10,8 +10,8 @@ import sys
 import threading
 import time
 
-from laminar_hpc.cluster.agent_line import FAILED_ELSEWHERE
-from laminar_hpc.cluster.channel import Channel, GangReplaced, Terminated
+from laminar_hpc.line.agent_line import FAILED_ELSEWHERE
+from laminar_hpc.line.channel import Channel, GangReplaced, Terminated
 
 LEAVE_SECONDS = 17.0  # a rank that was told to end is gone after this, whatever it waits for
 LEAVES = ("relay", "rollout")  # roles without which the run goes on; one world ends as a whole

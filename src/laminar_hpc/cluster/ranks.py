@@ -1,6 +1,6 @@
 """The processes of one start of a group of ranks: forked, heard, told to end, and how they ended.
 
-Why a rank has ended is known from its exit code or signal, and from what it has reported (agent_line.py).
+Why a rank has ended is known from its exit code or signal, and from what it has reported (line/agent_line.py).
 Each has a session of its own, so that Ctrl-C reaches the agent alone; none outlives its agent.
 """
 
@@ -18,8 +18,8 @@ from pathlib import Path
 
 import msgspec
 
-from laminar_hpc.cluster.agent_line import VARIABLE, RankOrders, reported
 from laminar_hpc.cluster.processes import die_with_parent
+from laminar_hpc.line.agent_line import VARIABLE, RankOrders, reported
 
 _RANK = (sys.executable, "-m", "laminar_hpc")
 _FAILED_SECONDS = 30.0  # ranks whom the failure of another one has left behind are killed after this

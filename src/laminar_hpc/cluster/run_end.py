@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from laminar_hpc.cluster.address import ADDRESS_FILE
+from laminar_hpc.line.address import ADDRESS_FILE
 from laminar_hpc.observability import jsonl
 
 

@@ -11,12 +11,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from laminar_hpc.cluster.endings import StopReceived
 from laminar_hpc.cluster.lock_owner import Watched
 from laminar_hpc.cluster.run_end import last_word
 from laminar_hpc.cluster.run_lock import refuse_if_held
-from laminar_hpc.cluster.waiting import Sign
 from laminar_hpc.config.errors import Refused
+from laminar_hpc.line.endings import StopReceived
+from laminar_hpc.line.waiting import Sign
 from laminar_hpc.observability import console
 
 ONE_WORLD_SECONDS = 60.0  # of one world, whose other ranks wait for its controller

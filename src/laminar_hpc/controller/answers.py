@@ -14,7 +14,7 @@ from laminar_hpc.controller.migration import Migration
 from laminar_hpc.controller.partials import PartialPool
 from laminar_hpc.controller.shared import Shared
 from laminar_hpc.controller.tracker import TrajectoryTracker
-from laminar_hpc.messages.moves import Answer
+from laminar_hpc.line.messages.moves import Answer
 
 
 class Answers:

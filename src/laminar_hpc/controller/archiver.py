@@ -16,7 +16,7 @@ from pathlib import Path
 
 from laminar_hpc.archive import files
 from laminar_hpc.controller.stored import stored_groups
-from laminar_hpc.messages.training import BatchGroup
+from laminar_hpc.line.messages.training import BatchGroup
 from laminar_hpc.payload.whole import Whole, wholes
 from laminar_hpc.payload.writer import FOLDER as PAYLOADS
 from laminar_hpc.policies.retention import kept

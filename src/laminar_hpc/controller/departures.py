@@ -17,8 +17,8 @@ from laminar_hpc.controller.replicas import Replicas
 from laminar_hpc.controller.rescuer import Rescuer
 from laminar_hpc.controller.shared import Shared
 from laminar_hpc.controller.tracker import TrajectoryTracker
-from laminar_hpc.messages.data import ReplicaLoad
-from laminar_hpc.messages.rollouts import Leaving, Unfinished
+from laminar_hpc.line.messages.data import ReplicaLoad
+from laminar_hpc.line.messages.rollouts import Leaving, Unfinished
 from laminar_hpc.policies import failover
 from laminar_hpc.policies.moves import room
 

@@ -15,8 +15,8 @@ from laminar_hpc.controller.rescuer import Rescue, Rescuer
 from laminar_hpc.controller.shared import Shared
 from laminar_hpc.controller.tracker import TrajectoryTracker
 from laminar_hpc.controller.weights import Weights
-from laminar_hpc.messages.data import Partial, PromptGroup
-from laminar_hpc.messages.rollouts import Grant, RequestWork, WeightsOpened
+from laminar_hpc.line.messages.data import Partial, PromptGroup
+from laminar_hpc.line.messages.rollouts import Grant, RequestWork, WeightsOpened
 from laminar_hpc.observability import console
 from laminar_hpc.policies import admission
 from laminar_hpc.policies.live_groups import GroupView

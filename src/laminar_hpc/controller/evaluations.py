@@ -12,8 +12,8 @@ from heapq import heappop, heappush
 
 from laminar_hpc.controller.store import Store
 from laminar_hpc.data.prompts import Prompt
-from laminar_hpc.messages.data import PromptGroup, Sample
-from laminar_hpc.messages.rollouts import Generated, Grant, Lost, Scored
+from laminar_hpc.line.messages.data import PromptGroup, Sample
+from laminar_hpc.line.messages.rollouts import Generated, Grant, Lost, Scored
 from laminar_hpc.policies.metrics import accuracy
 
 _NO_GROUP = -1  # on the wire: the groups of an evaluation have no ids

@@ -11,8 +11,8 @@ longer than any rollout waits for a controller; then its number may not come bac
 from collections.abc import Callable
 from pathlib import Path
 
-from laminar_hpc.cluster import unsaid
 from laminar_hpc.controller.put_back import WRITER
+from laminar_hpc.line import unsaid
 from laminar_hpc.payload.writer import FOLDER
 
 
@@ -58,7 +58,7 @@ class GoneWriters:
 
     def gone(self) -> Callable[[str], bool]:
         """Whether a writer of this name is, as it is known at this moment; for another thread. Where a
-        rollout has left last words (cluster/unsaid.py), they may name any of its files."""
+        rollout has left last words (line/unsaid.py), they may name any of its files."""
         words = unsaid.left(self._run_dir)
         writers, numbers = frozenset(self._writers), frozenset(() if words else self._numbers)
         return lambda name: name in writers or _number(name) in numbers

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from laminar_hpc.controller.groups import Group, SampleState
 from laminar_hpc.controller.holders import Holders
 from laminar_hpc.data.prompts import Prompt
-from laminar_hpc.messages.data import PromptGroup, Sample
+from laminar_hpc.line.messages.data import PromptGroup, Sample
 from laminar_hpc.policies.live_groups import LiveGroups
 
 

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from laminar_hpc.controller.members import Member
-from laminar_hpc.messages.chain import LinkDown, RelayHas, StoreOpened
-from laminar_hpc.messages.data import Message
-from laminar_hpc.messages.homes import Ask
-from laminar_hpc.messages.membership import Failure, Goodbye, Ping
-from laminar_hpc.messages.moves import Answer, Imported, MoveFailed, MoveReady, Reserved
-from laminar_hpc.messages.publication import LaneSenders, NewWeightId, Published
-from laminar_hpc.messages.rollouts import (
+from laminar_hpc.line.messages.chain import LinkDown, RelayHas, StoreOpened
+from laminar_hpc.line.messages.data import Message
+from laminar_hpc.line.messages.homes import Ask
+from laminar_hpc.line.messages.membership import Failure, Goodbye, Ping
+from laminar_hpc.line.messages.moves import Answer, Imported, MoveFailed, MoveReady, Reserved
+from laminar_hpc.line.messages.publication import LaneSenders, NewWeightId, Published
+from laminar_hpc.line.messages.rollouts import (
     EngineHung,
     Generated,
     Holds,
@@ -25,7 +25,7 @@ from laminar_hpc.messages.rollouts import (
     Unfinished,
     WeightsOpened,
 )
-from laminar_hpc.messages.training import (
+from laminar_hpc.line.messages.training import (
     Checkpointed,
     Restored,
     StepDone,

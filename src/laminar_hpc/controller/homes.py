@@ -13,10 +13,10 @@ from laminar_hpc.controller.partials import PartialPool
 from laminar_hpc.controller.replicas import Replicas
 from laminar_hpc.controller.shared import Shared
 from laminar_hpc.controller.tracker import TrajectoryTracker
-from laminar_hpc.messages.data import Message
-from laminar_hpc.messages.homes import Ask, LetGo, replica_of
-from laminar_hpc.messages.moves import Answer
-from laminar_hpc.messages.rollouts import Generated, ScoreOrder
+from laminar_hpc.line.messages.data import Message
+from laminar_hpc.line.messages.homes import Ask, LetGo, replica_of
+from laminar_hpc.line.messages.moves import Answer
+from laminar_hpc.line.messages.rollouts import Generated, ScoreOrder
 
 
 class Homes:

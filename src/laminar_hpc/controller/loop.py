@@ -22,7 +22,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from laminar_hpc.cluster.hub import Hub, UnreadableMessage
 from laminar_hpc.cluster.processes import process_is_alive
 from laminar_hpc.config.check import Derived
 from laminar_hpc.config.errors import LaminarError
@@ -57,10 +56,11 @@ from laminar_hpc.controller.tracker import TrajectoryTracker
 from laminar_hpc.controller.training import Training
 from laminar_hpc.controller.unsaid_words import take_up
 from laminar_hpc.controller.weights import Weights
-from laminar_hpc.messages.chain import RelayHas
-from laminar_hpc.messages.membership import Goodbye, Hello, Ping, Pong, Stop, StopRequest
-from laminar_hpc.messages.rollouts import Leaving
-from laminar_hpc.messages.wire import AnyMessage
+from laminar_hpc.line.hub import Hub, UnreadableMessage
+from laminar_hpc.line.messages.chain import RelayHas
+from laminar_hpc.line.messages.membership import Goodbye, Hello, Ping, Pong, Stop, StopRequest
+from laminar_hpc.line.messages.rollouts import Leaving
+from laminar_hpc.line.messages.wire import AnyMessage
 from laminar_hpc.observability import status
 from laminar_hpc.observability.metrics import MetricsWriter
 from laminar_hpc.observability.trace import Trace

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
 from laminar_hpc.cluster.processes import process_is_alive
-from laminar_hpc.messages.membership import Hello
+from laminar_hpc.line.messages.membership import Hello
 
 _ASLEEP_SECONDS = 5.0  # between two looks: this process stood still, not the members
 _LOOK_SECONDS = 0.1  # between two looks at the processes of this machine

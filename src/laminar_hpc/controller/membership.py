@@ -7,8 +7,6 @@ rollout, and wait for other trainers (controller/gang.py).
 import logging
 from collections.abc import Callable
 
-from laminar_hpc.cluster.agent_line import orders
-from laminar_hpc.cluster.channel import SAME_VERSION
 from laminar_hpc.cluster.processes import oom_kills, process_is_alive
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.controller.gang import Gang
@@ -18,7 +16,9 @@ from laminar_hpc.controller.shared import Shared
 from laminar_hpc.controller.store import Store
 from laminar_hpc.controller.weights import Weights
 from laminar_hpc.data.pretrained import recorded_name
-from laminar_hpc.messages.membership import (
+from laminar_hpc.line.agent_line import orders
+from laminar_hpc.line.channel import SAME_VERSION
+from laminar_hpc.line.messages.membership import (
     UNNUMBERED,
     Failure,
     GangEnded,
@@ -29,8 +29,8 @@ from laminar_hpc.messages.membership import (
     Stop,
     Welcome,
 )
-from laminar_hpc.messages.rollouts import WeightsAvailable
-from laminar_hpc.messages.wire import AnyMessage
+from laminar_hpc.line.messages.rollouts import WeightsAvailable
+from laminar_hpc.line.messages.wire import AnyMessage
 
 log = logging.getLogger(__name__)
 REPLACED = "other trainers have taken the place of these"

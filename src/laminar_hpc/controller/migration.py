@@ -21,8 +21,8 @@ from laminar_hpc.controller.partials import PartialPool
 from laminar_hpc.controller.replicas import Replicas
 from laminar_hpc.controller.shared import Shared
 from laminar_hpc.controller.tracker import TrajectoryTracker
-from laminar_hpc.messages.data import Message, Partial
-from laminar_hpc.messages.moves import (
+from laminar_hpc.line.messages.data import Message, Partial
+from laminar_hpc.line.messages.moves import (
     Import,
     Imported,
     MoveAbort,

@@ -9,8 +9,8 @@ has all else from the archive (`bring_back`).
 import sqlite3
 from collections.abc import Iterable
 
-from laminar_hpc.messages.data import ScorePart, Trajectory
-from laminar_hpc.messages.wire import encode
+from laminar_hpc.line.messages.data import ScorePart, Trajectory
+from laminar_hpc.line.messages.wire import encode
 from laminar_hpc.policies.metrics import accuracy
 
 ROWS_MAX = 1_000_000  # some 400 MB

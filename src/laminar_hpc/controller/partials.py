@@ -5,10 +5,10 @@ Fed by increments every rollout.increment_tokens tokens and by moves. What is he
 same weights; what is not starts again from its prompt.
 """
 
-from laminar_hpc.messages.data import TOKEN_BYTES, Partial
-from laminar_hpc.messages.homes import replica_of
-from laminar_hpc.messages.moves import Answer
-from laminar_hpc.messages.rollouts import Increment
+from laminar_hpc.line.messages.data import TOKEN_BYTES, Partial
+from laminar_hpc.line.messages.homes import replica_of
+from laminar_hpc.line.messages.moves import Answer
+from laminar_hpc.line.messages.rollouts import Increment
 
 
 class PartialPool:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from laminar_hpc.archive import files
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.messages.data import Place
-from laminar_hpc.messages.training import BatchGroup
+from laminar_hpc.line.messages.data import Place
+from laminar_hpc.line.messages.training import BatchGroup
 from laminar_hpc.payload.layout import DamagedResponse, pack, packed_digest
 from laminar_hpc.payload.whole import Whole
 from laminar_hpc.payload.writer import PayloadWriter

@@ -21,8 +21,8 @@ from laminar_hpc.controller.rescuer import Rescuer
 from laminar_hpc.controller.shared import Shared
 from laminar_hpc.controller.store import Store
 from laminar_hpc.controller.tracker import TrajectoryTracker
-from laminar_hpc.messages.data import Sample
-from laminar_hpc.messages.rollouts import Drop, Holds
+from laminar_hpc.line.messages.data import Sample
+from laminar_hpc.line.messages.rollouts import Drop, Holds
 from laminar_hpc.observability import console
 
 log = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ class Reattachment:
         self._shared, self._store, self._tracker = shared, store, tracker
         self._replicas, self._rescuer, self._lost = replicas, rescuer, lost
         self.awaited, self._last_seen = awaited, last_seen
-        # who has lost a controller looks for this one after 3 s (cluster/controller_watch.py)
+        # who has lost a controller looks for this one after 3 s (line/controller_watch.py)
         silence = rollout_silence(shared.config.cluster.heartbeat_timeout_seconds)
         self._until = time.monotonic() + silence
         self._workers = 0  # that have outlived the last controller

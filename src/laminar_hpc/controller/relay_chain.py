@@ -14,8 +14,8 @@ the number of lanes.
 from dataclasses import dataclass, field
 from typing import Final
 
-from laminar_hpc.messages.chain import CutLink, EpochProposed, JoinEpoch, SendAgain, StoreOpened
-from laminar_hpc.messages.data import Message
+from laminar_hpc.line.messages.chain import CutLink, EpochProposed, JoinEpoch, SendAgain, StoreOpened
+from laminar_hpc.line.messages.data import Message
 from laminar_hpc.policies.chain import chain_order, missing
 
 Place = int | None  # in the chain: a relay by its index, or TRAINER at its head

@@ -12,7 +12,7 @@ from laminar_hpc.controller.replicas import Replicas
 from laminar_hpc.controller.shared import Shared
 from laminar_hpc.controller.tracker import TrajectoryTracker
 from laminar_hpc.controller.weights import Weights
-from laminar_hpc.messages.data import ReplicaLoad
+from laminar_hpc.line.messages.data import ReplicaLoad
 from laminar_hpc.policies import admission, repack
 from laminar_hpc.policies.moves import room
 

@@ -4,8 +4,8 @@ from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from laminar_hpc.messages.data import ReplicaLoad
-from laminar_hpc.messages.rollouts import RequestWork
+from laminar_hpc.line.messages.data import ReplicaLoad
+from laminar_hpc.line.messages.rollouts import RequestWork
 from laminar_hpc.policies.waiting_line import WaitingLine
 
 

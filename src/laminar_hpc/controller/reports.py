@@ -15,8 +15,8 @@ from laminar_hpc.controller.rewards import RewardErrors
 from laminar_hpc.controller.scorers import Scorers
 from laminar_hpc.controller.shared import Shared
 from laminar_hpc.controller.tracker import TrajectoryTracker
-from laminar_hpc.messages.data import Sample
-from laminar_hpc.messages.rollouts import Drop, Generated, Increment, Lost, Scored
+from laminar_hpc.line.messages.data import Sample
+from laminar_hpc.line.messages.rollouts import Drop, Generated, Increment, Lost, Scored
 from laminar_hpc.observability import console
 from laminar_hpc.payload.reader import is_sound
 from laminar_hpc.policies import filtering

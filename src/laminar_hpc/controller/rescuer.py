@@ -23,8 +23,8 @@ from laminar_hpc.controller.replicas import Replica, Replicas
 from laminar_hpc.controller.shared import Shared
 from laminar_hpc.controller.tracker import TrajectoryTracker
 from laminar_hpc.controller.weights import Weights
-from laminar_hpc.messages.data import Partial, PromptGroup
-from laminar_hpc.messages.rollouts import EngineHung, NotLoaded
+from laminar_hpc.line.messages.data import Partial, PromptGroup
+from laminar_hpc.line.messages.rollouts import EngineHung, NotLoaded
 from laminar_hpc.policies import failover
 from laminar_hpc.policies.waiting_orphans import WaitingOrphans
 

@@ -12,7 +12,7 @@ from laminar_hpc.data.prompts import Prompt, load_prompts
 from laminar_hpc.data.tokens import load_tokenizer
 from laminar_hpc.environments import preflight
 from laminar_hpc.environments.run_prompts import run_render
-from laminar_hpc.messages.rollouts import Scored
+from laminar_hpc.line.messages.rollouts import Scored
 from laminar_hpc.observability import console
 
 

@@ -6,9 +6,9 @@ import sqlite3
 from collections.abc import Iterable, Sequence
 
 from laminar_hpc.controller.stored import stored_groups
-from laminar_hpc.messages.data import Place, Sample, ScorePart, Trajectory
-from laminar_hpc.messages.training import BatchGroup
-from laminar_hpc.messages.wire import encode
+from laminar_hpc.line.messages.data import Place, Sample, ScorePart, Trajectory
+from laminar_hpc.line.messages.training import BatchGroup
+from laminar_hpc.line.messages.wire import encode
 from laminar_hpc.payload.layout import tokens_array
 
 

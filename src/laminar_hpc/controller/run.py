@@ -17,16 +17,10 @@ from functools import partial
 from pathlib import Path
 
 from laminar_hpc.cluster import durable
-from laminar_hpc.cluster.address import ADDRESS_FILE, read_address
-from laminar_hpc.cluster.agent_line import orders
-from laminar_hpc.cluster.channel import RUN_FAILED
 from laminar_hpc.cluster.folders import slots_root
 from laminar_hpc.cluster.full_disk import is_full_disk
-from laminar_hpc.cluster.hub import Hub
 from laminar_hpc.cluster.processes import on_stop_signals
 from laminar_hpc.cluster.run_lock import RunLock
-from laminar_hpc.cluster.stop import forget_request, left_request, request_is_left
-from laminar_hpc.cluster.waiting import are_queued, who_waits
 from laminar_hpc.config.errors import LaminarError, PermanentFailure, before_it_begins
 from laminar_hpc.config.load import dump_config
 from laminar_hpc.config.schema import RunConfig
@@ -56,6 +50,12 @@ from laminar_hpc.controller.tracker import TrajectoryTracker
 from laminar_hpc.data.pretrained import recorded_name
 from laminar_hpc.data.prompts import Prompt
 from laminar_hpc.environments.run_prompts import load_run_prompts
+from laminar_hpc.line.address import ADDRESS_FILE, read_address
+from laminar_hpc.line.agent_line import orders
+from laminar_hpc.line.channel import RUN_FAILED
+from laminar_hpc.line.hub import Hub
+from laminar_hpc.line.stop import forget_request, left_request, request_is_left
+from laminar_hpc.line.waiting import are_queued, who_waits
 from laminar_hpc.observability import console, status
 from laminar_hpc.observability.durations import read_durations
 from laminar_hpc.observability.metrics import MetricsWriter

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from laminar_hpc.config.check import Derived
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.controller.members import Member, Members
-from laminar_hpc.messages.data import Message
-from laminar_hpc.messages.membership import Failure
+from laminar_hpc.line.messages.data import Message
+from laminar_hpc.line.messages.membership import Failure
 from laminar_hpc.observability import console
 from laminar_hpc.observability.metrics import MetricsWriter
 

@@ -4,9 +4,9 @@ their columns, which are in payload files."""
 import sqlite3
 from collections.abc import Iterable
 
-from laminar_hpc.messages.data import Place, Trajectory
-from laminar_hpc.messages.training import BatchGroup
-from laminar_hpc.messages.wire import decode_score
+from laminar_hpc.line.messages.data import Place, Trajectory
+from laminar_hpc.line.messages.training import BatchGroup
+from laminar_hpc.line.messages.wire import decode_score
 
 _COLUMNS = (
     "id, group_id, attempt, replica, weight_id, weight_step, response_length, trained, policies, "

@@ -15,9 +15,9 @@ from laminar_hpc.controller.owners import Owners
 from laminar_hpc.controller.store import Store
 from laminar_hpc.controller.upcoming import Upcoming
 from laminar_hpc.data.prompts import Prompt
-from laminar_hpc.messages.data import PromptGroup, Sample, ScorePart, Trajectory
-from laminar_hpc.messages.rollouts import Lost
-from laminar_hpc.messages.training import BatchGroup
+from laminar_hpc.line.messages.data import PromptGroup, Sample, ScorePart, Trajectory
+from laminar_hpc.line.messages.rollouts import Lost
+from laminar_hpc.line.messages.training import BatchGroup
 from laminar_hpc.policies import filtering
 from laminar_hpc.policies.live_groups import GroupView
 from laminar_hpc.policies.metrics import accuracy

@@ -16,7 +16,6 @@ from pathlib import Path
 
 from laminar_hpc.archive import files
 from laminar_hpc.cluster import checkpoints
-from laminar_hpc.cluster.channel import SAME_VERSION
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.controller import put_back
 from laminar_hpc.controller.archiving import Archiving
@@ -28,7 +27,8 @@ from laminar_hpc.controller.shared import Shared
 from laminar_hpc.controller.store import Store
 from laminar_hpc.controller.tracker import TrajectoryTracker
 from laminar_hpc.controller.weights import Weights
-from laminar_hpc.messages.training import (
+from laminar_hpc.line.channel import SAME_VERSION
+from laminar_hpc.line.messages.training import (
     Batch,
     BatchGroup,
     Checkpointed,

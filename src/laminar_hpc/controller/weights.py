@@ -15,9 +15,9 @@ from laminar_hpc.controller.probes import Probes
 from laminar_hpc.controller.relay_chain import TRAINER, Chain, Orders, Place
 from laminar_hpc.controller.shared import NUMBERS, Shared
 from laminar_hpc.controller.store import Store
-from laminar_hpc.messages.chain import LinkDown, RelayHas, StoreOpened
-from laminar_hpc.messages.publication import LaneSenders, NewWeightId, Published, WeightId
-from laminar_hpc.messages.rollouts import WeightsAvailable
+from laminar_hpc.line.messages.chain import LinkDown, RelayHas, StoreOpened
+from laminar_hpc.line.messages.publication import LaneSenders, NewWeightId, Published, WeightId
+from laminar_hpc.line.messages.rollouts import WeightsAvailable
 from laminar_hpc.observability import console
 
 log = logging.getLogger(__name__)

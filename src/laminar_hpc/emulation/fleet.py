@@ -12,14 +12,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from laminar_hpc.cluster.channel import Channel
-from laminar_hpc.cluster.context import RoleContext
 from laminar_hpc.cluster.processes import machine_name
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.engine.factory import engine_factory
 from laminar_hpc.environments.reward_pool import RewardPool
-from laminar_hpc.messages.membership import Failure, Hello
+from laminar_hpc.line.channel import Channel
+from laminar_hpc.line.context import RoleContext
+from laminar_hpc.line.messages.membership import Failure, Hello
 from laminar_hpc.observability.trace import Trace
 from laminar_hpc.rollout.worker import RolloutWorker
 

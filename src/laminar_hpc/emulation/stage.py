@@ -16,15 +16,15 @@ from typing import TypeVar
 
 import numpy as np
 
-from laminar_hpc.cluster.channel import Channel, StopReceived
 from laminar_hpc.cluster.processes import machine_name
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.engine.emulated.weights import weights_file
-from laminar_hpc.messages.chain import EpochProposed, RelayHas
-from laminar_hpc.messages.data import TOKEN_BYTES, Message, Trajectory
-from laminar_hpc.messages.membership import Hello, Ping, Stop
-from laminar_hpc.messages.publication import NewWeightId, Published, WeightId
-from laminar_hpc.messages.training import (
+from laminar_hpc.line.channel import Channel, StopReceived
+from laminar_hpc.line.messages.chain import EpochProposed, RelayHas
+from laminar_hpc.line.messages.data import TOKEN_BYTES, Message, Trajectory
+from laminar_hpc.line.messages.membership import Hello, Ping, Stop
+from laminar_hpc.line.messages.publication import NewWeightId, Published, WeightId
+from laminar_hpc.line.messages.training import (
     Batch,
     Continue,
     Leave,

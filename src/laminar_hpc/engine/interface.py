@@ -11,7 +11,7 @@ from typing import Protocol, TypeAlias, TypedDict
 
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import SamplingConfig
-from laminar_hpc.messages.data import VersionSpan
+from laminar_hpc.line.messages.data import VersionSpan
 from laminar_hpc.payload.layout import Logprobs, Tokens
 
 Sums = dict[str, tuple[int, int]]  # Hugging Face name -> (sum_words, sum_indexed), see kernels/sums.py

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from laminar_hpc.cluster.address import ADDRESS_FILE
 from laminar_hpc.cluster.run_end import last_end, last_word
+from laminar_hpc.line.address import ADDRESS_FILE
 from laminar_hpc.observability.durations import read_durations
 from laminar_hpc.policies.stopping import stop_seconds
 

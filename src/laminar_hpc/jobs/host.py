@@ -23,7 +23,6 @@ from functools import partial
 from pathlib import Path
 
 from laminar_hpc import __version__
-from laminar_hpc.cluster.agent_line import REFUSED, RankOrders
 from laminar_hpc.cluster.launch import Agent
 from laminar_hpc.cluster.launch_role import RolePart
 from laminar_hpc.config.errors import LaminarError, Refused, print_lines
@@ -31,6 +30,7 @@ from laminar_hpc.config.load import load_config
 from laminar_hpc.jobs.machine_number import MachineNumber
 from laminar_hpc.jobs.network import INTERFACE, addresses, own_address, use_interface
 from laminar_hpc.jobs.node import Place, parts
+from laminar_hpc.line.agent_line import REFUSED, RankOrders
 from laminar_hpc.observability import console, output
 
 _CLOSE_SECONDS = 5.0

@@ -23,14 +23,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from laminar_hpc.cluster.agent_line import REFUSED, RankOrders
 from laminar_hpc.cluster.full_disk import put
 from laminar_hpc.cluster.launch import Agent, WorkerGroup
 from laminar_hpc.cluster.launch_role import RolePart
 from laminar_hpc.cluster.processes import die_with_parent, on_stop_signals
 from laminar_hpc.cluster.ranks import Ranks
 from laminar_hpc.cluster.run_end import last_word
-from laminar_hpc.cluster.stop import ask_trainers_to_leave
 from laminar_hpc.config.errors import LaminarError, print_lines
 from laminar_hpc.config.file_systems import NETWORK_FILE_SYSTEMS, file_system
 from laminar_hpc.config.load import load_config
@@ -46,6 +44,8 @@ from laminar_hpc.jobs.ending import (
 from laminar_hpc.jobs.machine_number import MachineNumber
 from laminar_hpc.jobs.network import await_own_address, use_interface
 from laminar_hpc.jobs.spare import hand_over, spare_of
+from laminar_hpc.line.agent_line import REFUSED, RankOrders
+from laminar_hpc.line.stop import ask_trainers_to_leave
 from laminar_hpc.observability import console, output
 from laminar_hpc.policies.restarts import Restarts
 

@@ -13,7 +13,7 @@ from typing import Protocol
 from tokenizers import Tokenizer
 
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.messages.training import BatchGroup
+from laminar_hpc.line.messages.training import BatchGroup
 from laminar_hpc.observability.console import line
 from laminar_hpc.payload.whole import Whole, wholes
 

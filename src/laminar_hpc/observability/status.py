@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from laminar_hpc.messages.data import ReplicaLoad
+from laminar_hpc.line.messages.data import ReplicaLoad
 
 log = logging.getLogger(__name__)
 STATUS_FILE = "status.json"

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from laminar_hpc.messages.data import VersionSpan
+from laminar_hpc.line.messages.data import VersionSpan
 
 _MAGIC = b"LJP1"
 _COUNTS = struct.Struct("<4sIqIII4x")

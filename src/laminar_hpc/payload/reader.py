@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.messages.data import Place
+from laminar_hpc.line.messages.data import Place
 from laminar_hpc.payload.layout import DamagedResponse, Response, unpack
 from laminar_hpc.payload.writer import FOLDER
 

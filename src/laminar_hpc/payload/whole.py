@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from laminar_hpc.messages.data import Place, Trajectory
-from laminar_hpc.messages.training import BatchGroup
+from laminar_hpc.line.messages.data import Place, Trajectory
+from laminar_hpc.line.messages.training import BatchGroup
 from laminar_hpc.payload.layout import Response, Tokens
 from laminar_hpc.payload.reader import LATE_SECONDS, read
 

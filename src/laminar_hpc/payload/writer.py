@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from laminar_hpc.cluster.durable import sync_folder
-from laminar_hpc.messages.data import Place
+from laminar_hpc.line.messages.data import Place
 
 log = logging.getLogger(__name__)
 FOLDER = "payloads"  # in the run directory

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from laminar_hpc.messages.data import Trajectory
+from laminar_hpc.line.messages.data import Trajectory
 
 ENVIRONMENT = "environment."  # what reward parts begin with that turns/episode.py gives
 _COUNTS = frozenset(

@@ -16,14 +16,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from laminar_hpc.cluster.address import own_address
-from laminar_hpc.cluster.channel import StopReceived
-from laminar_hpc.cluster.context import RoleContext
 from laminar_hpc.cluster.links import Link
 from laminar_hpc.cluster.meeting import MEET_SECONDS, LinkBroken, host_store, reach_store
 from laminar_hpc.cluster.transport import HOST
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.messages.chain import (
+from laminar_hpc.line.address import own_address
+from laminar_hpc.line.channel import StopReceived
+from laminar_hpc.line.context import RoleContext
+from laminar_hpc.line.messages.chain import (
     CutLink,
     EpochProposed,
     JoinEpoch,
@@ -32,7 +32,7 @@ from laminar_hpc.messages.chain import (
     SendAgain,
     StoreOpened,
 )
-from laminar_hpc.messages.membership import Welcome
+from laminar_hpc.line.messages.membership import Welcome
 from laminar_hpc.relay.chain import Changes, StreamDamaged, WeightStream, receive_stream
 from laminar_hpc.relay.ends import DownstreamEnd, UpstreamEnd
 from laminar_hpc.weights.lane_slots import LaneWriter

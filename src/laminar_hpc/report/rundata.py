@@ -22,7 +22,7 @@ from laminar_hpc.controller.read_only import connect_read_only
 from laminar_hpc.controller.store_copy import ReadableStore, readable_store
 from laminar_hpc.controller.store_layout import has_tables
 from laminar_hpc.controller.stored import stored_trajectories
-from laminar_hpc.messages.training import BatchGroup
+from laminar_hpc.line.messages.training import BatchGroup
 from laminar_hpc.observability import jsonl
 from laminar_hpc.observability.trace import TraceSpan, read_spans
 from laminar_hpc.payload.layout import DamagedResponse

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from laminar_hpc.messages.data import Trajectory
+from laminar_hpc.line.messages.data import Trajectory
 from laminar_hpc.observability.console import duration
 from laminar_hpc.observability.trace import TraceSpan
 from laminar_hpc.payload.layout import Response

@@ -13,12 +13,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from laminar_hpc.cluster.context import RoleContext
 from laminar_hpc.environments.reward_pool import Score
 from laminar_hpc.environments.workers.protocol import CallResult
 from laminar_hpc.gateway.chat import MODEL
 from laminar_hpc.gateway.dialogues import Dialogues
 from laminar_hpc.gateway.server import Gateway
+from laminar_hpc.line.context import RoleContext
 from laminar_hpc.rollout.batch import Turn
 from laminar_hpc.rollout.episodes import Episodes
 from laminar_hpc.rollout.in_flight import Outcome, TrajectoryInFlight

@@ -22,11 +22,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from laminar_hpc.cluster.context import RoleContext
 from laminar_hpc.config.rewards import reward_functions
 from laminar_hpc.engine.interface import EngineDied, EngineHangs
 from laminar_hpc.environments.reward_pool import Score
-from laminar_hpc.messages.homes import replica_of
+from laminar_hpc.line.context import RoleContext
+from laminar_hpc.line.messages.homes import replica_of
 from laminar_hpc.rollout.answers import TrajectoryEnded
 from laminar_hpc.rollout.batch import Turn
 from laminar_hpc.rollout.homes import Home

@@ -8,7 +8,7 @@ newer weights come and take slots.
 from collections import deque
 from collections.abc import Callable
 
-from laminar_hpc.messages.rollouts import Grant
+from laminar_hpc.line.messages.rollouts import Grant
 from laminar_hpc.rollout.in_flight import TrajectoryInFlight, granted
 from laminar_hpc.rollout.state import ReplicaState
 from laminar_hpc.rollout.weight_loader import WeightLoader

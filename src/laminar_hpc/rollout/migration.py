@@ -18,11 +18,11 @@ import time
 
 import msgspec
 
-from laminar_hpc.cluster.context import RoleContext
 from laminar_hpc.engine.interface import Engine, RequestFailed
 from laminar_hpc.kv.errors import KvRefused
-from laminar_hpc.messages.data import Message, Partial
-from laminar_hpc.messages.moves import (
+from laminar_hpc.line.context import RoleContext
+from laminar_hpc.line.messages.data import Message, Partial
+from laminar_hpc.line.messages.moves import (
     Answer,
     Import,
     Imported,
@@ -33,7 +33,7 @@ from laminar_hpc.messages.moves import (
     Reserve,
     Reserved,
 )
-from laminar_hpc.messages.rollouts import Lost
+from laminar_hpc.line.messages.rollouts import Lost
 from laminar_hpc.rollout.answers import CallAnswers
 from laminar_hpc.rollout.batch import LocalBatch
 from laminar_hpc.rollout.in_flight import OrderedMove, TrajectoryInFlight

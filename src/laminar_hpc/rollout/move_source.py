@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from laminar_hpc.cluster.context import RoleContext
-from laminar_hpc.messages.data import Message
-from laminar_hpc.messages.moves import Import, Imported, MoveAbort, MoveCommit, MoveReady, Reserved
+from laminar_hpc.line.context import RoleContext
+from laminar_hpc.line.messages.data import Message
+from laminar_hpc.line.messages.moves import Import, Imported, MoveAbort, MoveCommit, MoveReady, Reserved
 from laminar_hpc.rollout.engine_lives import EngineLives
 from laminar_hpc.rollout.in_flight import TrajectoryInFlight
 

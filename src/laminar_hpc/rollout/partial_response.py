@@ -1,4 +1,4 @@
-"""What a replica does with a response so far (messages/data.py `Partial`): pure functions on its columns."""
+"""What a replica does with a response so far (line/messages/data.py `Partial`): pure functions on its columns."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from laminar_hpc.engine.interface import Generation
-from laminar_hpc.messages.data import TOKEN_BYTES, Partial, VersionSpan
+from laminar_hpc.line.messages.data import TOKEN_BYTES, Partial, VersionSpan
 from laminar_hpc.payload.layout import DamagedResponse, Logprobs, Tokens, logprobs_array, tokens_array
 
 

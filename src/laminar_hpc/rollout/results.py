@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable, Iterable
 from functools import partial
 
-from laminar_hpc.cluster.context import RoleContext
-from laminar_hpc.messages.data import Place
-from laminar_hpc.messages.rollouts import Generated, Lost
+from laminar_hpc.line.context import RoleContext
+from laminar_hpc.line.messages.data import Place
+from laminar_hpc.line.messages.rollouts import Generated, Lost
 from laminar_hpc.payload.writer import PayloadWriter
 from laminar_hpc.rollout.health import BatchHealth
 from laminar_hpc.rollout.in_flight import Outcome, TrajectoryInFlight

@@ -7,12 +7,12 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
-from laminar_hpc.cluster.context import RoleContext
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.data.tokens import TextDecoder, stop_token_ids
 from laminar_hpc.environments.reward_pool import RewardPool, Score
-from laminar_hpc.messages.data import PromptGroup, Sample
-from laminar_hpc.messages.rollouts import Lost, Scored, ScoreOrder
+from laminar_hpc.line.context import RoleContext
+from laminar_hpc.line.messages.data import PromptGroup, Sample
+from laminar_hpc.line.messages.rollouts import Lost, Scored, ScoreOrder
 from laminar_hpc.payload.layout import Tokens, drawn, last_drawn
 from laminar_hpc.payload.reader import read
 from laminar_hpc.rollout.episodes import Episodes

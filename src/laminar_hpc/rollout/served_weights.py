@@ -9,9 +9,9 @@ Owned by worker.py.
 import asyncio
 import time
 
-from laminar_hpc.cluster.context import RoleContext
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.messages.rollouts import WeightsOpened
+from laminar_hpc.line.context import RoleContext
+from laminar_hpc.line.messages.rollouts import WeightsOpened
 from laminar_hpc.rollout.reporting import UtilizationReporter
 from laminar_hpc.rollout.state import ReplicaState
 from laminar_hpc.rollout.weight_loader import WeightLoader

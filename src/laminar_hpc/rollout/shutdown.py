@@ -15,9 +15,9 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from laminar_hpc.cluster.channel import StopReceived
-from laminar_hpc.cluster.context import RoleContext
-from laminar_hpc.messages.rollouts import Leaving
+from laminar_hpc.line.channel import StopReceived
+from laminar_hpc.line.context import RoleContext
+from laminar_hpc.line.messages.rollouts import Leaving
 from laminar_hpc.rollout.answers import CallAnswers
 from laminar_hpc.rollout.batch import LocalBatch
 

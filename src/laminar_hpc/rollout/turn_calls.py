@@ -18,11 +18,11 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from laminar_hpc.cluster.context import RoleContext
 from laminar_hpc.data.tokens import TextDecoder
-from laminar_hpc.messages.data import Partial, VersionSpan
-from laminar_hpc.messages.homes import Ask, replica_of
-from laminar_hpc.messages.moves import Answer
+from laminar_hpc.line.context import RoleContext
+from laminar_hpc.line.messages.data import Partial, VersionSpan
+from laminar_hpc.line.messages.homes import Ask, replica_of
+from laminar_hpc.line.messages.moves import Answer
 from laminar_hpc.payload.layout import Tokens, tokens_array
 from laminar_hpc.rollout.answers import CallAnswers, name_of
 from laminar_hpc.rollout.homes import EnvironmentHomes, Home

@@ -14,11 +14,11 @@ from pathlib import Path
 import msgspec
 import torch.distributed as dist
 
-from laminar_hpc.cluster.context import RoleContext
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.messages.data import Message, Sample
-from laminar_hpc.messages.training import Batch, Continue, Leave, NotYet, StepDone, TakeBatch
-from laminar_hpc.messages.wire import AnyMessage, decode, encode
+from laminar_hpc.line.context import RoleContext
+from laminar_hpc.line.messages.data import Message, Sample
+from laminar_hpc.line.messages.training import Batch, Continue, Leave, NotYet, StepDone, TakeBatch
+from laminar_hpc.line.messages.wire import AnyMessage, decode, encode
 from laminar_hpc.payload.layout import Response
 from laminar_hpc.payload.reader import LATE_SECONDS, read
 from laminar_hpc.payload.whole import place_of

@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from laminar_hpc.cluster.context import RoleContext
 from laminar_hpc.cluster.world import init_trainer_world
-from laminar_hpc.messages.training import Checkpointed, Restored, TrainerDone
+from laminar_hpc.line.context import RoleContext
+from laminar_hpc.line.messages.training import Checkpointed, Restored, TrainerDone
 from laminar_hpc.policies.metrics import merged
 from laminar_hpc.trainer.checkpoint import Checkpointer
 from laminar_hpc.trainer.checkpointing.reports import Saved

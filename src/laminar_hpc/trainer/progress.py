@@ -6,8 +6,8 @@ Called by the trainer's thread in trainer/loop.py, trainer/inbox.py and for ever
 
 from typing import Literal
 
-from laminar_hpc.cluster.channel import Channel
-from laminar_hpc.messages.membership import TrainerProgress
+from laminar_hpc.line.channel import Channel
+from laminar_hpc.line.messages.membership import TrainerProgress
 
 Phase = Literal["load", "wait", "train", "publish", "checkpoint"]
 

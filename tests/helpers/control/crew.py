@@ -7,15 +7,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 from helpers.made import trajectory
-from laminar_hpc.cluster.address import read_address
-from laminar_hpc.cluster.channel import Channel, StopReceived
 from laminar_hpc.cluster.processes import machine_name
-from laminar_hpc.messages.chain import EpochProposed, RelayHas
-from laminar_hpc.messages.data import Message, Partial, PromptGroup, ReplicaLoad, Sample, VersionSpan
-from laminar_hpc.messages.membership import Hello, Ping, Welcome
-from laminar_hpc.messages.moves import Import, Imported, MoveAbort, MoveCommit, Reserve, Reserved
-from laminar_hpc.messages.publication import NewWeightId, Published, WeightId
-from laminar_hpc.messages.rollouts import (
+from laminar_hpc.line.address import read_address
+from laminar_hpc.line.channel import Channel, StopReceived
+from laminar_hpc.line.messages.chain import EpochProposed, RelayHas
+from laminar_hpc.line.messages.data import Message, Partial, PromptGroup, ReplicaLoad, Sample, VersionSpan
+from laminar_hpc.line.messages.membership import Hello, Ping, Welcome
+from laminar_hpc.line.messages.moves import Import, Imported, MoveAbort, MoveCommit, Reserve, Reserved
+from laminar_hpc.line.messages.publication import NewWeightId, Published, WeightId
+from laminar_hpc.line.messages.rollouts import (
     Drop,
     Generated,
     Grant,
@@ -27,7 +27,7 @@ from laminar_hpc.messages.rollouts import (
     WeightsAvailable,
     WeightsOpened,
 )
-from laminar_hpc.messages.training import Batch, Continue, Leave, NotYet, StepDone, TakeBatch
+from laminar_hpc.line.messages.training import Batch, Continue, Leave, NotYet, StepDone, TakeBatch
 from laminar_hpc.rollout.partial_response import columns
 
 SECONDS = 40.0

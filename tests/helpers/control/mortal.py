@@ -17,7 +17,6 @@ import threading
 import time
 from pathlib import Path
 
-from laminar_hpc.cluster.hub import Hub
 from laminar_hpc.cluster.loop_watch import LoopWatch
 from laminar_hpc.cluster.processes import die_with_parent, machine_name
 from laminar_hpc.config.load import read_config
@@ -25,6 +24,7 @@ from laminar_hpc.controller import run as controller_run
 from laminar_hpc.controller.loop import Controller
 from laminar_hpc.controller.shared import Outbox
 from laminar_hpc.controller.store import Store
+from laminar_hpc.line.hub import Hub
 
 HUNG_SECONDS = 1.0
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from helpers.control.script import Script, samples_of
 from helpers.made import Made, stored
-from laminar_hpc.messages.data import Message, Partial, PromptGroup, ReplicaLoad, Sample, VersionSpan
-from laminar_hpc.messages.homes import replica_of
-from laminar_hpc.messages.membership import Failure, Goodbye, Hello, Ping, Rejoin, Stop, Welcome
-from laminar_hpc.messages.moves import (
+from laminar_hpc.line.messages.data import Message, Partial, PromptGroup, ReplicaLoad, Sample, VersionSpan
+from laminar_hpc.line.messages.homes import replica_of
+from laminar_hpc.line.messages.membership import Failure, Goodbye, Hello, Ping, Rejoin, Stop, Welcome
+from laminar_hpc.line.messages.moves import (
     Import,
     Imported,
     MoveAbort,
@@ -23,7 +23,7 @@ from laminar_hpc.messages.moves import (
     Reserve,
     Reserved,
 )
-from laminar_hpc.messages.rollouts import (
+from laminar_hpc.line.messages.rollouts import (
     Drop,
     EngineHung,
     Generated,

@@ -10,7 +10,7 @@ from functools import partial
 
 from laminar_hpc.controller.loop import Controller
 from laminar_hpc.kv.errors import KvRefused
-from laminar_hpc.messages.data import Message, Trajectory
+from laminar_hpc.line.messages.data import Message, Trajectory
 from laminar_hpc.rollout.worker import RolloutWorker
 
 CALLS = ("kv_reserve", "kv_send", "kv_detach", "kv_import", "kv_commit", "kv_abort")

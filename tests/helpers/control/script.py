@@ -17,11 +17,11 @@ from laminar_hpc.config.load import dump_config
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.controller.beginning import Begun
 from laminar_hpc.controller.rundir import Start
-from laminar_hpc.messages.chain import RelayHas
-from laminar_hpc.messages.data import Message, Partial, ReplicaLoad, VersionSpan
-from laminar_hpc.messages.membership import Failure, Hello, Ping
-from laminar_hpc.messages.publication import NewWeightId
-from laminar_hpc.messages.rollouts import (
+from laminar_hpc.line.messages.chain import RelayHas
+from laminar_hpc.line.messages.data import Message, Partial, ReplicaLoad, VersionSpan
+from laminar_hpc.line.messages.membership import Failure, Hello, Ping
+from laminar_hpc.line.messages.publication import NewWeightId
+from laminar_hpc.line.messages.rollouts import (
     Generated,
     Grant,
     Increment,
@@ -30,8 +30,8 @@ from laminar_hpc.messages.rollouts import (
     ScoreOrder,
     WeightsOpened,
 )
-from laminar_hpc.messages.training import Batch, Restored, StepDone, TakeBatch
-from laminar_hpc.messages.wire import AnyMessage, decode, encode
+from laminar_hpc.line.messages.training import Batch, Restored, StepDone, TakeBatch
+from laminar_hpc.line.messages.wire import AnyMessage, decode, encode
 from laminar_hpc.payload.whole import Whole, wholes
 from laminar_hpc.policies.metrics import batch_metrics
 from laminar_hpc.rollout.partial_response import columns, tokens_of

@@ -7,9 +7,17 @@ from pathlib import Path
 
 from helpers.control.script import Script
 from helpers.emulated.stand import small_config
-from laminar_hpc.messages.data import Partial, ReplicaLoad
-from laminar_hpc.messages.membership import Ping
-from laminar_hpc.messages.moves import Import, Imported, MoveCommit, MoveOrder, MoveReady, Reserve, Reserved
+from laminar_hpc.line.messages.data import Partial, ReplicaLoad
+from laminar_hpc.line.messages.membership import Ping
+from laminar_hpc.line.messages.moves import (
+    Import,
+    Imported,
+    MoveCommit,
+    MoveOrder,
+    MoveReady,
+    Reserve,
+    Reserved,
+)
 
 
 class Three:

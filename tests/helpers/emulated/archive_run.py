@@ -15,7 +15,7 @@ from laminar_hpc.controller.archiving import Archiving
 from laminar_hpc.controller.gone_writers import GoneWriters
 from laminar_hpc.controller.journal import Journal
 from laminar_hpc.controller.store import Store
-from laminar_hpc.messages.data import ScorePart
+from laminar_hpc.line.messages.data import ScorePart
 from laminar_hpc.payload.layout import pack
 from laminar_hpc.payload.writer import FOLDER, PayloadWriter
 

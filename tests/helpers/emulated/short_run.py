@@ -9,7 +9,7 @@ from helpers.control.script import Script
 from helpers.emulated.stand import small_config
 from laminar_hpc.cluster.checkpoints import checkpoint_path
 from laminar_hpc.config.schema import RunConfig
-from laminar_hpc.messages.rollouts import Grant, Lost
+from laminar_hpc.line.messages.rollouts import Grant, Lost
 
 TOKENS = 12
 STEPS = 3

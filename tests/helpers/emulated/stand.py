@@ -16,7 +16,6 @@ from unittest.mock import patch
 
 from helpers.processes import LoopThread
 from helpers.runs import assert_clean
-from laminar_hpc.cluster.hub import Hub
 from laminar_hpc.cluster.processes import machine_name
 from laminar_hpc.cluster.run_lock import RunLock
 from laminar_hpc.config.check import check
@@ -34,8 +33,9 @@ from laminar_hpc.emulation.launch import prepare
 from laminar_hpc.engine.emulated import responses
 from laminar_hpc.environments import preflight
 from laminar_hpc.environments.reward_pool import RewardPool
-from laminar_hpc.messages.data import Trajectory
-from laminar_hpc.messages.membership import UNNUMBERED
+from laminar_hpc.line.hub import Hub
+from laminar_hpc.line.messages.data import Trajectory
+from laminar_hpc.line.messages.membership import UNNUMBERED
 from laminar_hpc.payload.whole import Whole, wholes
 
 PROMPT_TOKENS = 10

@@ -12,19 +12,19 @@ from pathlib import Path
 import psutil
 
 from helpers.engines.pair import engine_config, fill_slot, make_model
-from laminar_hpc.cluster.channel import StopReceived
-from laminar_hpc.cluster.context import RoleContext
-from laminar_hpc.cluster.in_order import InOrder
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.engine.factory import engine_factory
-from laminar_hpc.messages.data import Message, PromptGroup, Sample
-from laminar_hpc.messages.membership import Welcome
-from laminar_hpc.messages.rollouts import (
+from laminar_hpc.line.channel import StopReceived
+from laminar_hpc.line.context import RoleContext
+from laminar_hpc.line.in_order import InOrder
+from laminar_hpc.line.messages.data import Message, PromptGroup, Sample
+from laminar_hpc.line.messages.membership import Welcome
+from laminar_hpc.line.messages.rollouts import (
     Grant,
     RequestWork,
     WeightsAvailable,
 )
-from laminar_hpc.messages.wire import decode, encode
+from laminar_hpc.line.messages.wire import decode, encode
 from laminar_hpc.observability.trace import Trace
 from laminar_hpc.rollout import event_loop, worker
 from laminar_hpc.weights.slots import SlotWriter

@@ -15,8 +15,8 @@ from helpers.trainer import engine_shards, publishing, tiny
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.models import LOGITS_BYTES
 from laminar_hpc.kernels.sums import add_sums, tensor_sums
-from laminar_hpc.messages.chain import RelayHas
-from laminar_hpc.messages.publication import Published
+from laminar_hpc.line.messages.chain import RelayHas
+from laminar_hpc.line.messages.publication import Published
 from laminar_hpc.trainer import control
 from laminar_hpc.trainer.agreement import Agreement
 from laminar_hpc.trainer.canonical import files

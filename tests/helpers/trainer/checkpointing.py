@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from helpers.trainer import tiny
-from laminar_hpc.messages.membership import Welcome
+from laminar_hpc.line.messages.membership import Welcome
 from laminar_hpc.trainer.checkpoint import Checkpointer
 from laminar_hpc.trainer.checkpointing.hf_files import HfFiles
 from laminar_hpc.trainer.megatron.policy import MegatronPolicy

@@ -12,8 +12,8 @@ from helpers.trainer import publishing
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.kernels.slices import LocalSlice
 from laminar_hpc.kernels.sums import LazySums
-from laminar_hpc.messages.data import Message
-from laminar_hpc.messages.publication import NewWeightId
+from laminar_hpc.line.messages.data import Message
+from laminar_hpc.line.messages.publication import NewWeightId
 from laminar_hpc.trainer.canonical.exchange import Exchange
 from laminar_hpc.trainer.canonical.gather import Canonical
 from laminar_hpc.weights.lanes import Lane

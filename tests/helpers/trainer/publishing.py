@@ -8,15 +8,15 @@ from pathlib import Path
 
 import torch
 
-from laminar_hpc.cluster.channel import StopReceived
-from laminar_hpc.cluster.context import RoleContext
 from laminar_hpc.cluster.links import Link
 from laminar_hpc.cluster.meeting import reach_store
 from laminar_hpc.config.schema import RunConfig
-from laminar_hpc.messages.chain import EpochProposed, JoinEpoch, StoreOpened
-from laminar_hpc.messages.data import Message
-from laminar_hpc.messages.membership import Welcome
-from laminar_hpc.messages.publication import NewWeightId, WeightId
+from laminar_hpc.line.channel import StopReceived
+from laminar_hpc.line.context import RoleContext
+from laminar_hpc.line.messages.chain import EpochProposed, JoinEpoch, StoreOpened
+from laminar_hpc.line.messages.data import Message
+from laminar_hpc.line.messages.membership import Welcome
+from laminar_hpc.line.messages.publication import NewWeightId, WeightId
 from laminar_hpc.observability.trace import Trace
 from laminar_hpc.relay import run as relay
 from laminar_hpc.trainer.publishing.publisher import Publisher

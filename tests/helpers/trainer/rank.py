@@ -16,10 +16,18 @@ import msgspec
 
 from helpers import made
 from helpers.trainer import tiny
-from laminar_hpc.cluster.context import RoleContext
-from laminar_hpc.messages.data import Message
-from laminar_hpc.messages.membership import TrainerProgress, Welcome
-from laminar_hpc.messages.training import Batch, Continue, Leave, NotYet, StepDone, TakeBatch, TrainersMeet
+from laminar_hpc.line.context import RoleContext
+from laminar_hpc.line.messages.data import Message
+from laminar_hpc.line.messages.membership import TrainerProgress, Welcome
+from laminar_hpc.line.messages.training import (
+    Batch,
+    Continue,
+    Leave,
+    NotYet,
+    StepDone,
+    TakeBatch,
+    TrainersMeet,
+)
 from laminar_hpc.observability.trace import Trace
 from laminar_hpc.trainer import loop
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from helpers.trainer import tiny
-from laminar_hpc.messages.membership import Welcome
+from laminar_hpc.line.messages.membership import Welcome
 from laminar_hpc.trainer.checkpoint import Checkpointer
 from laminar_hpc.trainer.megatron.policy import MegatronPolicy
 from laminar_hpc.trainer.step.learner import Learner

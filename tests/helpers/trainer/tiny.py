@@ -9,7 +9,7 @@ import torch
 import laminar_hpc.compat.torchvision  # noqa: F401 (before transformers)
 from helpers.made import Made
 from laminar_hpc.config.schema import RunConfig
-from laminar_hpc.messages.data import VersionSpan
+from laminar_hpc.line.messages.data import VersionSpan
 from laminar_hpc.trainer.step.batch import StepBatch, in_memory
 from laminar_hpc.trainer.step.microbatch import Example, Text
 

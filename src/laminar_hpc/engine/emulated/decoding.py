@@ -24,7 +24,7 @@ from laminar_hpc.engine.interface import (
     SamplingParameters,
     Utilization,
 )
-from laminar_hpc.messages.data import VersionSpan
+from laminar_hpc.line.messages.data import VersionSpan
 from laminar_hpc.simulator.constants import DEFAULT
 from laminar_hpc.simulator.cost import engine_costs
 from laminar_hpc.simulator.replica import INFINITY, SimulatedReplica

@@ -4,13 +4,13 @@ given up by either engine after MOVE_SECONDS."""
 import asyncio
 from typing import TypeVar
 
-from laminar_hpc.cluster.address import own_address
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.engine.interface import EngineDied
 from laminar_hpc.engine.sglang.plugin import protocol
 from laminar_hpc.engine.sglang.port_client import PortClient
 from laminar_hpc.kv.errors import KvRefused
+from laminar_hpc.line.address import own_address
 
 MOVE_SECONDS = 60.0  # from one step of a move to the next; also of one wait for the other side
 ANSWER_SECONDS = 300.0  # for the transfer of a very long request over a slow network

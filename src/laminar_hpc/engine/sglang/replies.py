@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 
 from laminar_hpc.engine.interface import UNKNOWN_WEIGHTS, Generation, RequestFailed
-from laminar_hpc.messages.data import VersionSpan
+from laminar_hpc.line.messages.data import VersionSpan
 from laminar_hpc.payload.layout import Logprobs, Tokens
 
 SGLANG_VERSION = tuple(int(part) for part in version("sglang").split(".")[:3] if part.isdigit())

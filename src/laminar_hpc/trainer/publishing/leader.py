@@ -10,8 +10,8 @@ import itertools
 import logging
 import time
 
-from laminar_hpc.cluster.context import RoleContext
-from laminar_hpc.messages.publication import LaneSenders, NewWeightId, Published, WeightId
+from laminar_hpc.line.context import RoleContext
+from laminar_hpc.line.messages.publication import LaneSenders, NewWeightId, Published, WeightId
 from laminar_hpc.policies.chain import chunk_bytes
 from laminar_hpc.trainer.publishing.commands import Command, give
 from laminar_hpc.trainer.publishing.handover import POLL_SECONDS, Handover

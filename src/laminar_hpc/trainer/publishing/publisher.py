@@ -24,10 +24,10 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-from laminar_hpc.cluster.channel import StopReceived
-from laminar_hpc.cluster.context import RoleContext
 from laminar_hpc.cluster.streams import streams_of
 from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.line.channel import StopReceived
+from laminar_hpc.line.context import RoleContext
 from laminar_hpc.trainer.publishing.commands import Command, give
 from laminar_hpc.trainer.publishing.follower import Follower
 from laminar_hpc.trainer.publishing.handover import Handover

@@ -12,11 +12,11 @@ from typing import NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-from laminar_hpc.cluster.context import RoleContext
 from laminar_hpc.cluster.streams import settle, streams_of
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.kernels.sums import LazySums
-from laminar_hpc.messages.chain import EpochProposed
+from laminar_hpc.line.context import RoleContext
+from laminar_hpc.line.messages.chain import EpochProposed
 from laminar_hpc.trainer.canonical.exchange import Exchange
 from laminar_hpc.trainer.publishing.handover import Handover
 from laminar_hpc.trainer.publishing.lane_sender import LaneSender

@@ -4,8 +4,8 @@ a rank trains itself."""
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from laminar_hpc.messages.data import Trajectory
-from laminar_hpc.messages.training import BatchGroup
+from laminar_hpc.line.messages.data import Trajectory
+from laminar_hpc.line.messages.training import BatchGroup
 from laminar_hpc.payload.layout import Response, Tokens
 from laminar_hpc.payload.whole import Whole, prompt_array
 

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from laminar_hpc.config.schema import RunConfig
-from laminar_hpc.messages.membership import Welcome
+from laminar_hpc.line.messages.membership import Welcome
 
 if TYPE_CHECKING:
-    from laminar_hpc.cluster.channel import Channel
+    from laminar_hpc.line.channel import Channel
     from laminar_hpc.observability.trace import Trace
 
 

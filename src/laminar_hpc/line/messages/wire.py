@@ -6,8 +6,8 @@ import operator
 
 import msgspec
 
-from laminar_hpc.messages import chain, homes, membership, moves, publication, rollouts, training
-from laminar_hpc.messages.data import Message, ScorePart
+from laminar_hpc.line.messages import chain, homes, membership, moves, publication, rollouts, training
+from laminar_hpc.line.messages.data import Message, ScorePart
 
 MESSAGES: list[type[Message]] = [  # all that may be decoded
     kind

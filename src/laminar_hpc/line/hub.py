@@ -21,14 +21,14 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from laminar_hpc.cluster.address import ControllerAddress, new_address, read_address, write_address
-from laminar_hpc.cluster.admission import Admission
-from laminar_hpc.cluster.delivery import DeliveryError, Header, Receiver, Sender, decode_header, encode_header
-from laminar_hpc.cluster.spool import Spool, SpoolFull
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.messages.data import Message
-from laminar_hpc.messages.membership import Hello, Ping, Pong, Rejoin, StopRequest, Welcome
-from laminar_hpc.messages.wire import AnyMessage, decode, encode
+from laminar_hpc.line.address import ControllerAddress, new_address, read_address, write_address
+from laminar_hpc.line.admission import Admission
+from laminar_hpc.line.delivery import DeliveryError, Header, Receiver, Sender, decode_header, encode_header
+from laminar_hpc.line.messages.data import Message
+from laminar_hpc.line.messages.membership import Hello, Ping, Pong, Rejoin, StopRequest, Welcome
+from laminar_hpc.line.messages.wire import AnyMessage, decode, encode
+from laminar_hpc.line.spool import Spool, SpoolFull
 
 log = logging.getLogger(__name__)
 _FRAMES_AT_ONCE = 100  # between two looks at who asks for admission
@@ -38,7 +38,7 @@ _BYTES_AT_ONCE = 4 << 20
 # controller in a long turn, and it comes again.
 _HANDSHAKE_SECONDS = 5.0
 _MESSAGE_BYTES_MAX = 1 << 30  # a peer that sends a larger one is cut off
-_QUEUE_MESSAGES = 4096  # above the window of cluster/delivery.py; what the socket drops is sent again
+_QUEUE_MESSAGES = 4096  # above the window of line/delivery.py; what the socket drops is sent again
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Hub:
         self._router.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._router.setsockopt(zmq.LINGER, 2000)
         self._router.setsockopt(zmq.SNDHWM, _QUEUE_MESSAGES)
-        self._router.setsockopt(zmq.RCVHWM, 0)  # as in cluster/dealer.py; the members' windows bound it
+        self._router.setsockopt(zmq.RCVHWM, 0)  # as in line/dealer.py; the members' windows bound it
         self._router.setsockopt(zmq.HANDSHAKE_IVL, int(_HANDSHAKE_SECONDS * 1000))
         self._router.setsockopt(zmq.MAXMSGSIZE, _MESSAGE_BYTES_MAX)
         self._router.setsockopt(zmq.ZAP_DOMAIN, b"laminar")

@@ -1,6 +1,6 @@
 """Trainers, relays and the controller: the chain's links, each made in an epoch of its own."""
 
-from laminar_hpc.messages.data import Message
+from laminar_hpc.line.messages.data import Message
 
 
 class EpochProposed(Message):

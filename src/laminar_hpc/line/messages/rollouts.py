@@ -2,7 +2,7 @@
 
 import msgspec
 
-from laminar_hpc.messages.data import (
+from laminar_hpc.line.messages.data import (
     TOKEN_BYTES,
     Message,
     Partial,

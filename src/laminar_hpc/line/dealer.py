@@ -2,12 +2,12 @@
 
 import zmq
 
-from laminar_hpc.cluster.address import ControllerAddress
+from laminar_hpc.line.address import ControllerAddress
 
 PING_SECONDS = 1.0
 _RECONNECT_SECONDS = 3.0  # a connection that carries nothing for this long is made anew
 _HANDSHAKE_SECONDS = 5.0  # the controller's loop takes part in it
-_QUEUE_MESSAGES = 4096  # above the window of cluster/delivery.py, so that a send never waits for room
+_QUEUE_MESSAGES = 4096  # above the window of line/delivery.py, so that a send never waits for room
 
 
 def connect(context: zmq.Context, identity: bytes, address: ControllerAddress) -> zmq.Socket:

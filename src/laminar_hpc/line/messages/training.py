@@ -2,7 +2,7 @@
 
 import msgspec
 
-from laminar_hpc.messages.data import Message, Sample, Trajectory
+from laminar_hpc.line.messages.data import Message, Sample, Trajectory
 
 
 class TrainersMeet(Message):

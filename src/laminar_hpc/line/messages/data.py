@@ -43,7 +43,7 @@ class Partial(msgspec.Struct):
     environment: they are not trained, and their log-prob is 0. `called`: the calls of its last turn may have
     been made, and their results are not here. `awaits`: then the name of the Answer that will bring them
     from the replica where they are made, "" = none will. `home`: the name of its environment, which stays
-    with the replica that made it (messages/homes.py), "" = it has none that stays."""
+    with the replica that made it (line/messages/homes.py), "" = it has none that stays."""
 
     tokens: bytes = b""
     logprobs: bytes = b""

@@ -1,19 +1,19 @@
 """Whether the controller that a worker speaks to is there, and where the next one is: no socket, no thread.
 
-cluster/worker_line.py says what it hears and asks once a turn.
+line/worker_line.py says what it hears and asks once a turn.
 """
 
 import logging
 import time
 from pathlib import Path
 
-from laminar_hpc.cluster.address import ControllerAddress, read_address
-from laminar_hpc.cluster.agent_line import orders
-from laminar_hpc.cluster.endings import RUN_FAILED, ControllerLost, StopReceived
 from laminar_hpc.cluster.processes import process_is_alive
-from laminar_hpc.cluster.waiting import sign_of
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.messages.membership import Hello
+from laminar_hpc.line.address import ControllerAddress, read_address
+from laminar_hpc.line.agent_line import orders
+from laminar_hpc.line.endings import RUN_FAILED, ControllerLost, StopReceived
+from laminar_hpc.line.messages.membership import Hello
+from laminar_hpc.line.waiting import sign_of
 
 log = logging.getLogger(__name__)
 _ASLEEP_SECONDS = 5.0  # between two looks: this process stood still, not the controller

@@ -2,7 +2,7 @@
 replica asks of them, by way of the controller. Their home, a replica, answers with Answer (moves.py), and
 grades by a ScoreOrder that names them."""
 
-from laminar_hpc.messages.data import Message
+from laminar_hpc.line.messages.data import Message
 
 
 def replica_of(name: str) -> int:

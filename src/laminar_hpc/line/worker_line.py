@@ -3,9 +3,9 @@
     queue -> spool -> stream up -> socket;   socket -> stream down -> `deliver`
 
 The thread never waits in a send, pings once a second and notices a silent controller, so a role may compute
-for minutes without being taken for dead. cluster/delivery.py makes every message arrive once, over broken
+for minutes without being taken for dead. line/delivery.py makes every message arrive once, over broken
 connections and a new controller. A worker that may outlive its controller says Hello to the next one, which
-cluster/controller_watch.py finds, under the same identity.
+line/controller_watch.py finds, under the same identity.
 """
 
 import logging
@@ -20,16 +20,15 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from laminar_hpc.cluster import unsaid
-from laminar_hpc.cluster.address import ControllerAddress, read_address
-from laminar_hpc.cluster.controller_watch import ControllerWatch
-from laminar_hpc.cluster.dealer import PING_SECONDS, connect
-from laminar_hpc.cluster.delivery import DeliveryError, Header, Receiver, Sender, decode_header, encode_header
-from laminar_hpc.cluster.endings import GangReplaced, MessageRefused, StopReceived
-from laminar_hpc.cluster.spool import Spool, SpoolFull
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.messages.data import Message, ReplicaLoad
-from laminar_hpc.messages.membership import (
+from laminar_hpc.line import unsaid
+from laminar_hpc.line.address import ControllerAddress, read_address
+from laminar_hpc.line.controller_watch import ControllerWatch
+from laminar_hpc.line.dealer import PING_SECONDS, connect
+from laminar_hpc.line.delivery import DeliveryError, Header, Receiver, Sender, decode_header, encode_header
+from laminar_hpc.line.endings import GangReplaced, MessageRefused, StopReceived
+from laminar_hpc.line.messages.data import Message, ReplicaLoad
+from laminar_hpc.line.messages.membership import (
     Failure,
     GangEnded,
     Hello,
@@ -40,7 +39,8 @@ from laminar_hpc.messages.membership import (
     TrainerProgress,
     Welcome,
 )
-from laminar_hpc.messages.wire import AnyMessage, decode, encode
+from laminar_hpc.line.messages.wire import AnyMessage, decode, encode
+from laminar_hpc.line.spool import Spool, SpoolFull
 
 log = logging.getLogger(__name__)
 _HELLO_SECONDS = 2.0  # between two Hellos, until Welcome

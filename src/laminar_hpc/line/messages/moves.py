@@ -1,7 +1,7 @@
 """Moves of trajectories between rollouts: what the controller and the two replicas say; policies/moves.py has
 the order. And what follows a trajectory that moved while it waited for a tool."""
 
-from laminar_hpc.messages.data import Message, Partial, PromptGroup
+from laminar_hpc.line.messages.data import Message, Partial, PromptGroup
 
 
 class Reserve(Message):

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from laminar_hpc.messages.data import Message, ReplicaLoad
+from laminar_hpc.line.messages.data import Message, ReplicaLoad
 
 # what a decoder lets pass: no number that a table or the system would stumble over
 UNNUMBERED = -1  # a rollout that the controller is to number
@@ -53,7 +53,7 @@ class Welcome(Message):
 
     `slots` names the run's folder of weight slots in shared memory, "" = `run_id`; with a torchrun per role
     it stays over controllers. `received` is the newest message of this worker that the store has
-    (cluster/delivery.py). A worker gets another Welcome when it has joined anew: after a Rejoin, or at
+    (line/delivery.py). A worker gets another Welcome when it has joined anew: after a Rejoin, or at
     another controller over the same store, which has another `run_id`.
     """
 

@@ -1,6 +1,6 @@
 """Trainers and the controller: weight ids, and weights that have left."""
 
-from laminar_hpc.messages.data import Message
+from laminar_hpc.line.messages.data import Message
 
 
 class LaneSenders(Message):

@@ -1,5 +1,5 @@
 """Each message once and in order, over cuts, lost frames and a controller that starts again: two pure state
-machines and the header that they speak by. cluster/worker_line.py and cluster/hub.py drive them.
+machines and the header that they speak by. line/worker_line.py and line/hub.py drive them.
 
     sender    push -> backlog -> peek, advance -> on the wire -> acknowledged -> forgotten
     receiver  take(expected) -> acknowledged (by the controller: after its commit)
@@ -61,7 +61,7 @@ class DeliveryError(LaminarError):
 
 
 class Backlog(Protocol):
-    """Frames that wait, in order (cluster/spool.py)."""
+    """Frames that wait, in order (line/spool.py)."""
 
     def append(self, frame: bytes) -> None: ...
     def popleft(self) -> bytes: ...

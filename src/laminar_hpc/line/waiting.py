@@ -5,7 +5,7 @@ stops a run without a live controller; spare controllers in `run_dir/jobs/` (job
 Trainers whose job waits in Slurm's queue can show none: the script of the controller's job does
 (slurm/common.sh), by a file that it writes again and again (`are_queued`).
 
-A sign is judged as the lock of a run is (lock_owner.py): by its process on this machine, elsewhere by its
+A sign is judged as the lock of a run is (cluster/lock_owner.py): by its process on this machine, elsewhere by its
 renewal.
 """
 
@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from laminar_hpc.cluster.lock_owner import Owner, Watched, is_alive, read_owner
-from laminar_hpc.messages.membership import Hello
+from laminar_hpc.line.messages.membership import Hello
 
 log = logging.getLogger(__name__)
 _RENEW_SECONDS = 2.0

@@ -12,13 +12,13 @@ from pathlib import Path
 import zmq
 
 from laminar_hpc.cluster import durable
-from laminar_hpc.cluster.address import ADDRESS_FILE, ControllerAddress, read_address
-from laminar_hpc.cluster.dealer import connect_secured
-from laminar_hpc.cluster.delivery import Header, encode_header
-from laminar_hpc.cluster.waiting import who_waits
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.messages.membership import StopRequest
-from laminar_hpc.messages.wire import encode
+from laminar_hpc.line.address import ADDRESS_FILE, ControllerAddress, read_address
+from laminar_hpc.line.dealer import connect_secured
+from laminar_hpc.line.delivery import Header, encode_header
+from laminar_hpc.line.messages.membership import StopRequest
+from laminar_hpc.line.messages.wire import encode
+from laminar_hpc.line.waiting import who_waits
 
 _LEFT = "stop_request"
 _LOOK_SECONDS = 2.0  # between two looks whether another controller has come

@@ -1,6 +1,6 @@
 """A worker's channel to the controller, as its role sees it: an inbox, and sends that never wait.
 
-cluster/worker_line.py has the socket and its thread.
+line/worker_line.py has the socket and its thread.
 """
 
 import contextlib
@@ -11,7 +11,8 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TypeVar
 
-from laminar_hpc.cluster.endings import (
+from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.line.endings import (
     RUN_FAILED,
     SAME_VERSION,
     ControllerLost,
@@ -20,13 +21,12 @@ from laminar_hpc.cluster.endings import (
     StopReceived,
     Terminated,
 )
-from laminar_hpc.cluster.in_order import InOrder
-from laminar_hpc.cluster.worker_line import WorkerLine
-from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.messages.data import Message, ReplicaLoad
-from laminar_hpc.messages.membership import Failure, Goodbye, Hello, Ping, TrainerProgress, Welcome
-from laminar_hpc.messages.rollouts import Increment
-from laminar_hpc.messages.wire import encode
+from laminar_hpc.line.in_order import InOrder
+from laminar_hpc.line.messages.data import Message, ReplicaLoad
+from laminar_hpc.line.messages.membership import Failure, Goodbye, Hello, Ping, TrainerProgress, Welcome
+from laminar_hpc.line.messages.rollouts import Increment
+from laminar_hpc.line.messages.wire import encode
+from laminar_hpc.line.worker_line import WorkerLine
 
 __all__ = [
     "RUN_FAILED",
