@@ -37,7 +37,6 @@ from laminar_hpc.controller.loop import Controller
 from laminar_hpc.controller.members import Members
 from laminar_hpc.controller.store import Store
 from laminar_hpc.controller.tracker import TrajectoryTracker
-from laminar_hpc.kernels.sums import add_sums, tensor_sums
 from laminar_hpc.line.channel import Channel, StopReceived
 from laminar_hpc.line.context import RoleContext
 from laminar_hpc.line.hub import Hub
@@ -48,6 +47,7 @@ from laminar_hpc.observability.trace import Trace
 from laminar_hpc.policies.sampling import GroupSize
 from laminar_hpc.trainer.canonical.exchange import Exchange
 from laminar_hpc.trainer.publishing.publisher import Publisher
+from laminar_hpc.weights.kernels.sums import add_sums, tensor_sums
 from laminar_hpc.weights.lanes import Lane
 from laminar_hpc.weights.slots import SlotGone, SlotReader
 from laminar_hpc.weights.stream import Span
@@ -259,7 +259,7 @@ class ChainRun:
         ]
         self._namespace = namespace
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["chain_roles", "laminar_hpc.relay.run"])
+        self._context.set_forkserver_preload(["chain_roles", "laminar_hpc.weights.relay.run"])
         self.relays: dict[int, multiprocessing.Process] = {}
         self._earlier: list[multiprocessing.Process] = []  # trainers
         self.step = 0

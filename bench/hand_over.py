@@ -31,16 +31,16 @@ from pathlib import Path
 import common
 import torch
 
-from laminar_hpc.cluster.links import Link, Posted
-from laminar_hpc.cluster.meeting import LinkBroken, host_store, reach_store
 from laminar_hpc.cluster.processes import die_with_parent
-from laminar_hpc.cluster.streams import settle, streams_of
-from laminar_hpc.cluster.window import Window
 from laminar_hpc.engine.sglang.plugin.load_slot import load_slot
-from laminar_hpc.kernels.slices import LocalSlice
-from laminar_hpc.kernels.sums import tensor_sums
-from laminar_hpc.relay.chain import WeightStream, receive_stream
+from laminar_hpc.weights.kernels.slices import LocalSlice
+from laminar_hpc.weights.kernels.sums import tensor_sums
+from laminar_hpc.weights.links.links import Link, Posted
+from laminar_hpc.weights.links.meeting import LinkBroken, host_store, reach_store
+from laminar_hpc.weights.links.streams import settle, streams_of
+from laminar_hpc.weights.links.window import Window
 from laminar_hpc.weights.manifest import Manifest, layout
+from laminar_hpc.weights.relay.chain import WeightStream, receive_stream
 from laminar_hpc.weights.slots import SlotWriter
 from laminar_hpc.weights.stream import decode_header, encode_header, encode_sums
 

@@ -27,10 +27,10 @@ from dataclasses import replace
 import common
 import torch
 
-from laminar_hpc import kernels
-from laminar_hpc.kernels import reference
-from laminar_hpc.kernels.slices import LocalSlice
+from laminar_hpc.weights import kernels
 from laminar_hpc.weights.hf import FAMILIES, ModelShape
+from laminar_hpc.weights.kernels import reference
+from laminar_hpc.weights.kernels.slices import LocalSlice
 from laminar_hpc.weights.manifest import layout
 from laminar_hpc.weights.mapping import local_slices
 

@@ -264,11 +264,11 @@ async def pull(options: argparse.Namespace, size: str) -> dict:
     import torch
 
     from laminar_hpc.engine.sglang.server import SglangServer
-    from laminar_hpc.kernels.sums import tensor_sums
     from laminar_hpc.observability.trace import Trace
     from laminar_hpc.rollout.engine_lives import EngineLives
     from laminar_hpc.rollout.weight_loader import WeightLoader
     from laminar_hpc.weights.hf import TensorReader
+    from laminar_hpc.weights.kernels.sums import tensor_sums
     from laminar_hpc.weights.manifest import layout
     from laminar_hpc.weights.probe import probe_sequences
     from laminar_hpc.weights.slots import SlotReader, SlotWriter

@@ -68,7 +68,7 @@ def context(config: object, role: str, index: int, line: Line, folder: Path) -> 
 
 def relay_main(config: object, index: int, pipe: object, folder: Path) -> None:
     from laminar_hpc.cluster.processes import die_with_parent
-    from laminar_hpc.relay import run
+    from laminar_hpc.weights.relay import run
 
     die_with_parent()
     run.run(context(config, "relay", index, Line(pipe.send, pipe), folder))

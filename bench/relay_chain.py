@@ -29,16 +29,16 @@ import torch
 from chain_roles import ChainRun, enter
 from network import Network, missing
 
-from laminar_hpc.cluster.links import Link
-from laminar_hpc.cluster.meeting import host_store, reach_store
 from laminar_hpc.cluster.processes import die_with_parent
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.kernels.sums import tensor_sums
 from laminar_hpc.observability import trace
 from laminar_hpc.policies.chain import best_chunks, broadcast_seconds, chunk_bytes
-from laminar_hpc.relay.chain import WeightStream, receive_stream
-from laminar_hpc.relay.ends import DownstreamEnd, UpstreamEnd
+from laminar_hpc.weights.kernels.sums import tensor_sums
+from laminar_hpc.weights.links.links import Link
+from laminar_hpc.weights.links.meeting import host_store, reach_store
 from laminar_hpc.weights.manifest import layout
+from laminar_hpc.weights.relay.chain import WeightStream, receive_stream
+from laminar_hpc.weights.relay.ends import DownstreamEnd, UpstreamEnd
 from laminar_hpc.weights.stream import decode_header
 
 SECONDS = 120.0  # for any one broadcast

@@ -5,7 +5,7 @@
 
 namespace laminar_kv {
 
-// The sums of kernels/sums.py over little-endian 32-bit words, modulo 2**64: of the words, and of (index + 1) * word.
+// The sums of weights/kernels/sums.py over little-endian 32-bit words, modulo 2**64: of the words, and of (index + 1) * word.
 struct Sums {
   uint64_t words = 0;
   uint64_t indexed = 0;

@@ -1,5 +1,5 @@
-// Python's view: laminar_hpc._sums, on the limited API of 3.11: copies whose check sums (kernels/sums.py) are made on the way, in one pass
-// over memory, and what changed between two images (delta.h). Called by kernels/host.py, kernels/sums.py and weights/delta.py, which check
+// Python's view: laminar_hpc._sums, on the limited API of 3.11: copies whose check sums (weights/kernels/sums.py) are made on the way, in one pass
+// over memory, and what changed between two images (delta.h). Called by weights/kernels/host.py, weights/kernels/sums.py and weights/delta.py, which check
 // shapes; addresses are taken as they are. The interpreter is released.
 #define Py_LIMITED_API 0x030B0000
 #include <Python.h>

@@ -77,7 +77,7 @@ class UserTerminal:
 # imported when the role is known: a role that needs no torch does not wait for it
 _WORKERS = {
     "trainer": "laminar_hpc.trainer.loop",
-    "relay": "laminar_hpc.relay.run",
+    "relay": "laminar_hpc.weights.relay.run",
     "rollout": "laminar_hpc.rollout.role",
 }
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from helpers.links.fake_device import FakeDevice, linked
-from laminar_hpc.cluster.links import Link
-from laminar_hpc.cluster.meeting import LinkBroken
 from laminar_hpc.config.errors import PermanentFailure
+from laminar_hpc.weights.links.links import Link
+from laminar_hpc.weights.links.meeting import LinkBroken
 
 
 @pytest.fixture

@@ -13,12 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from laminar_hpc.cluster import links
-from laminar_hpc.cluster.link_waits import made_unless
-from laminar_hpc.cluster.links import Link
-from laminar_hpc.cluster.meeting import LinkBroken, host_store, reach_store
-from laminar_hpc.cluster.transport import end_here
-from laminar_hpc.cluster.window import Window, mapped
+from laminar_hpc.weights.links import links
+from laminar_hpc.weights.links.link_waits import made_unless
+from laminar_hpc.weights.links.links import Link
+from laminar_hpc.weights.links.meeting import LinkBroken, host_store, reach_store
+from laminar_hpc.weights.links.transport import end_here
+from laminar_hpc.weights.links.window import Window, mapped
 
 
 def receiver(port, die):

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from laminar_hpc.cluster.streams import CudaStreams
+from laminar_hpc.weights.links.streams import CudaStreams
 
 NAME = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from laminar_hpc.cluster.transport import End, choose
 from laminar_hpc.config.errors import PermanentFailure
+from laminar_hpc.weights.links.transport import End, choose
 
 HERE, THERE = "one boot", "another boot"
 

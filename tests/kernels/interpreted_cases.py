@@ -6,10 +6,10 @@ import math
 import pytest
 import torch
 
-from laminar_hpc.kernels import pack, place, reference, triton_delta, triton_pack
-from laminar_hpc.kernels.slices import LocalSlice
-from laminar_hpc.kernels.sums import add_sums, tensor_sums
 from laminar_hpc.weights.hf import FAMILIES, ModelShape
+from laminar_hpc.weights.kernels import pack, place, reference, triton_delta, triton_pack
+from laminar_hpc.weights.kernels.slices import LocalSlice
+from laminar_hpc.weights.kernels.sums import add_sums, tensor_sums
 from laminar_hpc.weights.manifest import layout
 from laminar_hpc.weights.mapping import Shard, local_slices
 

@@ -14,11 +14,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.kernels import Delta, delta_apply, delta_encode, pack, place
-from laminar_hpc.kernels.grid import common_grid
-from laminar_hpc.kernels.slices import LocalSlice
-from laminar_hpc.kernels.triton_delta import BLOCK, compact_kernel, mark_kernel
-from laminar_hpc.kernels.triton_pack import pack_kernel
+from laminar_hpc.weights.kernels import Delta, delta_apply, delta_encode, pack, place
+from laminar_hpc.weights.kernels.grid import common_grid
+from laminar_hpc.weights.kernels.slices import LocalSlice
+from laminar_hpc.weights.kernels.triton_delta import BLOCK, compact_kernel, mark_kernel
+from laminar_hpc.weights.kernels.triton_pack import pack_kernel
 
 CASES = Path(__file__).with_name("interpreted_cases.py")
 PACK = {"BR": 1, "BC": 1024, "TILES": 16, "WIDE": False}

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from helpers.links.pools import bits, make, same, slots_of
 from laminar_hpc import _kv
-from laminar_hpc.kernels.sums import tensor_sums
 from laminar_hpc.kv.errors import KvRefused
 from laminar_hpc.kv.frames import CHUNK_HEAD_BYTES
 from laminar_hpc.kv.pool import Pool, gather, scatter, use_huge_pages
+from laminar_hpc.weights.kernels.sums import tensor_sums
 
 
 @pytest.mark.parametrize("isa", [1, 2, 3])
@@ -33,7 +33,7 @@ from laminar_hpc.kv.pool import Pool, gather, scatter, use_huge_pages
     ],
 )
 def test_rows_arrive_bit_by_bit(dtype, heads, head_dim, page_size, tokens, isa, streaming):
-    """Promise: every record's payload is torch's gather, its sums are those of kernels/sums.py, and slots not
+    """Promise: every record's payload is torch's gather, its sums are those of weights/kernels/sums.py, and slots not
     named stay as they were."""
     source = make(dtype, 3, heads, head_dim, page_size, seed=1)
     target = make(dtype, 3, heads, head_dim, page_size, seed=2)
@@ -97,7 +97,7 @@ def test_a_pool_with_gaps_between_slots():
 
 @pytest.mark.parametrize("size", [0, 1, 2, 3, 4, 5, 63, 64, 4099])
 def test_sums_are_the_projects(size):
-    """Promise: the checksum in C++ is the one of kernels/sums.py."""
+    """Promise: the checksum in C++ is the one of weights/kernels/sums.py."""
     image = torch.randint(0, 256, (size,), dtype=torch.uint8)
     assert _kv.sums(image.numpy()) == (tensor_sums(image) if size else (0, 0))
 

@@ -23,13 +23,13 @@ from laminar_hpc.controller import migration
 from laminar_hpc.controller.stored import stored_trajectories
 from laminar_hpc.emulation import stage
 from laminar_hpc.engine.sglang.server import SglangServer
-from laminar_hpc.kernels.sums import tensor_sums
 from laminar_hpc.line.channel import StopReceived
 from laminar_hpc.line.messages.chain import RelayHas
 from laminar_hpc.line.messages.membership import Stop
 from laminar_hpc.payload.whole import Whole, wholes
 from laminar_hpc.report import rundata, summary
 from laminar_hpc.rollout import migration as replica_migration
+from laminar_hpc.weights.kernels.sums import tensor_sums
 from laminar_hpc.weights.manifest import Manifest, layout
 from laminar_hpc.weights.slots import SlotWriter
 

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from laminar_hpc.cluster.links import Link
-from laminar_hpc.cluster.meeting import host_store, reach_store
+from laminar_hpc.weights.links.links import Link
+from laminar_hpc.weights.links.meeting import host_store, reach_store
 
 HOST, SECONDS = "127.0.0.1", 10.0
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from helpers.links.passing import pass_on, publication
-from laminar_hpc.cluster.meeting import LinkBroken
-from laminar_hpc.relay.chain import ArrivingSums, StreamDamaged, WeightStream, send_stream
+from laminar_hpc.weights.links.meeting import LinkBroken
+from laminar_hpc.weights.relay.chain import ArrivingSums, StreamDamaged, WeightStream, send_stream
 
 
 @pytest.mark.parametrize("chunk", [4, 1000, 4096, 1 << 20])

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from helpers.links.changes import across, publication
-from laminar_hpc.cluster.links import Link
-from laminar_hpc.relay.chain import StreamDamaged
+from laminar_hpc.weights.links.links import Link
+from laminar_hpc.weights.relay.chain import StreamDamaged
 
 
 @pytest.mark.parametrize("density", [0.005, 0.2])

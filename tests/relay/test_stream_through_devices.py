@@ -9,11 +9,11 @@ import torch
 from helpers.links import changes
 from helpers.links.fake_device import FakeDevice, linked
 from helpers.links.passing import pass_on, publication
-from laminar_hpc.cluster.links import Link
-from laminar_hpc.cluster.meeting import LinkBroken
-from laminar_hpc.cluster.staging import RECEIVING, SENDING
-from laminar_hpc.relay import chain
-from laminar_hpc.relay.chain import WeightStream, receive_stream
+from laminar_hpc.weights.links.links import Link
+from laminar_hpc.weights.links.meeting import LinkBroken
+from laminar_hpc.weights.links.staging import RECEIVING, SENDING
+from laminar_hpc.weights.relay import chain
+from laminar_hpc.weights.relay.chain import WeightStream, receive_stream
 
 
 @pytest.fixture

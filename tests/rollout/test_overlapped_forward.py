@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from laminar_hpc.engine.sglang.plugin.platform import activate
-from laminar_hpc.kernels.slices import LocalSlice
-from laminar_hpc.kernels.sums import tensor_sums
+from laminar_hpc.weights.kernels.slices import LocalSlice
+from laminar_hpc.weights.kernels.sums import tensor_sums
 from laminar_hpc.weights.manifest import layout
 from laminar_hpc.weights.slots import SlotWriter
 

@@ -23,12 +23,12 @@ from laminar_hpc.engine.sglang.plugin.load_slot import load_slot
 from laminar_hpc.engine.sglang.plugin.protocol import TensorShard
 from laminar_hpc.engine.sglang.server import SglangServer
 from laminar_hpc.engine.sglang.shards import whole_sums, whole_tensors
-from laminar_hpc.kernels.sums import tensor_sums
 from laminar_hpc.kv.errors import KvRefused
 from laminar_hpc.observability.trace import Trace
 from laminar_hpc.rollout import weight_loader
 from laminar_hpc.rollout.engine_lives import EngineLives
 from laminar_hpc.rollout.weight_loader import WeightLoader
+from laminar_hpc.weights.kernels.sums import tensor_sums
 from laminar_hpc.weights.probe import probe_sequences
 from laminar_hpc.weights.slots import SlotReader, SlotWriter
 

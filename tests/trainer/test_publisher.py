@@ -26,9 +26,9 @@ from helpers.trainer.ranks import Ranks
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.line.messages.chain import LinkDown, RelayHas, StoreOpened
 from laminar_hpc.line.messages.publication import NewWeightId, Published
-from laminar_hpc.relay import run as relay
 from laminar_hpc.trainer.megatron.policy import MegatronPolicy
 from laminar_hpc.trainer.step.learner import Learner
+from laminar_hpc.weights.relay import run as relay
 
 LARGE = {
     "vocab_size": 3000,

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.kernels.sums import tensor_sums
 from laminar_hpc.weights import lane_slots
+from laminar_hpc.weights.kernels.sums import tensor_sums
 from laminar_hpc.weights.lane_slots import LaneWriter, SlotsBusy
 from laminar_hpc.weights.lanes import borders, join, lane_chunks, lane_manifest, lane_sums
 from laminar_hpc.weights.manifest import Manifest, decode_manifest, encode_manifest, layout

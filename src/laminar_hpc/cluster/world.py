@@ -11,12 +11,12 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from laminar_hpc.cluster.devices import present
-from laminar_hpc.cluster.meeting import host_store, reach_store
 from laminar_hpc.cluster.open_files import allow_connections
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.line.address import own_address
 from laminar_hpc.line.context import RoleContext
 from laminar_hpc.line.messages.training import TrainersMeet
+from laminar_hpc.weights.links.meeting import host_store, reach_store
 
 
 def init_trainer_world(context: RoleContext) -> None:

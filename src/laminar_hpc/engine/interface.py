@@ -14,7 +14,9 @@ from laminar_hpc.config.schema import SamplingConfig
 from laminar_hpc.line.messages.data import VersionSpan
 from laminar_hpc.payload.layout import Logprobs, Tokens
 
-Sums = dict[str, tuple[int, int]]  # Hugging Face name -> (sum_words, sum_indexed), see kernels/sums.py
+Sums = dict[
+    str, tuple[int, int]
+]  # Hugging Face name -> (sum_words, sum_indexed), see weights/kernels/sums.py
 Prompt: TypeAlias = Sequence[int] | Tokens
 OnTokens = Callable[[Tokens, Logprobs], None]  # tokens and their log-probs, as they are generated
 UNKNOWN_WEIGHTS = -1  # weight id, in a message, of a span that the engine drew on weights without an id

@@ -176,7 +176,7 @@ def broadcast(seen: Seen, folder: Path, nodes: int) -> None:
     import torch
     import torch.distributed as dist
 
-    from laminar_hpc.cluster.meeting import host_store, reach_store
+    from laminar_hpc.weights.links.meeting import host_store, reach_store
 
     seconds = timedelta(seconds=MEET_SECONDS)
     if seen.node == 0:

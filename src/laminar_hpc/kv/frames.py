@@ -1,6 +1,6 @@
 """The frames of a move: a header that says what the KV cache is of, then chunk records.
 
-    header   "LMNRKV01", u32 body length, u32 zero, u64 u64 sums of the body (kernels/sums.py);
+    header   "LMNRKV01", u32 body length, u32 zero, u64 u64 sums of the body (weights/kernels/sums.py);
              body: a msgpack map, fields of PartHeader
     record   u32 "KCVK", u32 number, u64 payload bytes, u64 u64 sums of the payload, 32 zero bytes;
              payload, to whole 64 bytes
@@ -18,8 +18,8 @@ import msgspec
 import numpy as np
 import torch
 
-from laminar_hpc.kernels.sums import tensor_sums
 from laminar_hpc.kv.errors import KvRefused
+from laminar_hpc.weights.kernels.sums import tensor_sums
 
 MAGIC = b"LMNRKV01"  # the last two characters are the format's version
 PREFIX = struct.Struct("<8sIIQQ")

@@ -21,10 +21,10 @@ from typing import NamedTuple
 
 import torch
 
-from laminar_hpc import kernels
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.kernels.reference import Delta, bits
-from laminar_hpc.kernels.sums import extension
+from laminar_hpc.weights import kernels
+from laminar_hpc.weights.kernels.reference import Delta, bits
+from laminar_hpc.weights.kernels.sums import extension
 from laminar_hpc.weights.manifest import Manifest
 
 FULL, MASK, OFFSETS = 0, 1, 2

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.kernels.sums import add_sums, shifted
+from laminar_hpc.weights.kernels.sums import add_sums, shifted
 from laminar_hpc.weights.manifest import ITEM_BYTES, Manifest, TensorEntry
 from laminar_hpc.weights.stream import Span, chunks
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.kernels.slices import LocalSlice
 from laminar_hpc.weights.hf import ModelShape
+from laminar_hpc.weights.kernels.slices import LocalSlice
 
 
 @dataclass(frozen=True)

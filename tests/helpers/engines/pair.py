@@ -16,7 +16,7 @@ from helpers.processes import LoopThread
 from laminar_hpc.config.models import WEIGHTS_FILE
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.engine.sglang.server import SglangServer
-from laminar_hpc.kernels.sums import tensor_sums
+from laminar_hpc.weights.kernels.sums import tensor_sums
 from laminar_hpc.weights.manifest import Manifest, layout
 from laminar_hpc.weights.slots import SlotWriter
 

@@ -5,12 +5,12 @@ import threading
 
 import torch
 
-from laminar_hpc.cluster.links import Link
-from laminar_hpc.cluster.meeting import LinkBroken
-from laminar_hpc.kernels.sums import tensor_sums
-from laminar_hpc.relay.chain import Changes, WeightStream, receive_stream, send_stream
 from laminar_hpc.weights.delta import encode
+from laminar_hpc.weights.kernels.sums import tensor_sums
+from laminar_hpc.weights.links.links import Link
+from laminar_hpc.weights.links.meeting import LinkBroken
 from laminar_hpc.weights.manifest import Manifest, layout
+from laminar_hpc.weights.relay.chain import Changes, WeightStream, receive_stream, send_stream
 from laminar_hpc.weights.stream import decode_header
 
 CHUNK = 1 << 16

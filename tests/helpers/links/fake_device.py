@@ -5,7 +5,7 @@ comes; `wait()` of its work only orders the caller's current stream; only an eve
 host that something is done. Streams can be held (`held`), and so made as slow as a test wants. A peer that
 dies leaves a kernel that waits for ever, until the group is aborted, as without NCCL's watchdog.
 
-`FakeDevice` takes the place of cluster/streams.py's devices (`used`), `LaggingGroup` that of the backend of
+`FakeDevice` takes the place of weights/links/streams.py's devices (`used`), `LaggingGroup` that of the backend of
 torch.distributed's groups.
 """
 
@@ -18,9 +18,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from laminar_hpc.cluster import streams
-from laminar_hpc.cluster.links import Link
-from laminar_hpc.cluster.meeting import host_store, reach_store
+from laminar_hpc.weights.links import streams
+from laminar_hpc.weights.links.links import Link
+from laminar_hpc.weights.links.meeting import host_store, reach_store
 
 _PATIENCE_SECONDS = 30.0  # of a stream for another one; no test waits so long
 

@@ -4,10 +4,10 @@ import threading
 
 import torch
 
-from laminar_hpc.cluster.links import Link
-from laminar_hpc.kernels.sums import tensor_sums
-from laminar_hpc.relay.chain import WeightStream, receive_stream, send_stream
+from laminar_hpc.weights.kernels.sums import tensor_sums
+from laminar_hpc.weights.links.links import Link
 from laminar_hpc.weights.manifest import Manifest, layout
+from laminar_hpc.weights.relay.chain import WeightStream, receive_stream, send_stream
 from laminar_hpc.weights.stream import decode_header
 
 TENSORS = [

@@ -14,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from helpers.trainer import engine_shards, publishing, tiny
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.models import LOGITS_BYTES
-from laminar_hpc.kernels.sums import add_sums, tensor_sums
 from laminar_hpc.line.messages.chain import RelayHas
 from laminar_hpc.line.messages.publication import Published
 from laminar_hpc.trainer import control
@@ -25,6 +24,7 @@ from laminar_hpc.trainer.megatron import head
 from laminar_hpc.trainer.megatron.policy import MegatronPolicy
 from laminar_hpc.trainer.step.learner import Learner
 from laminar_hpc.trainer.step.microbatch import MicroBatch, make_microbatch
+from laminar_hpc.weights.kernels.sums import add_sums, tensor_sums
 from laminar_hpc.weights.manifest import layout
 from laminar_hpc.weights.stream import chunks
 

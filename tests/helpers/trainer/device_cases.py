@@ -10,12 +10,12 @@ import torch.distributed as dist
 from helpers.links.fake_device import FakeDevice, lagging_group, used
 from helpers.trainer import publishing
 from laminar_hpc.config.schema import RunConfig
-from laminar_hpc.kernels.slices import LocalSlice
-from laminar_hpc.kernels.sums import LazySums
 from laminar_hpc.line.messages.data import Message
 from laminar_hpc.line.messages.publication import NewWeightId
 from laminar_hpc.trainer.canonical.exchange import Exchange
 from laminar_hpc.trainer.canonical.gather import Canonical
+from laminar_hpc.weights.kernels.slices import LocalSlice
+from laminar_hpc.weights.kernels.sums import LazySums
 from laminar_hpc.weights.lanes import Lane
 from laminar_hpc.weights.stream import Span
 

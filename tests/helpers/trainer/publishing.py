@@ -8,8 +8,6 @@ from pathlib import Path
 
 import torch
 
-from laminar_hpc.cluster.links import Link
-from laminar_hpc.cluster.meeting import reach_store
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.line.channel import StopReceived
 from laminar_hpc.line.context import RoleContext
@@ -18,8 +16,10 @@ from laminar_hpc.line.messages.data import Message
 from laminar_hpc.line.messages.membership import Welcome
 from laminar_hpc.line.messages.publication import NewWeightId, WeightId
 from laminar_hpc.observability.trace import Trace
-from laminar_hpc.relay import run as relay
 from laminar_hpc.trainer.publishing.publisher import Publisher
+from laminar_hpc.weights.links.links import Link
+from laminar_hpc.weights.links.meeting import reach_store
+from laminar_hpc.weights.relay import run as relay
 from laminar_hpc.weights.slots import SlotHandle, SlotReader
 
 

@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from laminar_hpc.kernels import pack, place
-from laminar_hpc.kernels.slices import LocalSlice
-from laminar_hpc.kernels.sums import LazySums, add_sums, shifted
 from laminar_hpc.trainer.canonical.exchange import Exchange
 from laminar_hpc.trainer.canonical.plan import HeldSlice, gathered_lane, plan, plan_lanes
 from laminar_hpc.trainer.control import all_frames
+from laminar_hpc.weights.kernels import pack, place
+from laminar_hpc.weights.kernels.slices import LocalSlice
+from laminar_hpc.weights.kernels.sums import LazySums, add_sums, shifted
 from laminar_hpc.weights.lanes import Lane
 from laminar_hpc.weights.manifest import layout
 from laminar_hpc.weights.stream import Span

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.kernels.slices import Slice
+from laminar_hpc.weights.kernels.slices import Slice
 from laminar_hpc.weights.lanes import Lane, borders
 from laminar_hpc.weights.manifest import ITEM_BYTES, Manifest
 

@@ -16,13 +16,13 @@ from megatron.core import parallel_state
 
 from laminar_hpc.cluster import durable
 from laminar_hpc.cluster.durable import FileSum, SealedFile
-from laminar_hpc.kernels.slices import LocalSlice
 from laminar_hpc.trainer.canonical.exchange import bounded
 from laminar_hpc.trainer.canonical.files import plan_files
 from laminar_hpc.trainer.canonical.plan import HeldSlice
 from laminar_hpc.trainer.checkpointing.copies import HostCopies, Wanted
 from laminar_hpc.trainer.megatron.policy import MegatronPolicy
 from laminar_hpc.weights.hf import copy_side_files, safetensors_parts, write_index
+from laminar_hpc.weights.kernels.slices import LocalSlice
 
 Collected = list[tuple[str, list[tuple[str, torch.Tensor]]]]  # files of this rank, with their tensors
 

@@ -8,9 +8,9 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.kernels.slices import LocalSlice
 from laminar_hpc.weights.finite import all_finite, culprits
 from laminar_hpc.weights.hf import ModelShape, TensorReader
+from laminar_hpc.weights.kernels.slices import LocalSlice
 from laminar_hpc.weights.mapping import EMBEDDING, HEAD, Shard, check_names, local_slices
 
 

@@ -26,8 +26,6 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.models import head_in_chunks
 from laminar_hpc.config.schema import RunConfig
-from laminar_hpc.kernels.slices import LocalSlice
-from laminar_hpc.kernels.sums import LazySums
 from laminar_hpc.trainer.canonical.exchange import Exchange
 from laminar_hpc.trainer.canonical.gather import Canonical
 from laminar_hpc.trainer.canonical.plan import HeldSlice
@@ -51,6 +49,8 @@ from laminar_hpc.trainer.megatron.logprobs import entropy, mask_padding, token_l
 from laminar_hpc.trainer.megatron.packs import Pack, make_pack
 from laminar_hpc.weights.finite import all_finite, culprits
 from laminar_hpc.weights.hf import read_shape
+from laminar_hpc.weights.kernels.slices import LocalSlice
+from laminar_hpc.weights.kernels.sums import LazySums
 from laminar_hpc.weights.lanes import Lane
 from laminar_hpc.weights.probe import probe_sequences
 from laminar_hpc.weights.stream import Span

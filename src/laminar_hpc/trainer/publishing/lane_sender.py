@@ -15,18 +15,18 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from laminar_hpc.cluster.link_waits import made_unless
-from laminar_hpc.cluster.links import Link, Posted
-from laminar_hpc.cluster.meeting import LinkBroken, host_store
-from laminar_hpc.cluster.streams import settle, streams_of
-from laminar_hpc.cluster.transport import NCCL
-from laminar_hpc.cluster.window import Window
-from laminar_hpc.kernels.sums import LazySums, add_sums
 from laminar_hpc.line.address import own_address
 from laminar_hpc.line.context import RoleContext
 from laminar_hpc.line.messages.chain import EpochProposed, LinkDown, StoreOpened
 from laminar_hpc.weights.delta import Image, unit_bytes
+from laminar_hpc.weights.kernels.sums import LazySums, add_sums
 from laminar_hpc.weights.lanes import Lane, lane_manifest, lane_sums
+from laminar_hpc.weights.links.link_waits import made_unless
+from laminar_hpc.weights.links.links import Link, Posted
+from laminar_hpc.weights.links.meeting import LinkBroken, host_store
+from laminar_hpc.weights.links.streams import settle, streams_of
+from laminar_hpc.weights.links.transport import NCCL
+from laminar_hpc.weights.links.window import Window
 from laminar_hpc.weights.manifest import Manifest
 from laminar_hpc.weights.stream import Span, encode_header, encode_sums
 

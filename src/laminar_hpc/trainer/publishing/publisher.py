@@ -24,7 +24,6 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-from laminar_hpc.cluster.streams import streams_of
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.line.channel import StopReceived
 from laminar_hpc.line.context import RoleContext
@@ -34,6 +33,7 @@ from laminar_hpc.trainer.publishing.handover import Handover
 from laminar_hpc.trainer.publishing.leader import Leader
 from laminar_hpc.trainer.publishing.publication import Event, Progress, Publication
 from laminar_hpc.trainer.publishing.rank_lanes import Publishable, RankLanes
+from laminar_hpc.weights.links.streams import streams_of
 
 log = logging.getLogger(__name__)
 

@@ -12,16 +12,16 @@ from typing import NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-from laminar_hpc.cluster.streams import settle, streams_of
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.kernels.sums import LazySums
 from laminar_hpc.line.context import RoleContext
 from laminar_hpc.line.messages.chain import EpochProposed
 from laminar_hpc.trainer.canonical.exchange import Exchange
 from laminar_hpc.trainer.publishing.handover import Handover
 from laminar_hpc.trainer.publishing.lane_sender import LaneSender
 from laminar_hpc.trainer.publishing.publication import Claim, Publication
+from laminar_hpc.weights.kernels.sums import LazySums
 from laminar_hpc.weights.lanes import Lane, lane_chunks, lane_manifest
+from laminar_hpc.weights.links.streams import settle, streams_of
 from laminar_hpc.weights.manifest import layout
 from laminar_hpc.weights.stream import Span
 

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import torch
 
 from laminar_hpc.engine.sglang.plugin.protocol import TensorShard
-from laminar_hpc.kernels.slices import LocalSlice
-from laminar_hpc.kernels.sums import slice_sums
+from laminar_hpc.weights.kernels.slices import LocalSlice
+from laminar_hpc.weights.kernels.sums import slice_sums
 
 
 def canonical_views(

@@ -20,8 +20,8 @@ import torch
 
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.models import WEIGHTS_FILE
-from laminar_hpc.kernels import pack
-from laminar_hpc.kernels.slices import LocalSlice
+from laminar_hpc.weights.kernels import pack
+from laminar_hpc.weights.kernels.slices import LocalSlice
 from laminar_hpc.weights.manifest import MANIFEST_FILE, Manifest, decode_manifest, safetensors_header
 
 logger = logging.getLogger(__name__)

@@ -52,7 +52,7 @@ class GetSums(Request):
 
 class LiveSums(Reply):
     """Hugging Face name -> what this rank adds to (sum_words, sum_indexed) of the whole tensor, see
-    kernels/sums.py."""
+    weights/kernels/sums.py."""
 
     sums: dict[str, tuple[int, int]]
 

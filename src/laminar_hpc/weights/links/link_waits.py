@@ -10,7 +10,7 @@ from typing import Protocol, TypeVar
 
 import torch.distributed as dist
 
-from laminar_hpc.cluster.meeting import LinkBroken
+from laminar_hpc.weights.links.meeting import LinkBroken
 
 _LOOK_SECONDS = 0.1  # between two looks at whether a link is still wanted
 

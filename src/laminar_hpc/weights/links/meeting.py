@@ -10,8 +10,8 @@ from datetime import timedelta
 import msgspec
 import torch.distributed as dist
 
-from laminar_hpc.cluster.transport import End, choose, end_here
 from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.weights.links.transport import End, choose, end_here
 
 MEET_SECONDS = 4.0  # for both ends of a new link to be there
 _MEET_POLL_SECONDS = 0.01

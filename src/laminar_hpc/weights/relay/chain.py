@@ -18,16 +18,16 @@ from dataclasses import dataclass, field
 
 import torch
 
-from laminar_hpc.cluster.link_device import DeviceEnd
-from laminar_hpc.cluster.links import Link, Posted
-from laminar_hpc.cluster.meeting import LinkBroken
-from laminar_hpc.cluster.staging import RECEIVING, SENDING
-from laminar_hpc.cluster.streams import Event
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.kernels.sums import add_sums, tensor_sums
-from laminar_hpc.relay.frames import arriving_frames
 from laminar_hpc.weights.delta import FULL, Frame, FrameWrong, apply, unit_bytes
+from laminar_hpc.weights.kernels.sums import add_sums, tensor_sums
+from laminar_hpc.weights.links.link_device import DeviceEnd
+from laminar_hpc.weights.links.links import Link, Posted
+from laminar_hpc.weights.links.meeting import LinkBroken
+from laminar_hpc.weights.links.staging import RECEIVING, SENDING
+from laminar_hpc.weights.links.streams import Event
 from laminar_hpc.weights.manifest import Manifest
+from laminar_hpc.weights.relay.frames import arriving_frames
 from laminar_hpc.weights.stream import encode_header, encode_sums, take_sums
 
 _POSTED_AHEAD = 2  # chunks that may arrive while an earlier one is looked at

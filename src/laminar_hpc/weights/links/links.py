@@ -3,7 +3,7 @@ own.
 
 Only two members, so that no cycle of waits can form; a dead peer breaks its own link, never the process. The
 sending end hosts the store on the run's own address (loopback unless configured); gloo binds to the same
-address. Between devices of different machines chunks go over NCCL (cluster/transport.py).
+address. Between devices of different machines chunks go over NCCL (weights/links/transport.py).
 """
 
 import contextlib
@@ -16,13 +16,13 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from laminar_hpc.cluster.link_device import DeviceEnd
-from laminar_hpc.cluster.link_waits import Waiter
-from laminar_hpc.cluster.meeting import MEET_SECONDS, LinkBroken, agree, first_line
-from laminar_hpc.cluster.streams import Event, streams_of
-from laminar_hpc.cluster.transport import NCCL
-from laminar_hpc.cluster.window import Window, mapped
 from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.weights.links.link_device import DeviceEnd
+from laminar_hpc.weights.links.link_waits import Waiter
+from laminar_hpc.weights.links.meeting import MEET_SECONDS, LinkBroken, agree, first_line
+from laminar_hpc.weights.links.streams import Event, streams_of
+from laminar_hpc.weights.links.transport import NCCL
+from laminar_hpc.weights.links.window import Window, mapped
 
 _PROBE_BYTES = 1 << 20
 _WATCH_SECONDS = 0.1

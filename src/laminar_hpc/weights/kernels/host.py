@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import torch
 
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.kernels.grid import common_grid
-from laminar_hpc.kernels.sums import extension
+from laminar_hpc.weights.kernels.grid import common_grid
+from laminar_hpc.weights.kernels.sums import extension
 
 
 def move(
@@ -19,7 +19,7 @@ def move(
     """Copies `source` into `target`, of equal dtype and as many elements, in row-major order; returns the
     sums of what then stands there.
 
-    The elements' places in the whole tensor (kernels/sums.py), counted from the first one: a grid of `shape`
+    The elements' places in the whole tensor (weights/kernels/sums.py), counted from the first one: a grid of `shape`
     and `strides` in items; default: without gaps. None, and nothing is copied, where the extension is
     missing, a row does not begin and end with a word, or the tensors are not made of rows in host memory.
     """

@@ -16,9 +16,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from laminar_hpc.cluster.links import Link
-from laminar_hpc.cluster.meeting import MEET_SECONDS, LinkBroken, host_store, reach_store
-from laminar_hpc.cluster.transport import HOST
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.line.address import own_address
 from laminar_hpc.line.channel import StopReceived
@@ -33,10 +30,13 @@ from laminar_hpc.line.messages.chain import (
     StoreOpened,
 )
 from laminar_hpc.line.messages.membership import Welcome
-from laminar_hpc.relay.chain import Changes, StreamDamaged, WeightStream, receive_stream
-from laminar_hpc.relay.ends import DownstreamEnd, UpstreamEnd
 from laminar_hpc.weights.lane_slots import LaneWriter
+from laminar_hpc.weights.links.links import Link
+from laminar_hpc.weights.links.meeting import MEET_SECONDS, LinkBroken, host_store, reach_store
+from laminar_hpc.weights.links.transport import HOST
 from laminar_hpc.weights.manifest import Manifest
+from laminar_hpc.weights.relay.chain import Changes, StreamDamaged, WeightStream, receive_stream
+from laminar_hpc.weights.relay.ends import DownstreamEnd, UpstreamEnd
 from laminar_hpc.weights.slots import SlotsBusy, SlotWriter
 from laminar_hpc.weights.stream import decode_header
 

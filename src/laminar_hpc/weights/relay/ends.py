@@ -10,10 +10,10 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
-from laminar_hpc.cluster.links import Link
-from laminar_hpc.cluster.meeting import LinkBroken
 from laminar_hpc.policies.chain import chunk_bytes
-from laminar_hpc.relay.chain import WeightStream, send_stream
+from laminar_hpc.weights.links.links import Link
+from laminar_hpc.weights.links.meeting import LinkBroken
+from laminar_hpc.weights.relay.chain import WeightStream, send_stream
 
 MakeLink = Callable[[Callable[[], bool]], Link]  # its argument tells whether the link is no longer wanted
 Down = Callable[[int, str], None]

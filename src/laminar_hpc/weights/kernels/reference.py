@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import torch
 
-from laminar_hpc.kernels.slices import LocalSlice
-from laminar_hpc.kernels.sums import LazySums, slice_sums
+from laminar_hpc.weights.kernels.slices import LocalSlice
+from laminar_hpc.weights.kernels.sums import LazySums, slice_sums
 
 
 class Delta(NamedTuple):

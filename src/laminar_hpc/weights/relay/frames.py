@@ -1,5 +1,5 @@
 """The frames of a stream of changes, as they come over a link: while one is looked at, the next one arrives.
-Used by relay/chain.py.
+Used by weights/relay/chain.py.
 
     host memory     gloo -> memory of the frame's own, or for a full one its place in the slot
     from a device   NCCL -> one of the staging's chunks -> pinned memory
@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import torch
 
-from laminar_hpc.cluster.links import Link, Posted
 from laminar_hpc.weights.delta import FULL, Frame, FrameWrong, payload_bytes
+from laminar_hpc.weights.links.links import Link, Posted
 
 
 class _Posted(NamedTuple):

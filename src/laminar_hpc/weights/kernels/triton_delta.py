@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from laminar_hpc.kernels.reference import Delta, bits
+from laminar_hpc.weights.kernels.reference import Delta, bits
 
 BLOCK = 8192  # elements per program; a lane of the second pass takes the 32 of one word of bits
 

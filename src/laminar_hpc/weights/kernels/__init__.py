@@ -12,10 +12,10 @@ from collections.abc import Sequence
 import torch
 
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.kernels import host, reference
-from laminar_hpc.kernels.reference import Delta
-from laminar_hpc.kernels.slices import LocalSlice
-from laminar_hpc.kernels.sums import LazySums, shifted
+from laminar_hpc.weights.kernels import host, reference
+from laminar_hpc.weights.kernels.reference import Delta
+from laminar_hpc.weights.kernels.slices import LocalSlice
+from laminar_hpc.weights.kernels.sums import LazySums, shifted
 
 __all__ = ["LONGEST", "Delta", "delta_apply", "delta_encode", "pack", "place"]
 
@@ -48,14 +48,14 @@ def pack(slices: Sequence[LocalSlice], targets: Sequence[torch.Tensor]) -> LazyS
     stays a NaN, of no particular payload.
 
     Returns a function that gives each slice's part of the two checksums of its whole tensor
-    (kernels/sums.py). They are taken in the same pass, and on a GPU reading them waits for it; on the CPU
+    (weights/kernels/sums.py). They are taken in the same pass, and on a GPU reading them waits for it; on the CPU
     those of slices that are cast, or do not lie on whole words, are taken when asked for, from the targets,
     which must be untouched until then. Raises LaminarError on other shapes or dtypes.
     """
     for local, target in zip(slices, targets, strict=True):
         _check_target(local, target)
     if targets and targets[0].is_cuda:
-        from laminar_hpc.kernels.triton_pack import pack as on_gpu
+        from laminar_hpc.weights.kernels.triton_pack import pack as on_gpu
 
         taken = on_gpu(slices, targets)
         return lambda: [(first % _MODULUS, second % _MODULUS) for first, second in taken.tolist()]
@@ -95,7 +95,7 @@ def delta_encode(new: torch.Tensor, old: torch.Tensor) -> Delta:
             f"are needed, of at most {LONGEST} elements of 2 or 4 bytes; encode bucket by bucket"
         )
     if new.is_cuda:
-        from laminar_hpc.kernels.triton_delta import encode as on_gpu
+        from laminar_hpc.weights.kernels.triton_delta import encode as on_gpu
 
         return on_gpu(new, old)
     return reference.delta_encode(new, old)

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store, Work
 
-from laminar_hpc.cluster.staging import RECEIVING, SENDING, Staging
-from laminar_hpc.cluster.streams import Event, Streams, until
+from laminar_hpc.weights.links.staging import RECEIVING, SENDING, Staging
+from laminar_hpc.weights.links.streams import Event, Streams, until
 
 
 class DeviceEnd:

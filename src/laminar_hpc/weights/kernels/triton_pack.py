@@ -3,7 +3,7 @@ same pass.
 
 Bytes move once: each program takes TILES tiles of BR rows and BC columns. Two 16-bit items are handled as the
 one 32-bit word that they share wherever every row begins on a word; else each item adds its half of the word,
-as kernels/sums.py does.
+as weights/kernels/sums.py does.
 """
 
 import functools
@@ -14,8 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
-from laminar_hpc.kernels.grid import common_grid
-from laminar_hpc.kernels.slices import LocalSlice
+from laminar_hpc.weights.kernels.grid import common_grid
+from laminar_hpc.weights.kernels.slices import LocalSlice
 
 TILE = 1024  # words: 8 per thread of 128, so that the sums of a thread stay in registers
 TILES = 16  # per program: one pair of atomic additions per 64 KB written

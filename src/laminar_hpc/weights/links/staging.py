@@ -4,12 +4,12 @@
     sender      slot -> one of `hosts` -> one of `devices` -> NCCL
 
 A device exchanges bytes with pinned memory only by itself, beside what the host does; slots are not pinned,
-as each relay of a machine maps all of them. Used by relay/chain.py.
+as each relay of a machine maps all of them. Used by weights/relay/chain.py.
 """
 
 import torch
 
-from laminar_hpc.cluster.streams import Streams
+from laminar_hpc.weights.links.streams import Streams
 
 RECEIVING = 3  # chunks in the device: two may arrive while an earlier one is looked at
 SENDING = 2  # one leaves while the next one comes
