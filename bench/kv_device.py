@@ -24,9 +24,9 @@ import common
 import torch
 
 from laminar_hpc import _kv
-from laminar_hpc.kv import device
-from laminar_hpc.kv.device import Stage
-from laminar_hpc.kv.pool import Pool
+from laminar_hpc.engine.kv import device
+from laminar_hpc.engine.kv.device import Stage
+from laminar_hpc.engine.kv.pool import Pool
 
 LAYERS, HEADS, HEAD_DIM = 28, 4, 128
 FIGURES = (

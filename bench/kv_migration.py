@@ -27,12 +27,12 @@ import numpy as np
 import torch
 
 from laminar_hpc import _kv
-from laminar_hpc.kv import pool as kv_pool
-from laminar_hpc.kv.frames import PartHeader
-from laminar_hpc.kv.inbox import Expected, KvInbox
-from laminar_hpc.kv.pool import Pool, aligned
-from laminar_hpc.kv.shm import CHUNK_BYTES, ShmOffer, Taken
-from laminar_hpc.kv.transfer import TCP_CHUNK_BYTES, send_part
+from laminar_hpc.engine.kv import pool as kv_pool
+from laminar_hpc.engine.kv.frames import PartHeader
+from laminar_hpc.engine.kv.inbox import Expected, KvInbox
+from laminar_hpc.engine.kv.pool import Pool, aligned
+from laminar_hpc.engine.kv.shm import CHUNK_BYTES, ShmOffer, Taken
+from laminar_hpc.engine.kv.transfer import TCP_CHUNK_BYTES, send_part
 
 LAYERS, HEADS, HEAD_DIM = 28, 4, 128
 GATHER_BYTES = (

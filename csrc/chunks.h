@@ -11,7 +11,7 @@ namespace laminar_kv {
 constexpr uint32_t kChunkMagic = 0x4b56434b;  // "KCVK"
 constexpr int64_t kHeadBytes = 64;
 
-// As kv/frames.py documents it. Little-endian, as is every machine this runs on.
+// As engine/kv/frames.py documents it. Little-endian, as is every machine this runs on.
 struct ChunkHead {
   uint32_t magic;
   uint32_t number;

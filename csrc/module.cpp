@@ -1,4 +1,4 @@
-// Python's view: laminar_hpc._kv, on the limited API of 3.11. Called by kv/native.py's users, which check shapes and dtypes; here only what
+// Python's view: laminar_hpc._kv, on the limited API of 3.11. Called by engine/kv/native.py's users, which check shapes and dtypes; here only what
 // could reach outside a buffer is checked. The interpreter is released while bytes move.
 #define Py_LIMITED_API 0x030B0000
 #define PY_SSIZE_T_CLEAN
@@ -249,7 +249,7 @@ PyObject* cuda_failed(int code) {
 
 void* address(unsigned long long number) { return reinterpret_cast<void*>(static_cast<uintptr_t>(number)); }
 
-// Addresses on the GPU and a stream as numbers, as torch gives them; kv/device.py has checked what they are of.
+// Addresses on the GPU and a stream as numbers, as torch gives them; engine/kv/device.py has checked what they are of.
 PyObject* on_device(PyObject* args, bool gathers) {
   unsigned long long planes, slots, image, sums, stream;
   long long plane_count, tokens, stride, row_bytes, rows_per_chunk;

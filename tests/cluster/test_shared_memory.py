@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 from laminar_hpc import cli
-from laminar_hpc.cluster import folders, leftovers
+from laminar_hpc.cluster import folders
 from laminar_hpc.cluster.shared_memory import SHM, Note, noted, present
 from laminar_hpc.doctor import command, machine
 from laminar_hpc.doctor.findings import CheckTable
+from laminar_hpc.engine import leftovers
 
 # Makes a segment and waits, as one of SGLang's processes does; no resource tracker survives a session that is
 # killed.

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from helpers.links.pools import bits, make, same, slots_of
 from laminar_hpc import _kv
-from laminar_hpc.kv.errors import KvRefused
-from laminar_hpc.kv.frames import CHUNK_HEAD_BYTES
-from laminar_hpc.kv.pool import Pool, gather, scatter, use_huge_pages
+from laminar_hpc.engine.kv.errors import KvRefused
+from laminar_hpc.engine.kv.frames import CHUNK_HEAD_BYTES
+from laminar_hpc.engine.kv.pool import Pool, gather, scatter, use_huge_pages
 from laminar_hpc.weights.kernels.sums import tensor_sums
 
 

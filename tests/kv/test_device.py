@@ -11,11 +11,11 @@ import torch
 from helpers.links.pools import bits, make, on_gpu, slots_of
 from helpers.paths import TESTS
 from laminar_hpc import _kv
-from laminar_hpc.kv import device
-from laminar_hpc.kv.device import SharedKv, Stage, Ticket, take_shared
-from laminar_hpc.kv.errors import KvRefused
-from laminar_hpc.kv.inbox import Expected, KvInbox
-from laminar_hpc.kv.pool import gather, scatter
+from laminar_hpc.engine.kv import device
+from laminar_hpc.engine.kv.device import SharedKv, Stage, Ticket, take_shared
+from laminar_hpc.engine.kv.errors import KvRefused
+from laminar_hpc.engine.kv.inbox import Expected, KvInbox
+from laminar_hpc.engine.kv.pool import gather, scatter
 
 CASES = [
     ("bfloat16", 4, 128, 1, 61),
@@ -105,7 +105,7 @@ import sys
 sys.path.insert(0, {folder!r})
 import msgspec, torch
 from helpers.links.pools import make, on_gpu, slots_of
-from laminar_hpc.kv.device import Ticket, take_shared
+from laminar_hpc.engine.kv.device import Ticket, take_shared
 pool, slots = on_gpu(make(layers=3, seed=2)), slots_of(40, seed=4)
 take_shared(msgspec.msgpack.decode(bytes.fromhex(sys.argv[1]), type=Ticket), pool, slots)
 source, ours = make(layers=3, seed=1), slots_of(40, seed=3)
@@ -118,9 +118,9 @@ SENDER = """
 import sys
 sys.path.insert(0, {folder!r})
 from helpers.links.pools import make, on_gpu, slots_of
-from laminar_hpc.kv import device
-from laminar_hpc.kv.frames import PartHeader
-from laminar_hpc.kv.transfer import chunk_bytes, send_part
+from laminar_hpc.engine.kv import device
+from laminar_hpc.engine.kv.frames import PartHeader
+from laminar_hpc.engine.kv.transfer import chunk_bytes, send_part
 if {shares!r}:
     device.Stage.of = None
 else:

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from laminar_hpc.kv.errors import KvRefused
-from laminar_hpc.kv.frames import (
+from laminar_hpc.engine.kv.errors import KvRefused
+from laminar_hpc.engine.kv.frames import (
     PREFIX,
     PartHeader,
     Shape,

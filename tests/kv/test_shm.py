@@ -14,9 +14,9 @@ import pytest
 
 from helpers.links.pools import make, same, slots_of
 from helpers.paths import TESTS
-from laminar_hpc.kv.errors import KvRefused
-from laminar_hpc.kv.frames import PartHeader
-from laminar_hpc.kv.shm import ShmOffer, Taken
+from laminar_hpc.engine.kv.errors import KvRefused
+from laminar_hpc.engine.kv.frames import PartHeader
+from laminar_hpc.engine.kv.shm import ShmOffer, Taken
 
 SHAPE = {"layers": 8, "heads": 4, "head_dim": 64, "pages": 300}
 
@@ -91,8 +91,8 @@ import sys, time
 sys.path.insert(0, {folder!r})
 from helpers.links.pools import make, slots_of
 from pools import make, slots_of
-from laminar_hpc.kv.shm import Taken, ShmOffer
-from laminar_hpc.kv.frames import PartHeader
+from laminar_hpc.engine.kv.shm import Taken, ShmOffer
+from laminar_hpc.engine.kv.frames import PartHeader
 pool, slots = make(layers=8, heads=4, head_dim=64, pages=300, seed=1), slots_of(256, pages=300)
 if sys.argv[1] == "source":
     side = ShmOffer(PartHeader.of("m", 1, pool.shape, list(range(256)), 8192), sys.argv[2], 3, 60.0)

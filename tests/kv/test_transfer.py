@@ -11,13 +11,13 @@ import torch
 import zmq
 
 from helpers.links.pools import make, same, slots_of
-from laminar_hpc.kv import device, transfer
-from laminar_hpc.kv.errors import KvRefused
-from laminar_hpc.kv.frames import PartHeader, encode_header
-from laminar_hpc.kv.inbox import Expected, KvInbox
-from laminar_hpc.kv.pool import gather
-from laminar_hpc.kv.shm import ShmOffer, Taken
-from laminar_hpc.kv.transfer import chunk_bytes, send_part
+from laminar_hpc.engine.kv import device, transfer
+from laminar_hpc.engine.kv.errors import KvRefused
+from laminar_hpc.engine.kv.frames import PartHeader, encode_header
+from laminar_hpc.engine.kv.inbox import Expected, KvInbox
+from laminar_hpc.engine.kv.pool import gather
+from laminar_hpc.engine.kv.shm import ShmOffer, Taken
+from laminar_hpc.engine.kv.transfer import chunk_bytes, send_part
 
 SHAPE = {"layers": 4, "heads": 4, "head_dim": 64, "pages": 700}
 TOKENS = list(range(1000, 1600))

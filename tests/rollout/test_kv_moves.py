@@ -11,12 +11,12 @@ import torch
 from helpers.engines.moving import decoding, detached, greedy, in_its_middle, moved, prompt_of, same_answers
 from helpers.engines.pair import Pair
 from laminar_hpc.engine.interface import Generation
+from laminar_hpc.engine.kv import transfer
+from laminar_hpc.engine.kv.errors import KvRefused
+from laminar_hpc.engine.kv.frames import PartHeader, Shape
+from laminar_hpc.engine.kv.pool import Pool
 from laminar_hpc.engine.sglang import move_calls
 from laminar_hpc.engine.sglang.plugin.kv_cache import _objection, pool_of
-from laminar_hpc.kv import transfer
-from laminar_hpc.kv.errors import KvRefused
-from laminar_hpc.kv.frames import PartHeader, Shape
-from laminar_hpc.kv.pool import Pool
 
 CAPACITY = 16384
 

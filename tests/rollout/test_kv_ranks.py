@@ -15,8 +15,8 @@ from laminar_hpc.engine.sglang.plugin.platform import activate
 activate()  # before SGLang is imported, as its own processes do
 
 from helpers.engines.ranks_stand import SIZE, Engine  # noqa: E402
+from laminar_hpc.engine.kv.errors import KvRefused  # noqa: E402
 from laminar_hpc.engine.sglang.plugin import kv_cache, kv_source, lockstep, protocol  # noqa: E402
-from laminar_hpc.kv.errors import KvRefused  # noqa: E402
 
 PROMPT = list(range(1000, 1070))
 Make = Callable[..., Engine]

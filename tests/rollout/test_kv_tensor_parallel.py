@@ -12,8 +12,8 @@ from helpers.engines.moving import decoding, detached, greedy, in_its_middle, pr
 from helpers.engines.pair import Pair, start_pair
 from helpers.engines.prompts import before_its_end
 from laminar_hpc.engine.interface import EngineDied, Generation
+from laminar_hpc.engine.kv.errors import KvRefused
 from laminar_hpc.engine.sglang import move_calls
-from laminar_hpc.kv.errors import KvRefused
 
 CAPACITY = 16384
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

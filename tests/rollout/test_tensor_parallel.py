@@ -18,12 +18,12 @@ from laminar_hpc.cluster.shared_memory import noted
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.models import WEIGHTS_FILE
 from laminar_hpc.engine.interface import EngineDied, Generation, sampling_parameters
+from laminar_hpc.engine.kv.errors import KvRefused
 from laminar_hpc.engine.sglang.plugin.live_weights import canonical_views, live_layout, live_sums
 from laminar_hpc.engine.sglang.plugin.load_slot import load_slot
 from laminar_hpc.engine.sglang.plugin.protocol import TensorShard
 from laminar_hpc.engine.sglang.server import SglangServer
 from laminar_hpc.engine.sglang.shards import whole_sums, whole_tensors
-from laminar_hpc.kv.errors import KvRefused
 from laminar_hpc.observability.trace import Trace
 from laminar_hpc.rollout import weight_loader
 from laminar_hpc.rollout.engine_lives import EngineLives

@@ -19,7 +19,7 @@ import time
 import msgspec
 
 from laminar_hpc.engine.interface import Engine, RequestFailed
-from laminar_hpc.kv.errors import KvRefused
+from laminar_hpc.engine.kv.errors import KvRefused
 from laminar_hpc.line.context import RoleContext
 from laminar_hpc.line.messages.data import Message, Partial
 from laminar_hpc.line.messages.moves import (

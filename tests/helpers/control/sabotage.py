@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 
 from laminar_hpc.controller.loop import Controller
-from laminar_hpc.kv.errors import KvRefused
+from laminar_hpc.engine.kv.errors import KvRefused
 from laminar_hpc.line.messages.data import Message, Trajectory
 from laminar_hpc.rollout.worker import RolloutWorker
 

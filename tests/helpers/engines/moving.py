@@ -13,8 +13,8 @@ import pytest
 from helpers.engines.pair import EOS, Pair
 from helpers.engines.prompts import Ended, before_its_end, judged
 from laminar_hpc.engine.interface import Generation, sampling_parameters
+from laminar_hpc.engine.kv.errors import KvRefused
 from laminar_hpc.engine.sglang.server import SglangServer
-from laminar_hpc.kv.errors import KvRefused
 
 R = TypeVar("R")
 

@@ -9,8 +9,8 @@ import pytest
 
 from helpers.engines.pair import EOS, Pair
 from laminar_hpc.engine.interface import Generation, sampling_parameters
+from laminar_hpc.engine.kv.errors import KvRefused
 from laminar_hpc.engine.sglang.server import SglangServer
-from laminar_hpc.kv.errors import KvRefused
 from laminar_hpc.line.messages.data import Partial
 from laminar_hpc.rollout.partial_response import extended, objection
 

@@ -2,8 +2,8 @@
 
 import torch
 
-from laminar_hpc.kv.frames import DTYPES
-from laminar_hpc.kv.pool import Pool
+from laminar_hpc.engine.kv.frames import DTYPES
+from laminar_hpc.engine.kv.pool import Pool
 
 BITS = {4: torch.int32, 2: torch.int16}
 

@@ -17,7 +17,7 @@ import zlib
 from dataclasses import dataclass
 
 from laminar_hpc.cluster.own_time import within
-from laminar_hpc.kv.errors import KvRefused
+from laminar_hpc.engine.kv.errors import KvRefused
 
 _HEAD = struct.Struct("<64sQQQI")
 _MAX_BODY = 1 << 34

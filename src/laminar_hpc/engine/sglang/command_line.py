@@ -44,7 +44,7 @@ _NOT_HERE = {
     "dllm-algorithm": "an engine generates by itself, token by token, and returns its own log-probs",
     "preferred-sampling-params": "responses are drawn as `sampling` says",
 }
-_MOVED_DTYPES = ("auto", "bf16", "bfloat16")  # of KV caches that kv/pool.py moves
+_MOVED_DTYPES = ("auto", "bf16", "bfloat16")  # of KV caches that engine/kv/pool.py moves
 _MOVED_PAGE = 64
 _FIELD = re.compile(r"^    ([a-z]\w+)\s*:", re.M)
 _FLAG = re.compile(r"[\"']--([a-z][\w-]+)[\"']")

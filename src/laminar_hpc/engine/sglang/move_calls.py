@@ -7,9 +7,9 @@ from typing import TypeVar
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.engine.interface import EngineDied
+from laminar_hpc.engine.kv.errors import KvRefused
 from laminar_hpc.engine.sglang.plugin import protocol
 from laminar_hpc.engine.sglang.port_client import PortClient
-from laminar_hpc.kv.errors import KvRefused
 from laminar_hpc.line.address import own_address
 
 MOVE_SECONDS = 60.0  # from one step of a move to the next; also of one wait for the other side

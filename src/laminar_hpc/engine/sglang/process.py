@@ -22,10 +22,11 @@ from pathlib import Path
 
 import psutil
 
-from laminar_hpc.cluster import folders, leftovers, shared_memory
+from laminar_hpc.cluster import folders, shared_memory
 from laminar_hpc.cluster.folders import ENGINE_FOLDER_PREFIX, claim
 from laminar_hpc.compat import cuda_toolkit
 from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.engine import leftovers
 from laminar_hpc.engine.interface import EngineDied
 from laminar_hpc.engine.sglang.command_line import has_cuda
 from laminar_hpc.engine.sglang.plugin import key, protocol, serve

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from laminar_hpc.kv.errors import KvRefused
-from laminar_hpc.kv.frames import model_fingerprint
-from laminar_hpc.kv.pool import Pool, use_huge_pages
+from laminar_hpc.engine.kv.errors import KvRefused
+from laminar_hpc.engine.kv.frames import model_fingerprint
+from laminar_hpc.engine.kv.pool import Pool, use_huge_pages
 
 NEUTRAL = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}
 _reserved = 0  # tokens of this process

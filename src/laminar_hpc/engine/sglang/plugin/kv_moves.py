@@ -22,14 +22,14 @@ from typing import Any
 
 import torch
 
+from laminar_hpc.engine.kv.errors import KvRefused
+from laminar_hpc.engine.kv.inbox import KvInbox
 from laminar_hpc.engine.sglang.plugin import kv_cache, protocol
 from laminar_hpc.engine.sglang.plugin.kv_cache import Hold, KvCache
 from laminar_hpc.engine.sglang.plugin.lockstep import Part, Steps
-from laminar_hpc.kv.errors import KvRefused
-from laminar_hpc.kv.inbox import KvInbox
 
 Parts = Generator[Part, list[str], None]
-CLOSE_SECONDS = 5.0  # a thread stops within POLL_SECONDS of kv/inbox.py and one chunk
+CLOSE_SECONDS = 5.0  # a thread stops within POLL_SECONDS of engine/kv/inbox.py and one chunk
 
 
 @dataclass

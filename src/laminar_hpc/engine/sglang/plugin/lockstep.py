@@ -31,8 +31,8 @@ import msgspec
 import zmq
 
 from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.engine.kv.errors import KvRefused
 from laminar_hpc.engine.sglang.plugin import protocol
-from laminar_hpc.kv.errors import KvRefused
 
 logger = logging.getLogger(__name__)
 PART_SECONDS = 240.0  # the worker waits for move_calls.ANSWER_SECONDS

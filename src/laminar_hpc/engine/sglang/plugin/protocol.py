@@ -82,7 +82,7 @@ class KvReserve(KvRequest):
 
 
 class KvReserved(Reply):
-    """`address` is that of kv/transfer.py's `of_all_ranks`."""
+    """`address` is that of engine/kv/transfer.py's `of_all_ranks`."""
 
     address: str
 

@@ -24,9 +24,9 @@ from dataclasses import dataclass
 import msgspec
 import torch
 
-from laminar_hpc.kv.errors import KvRefused
-from laminar_hpc.kv.native import extension
-from laminar_hpc.kv.pool import Pool
+from laminar_hpc.engine.kv.errors import KvRefused
+from laminar_hpc.engine.kv.native import extension
+from laminar_hpc.engine.kv.pool import Pool
 
 logger = logging.getLogger(__name__)
 CHUNK_BYTES = 1 << 19  # a block of threads each; some hundreds of them keep a GPU busy

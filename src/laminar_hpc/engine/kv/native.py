@@ -3,7 +3,7 @@
 import importlib
 from types import ModuleType
 
-from laminar_hpc.kv.errors import KvRefused
+from laminar_hpc.engine.kv.errors import KvRefused
 
 
 def extension() -> ModuleType:

@@ -12,13 +12,13 @@ import msgspec
 import torch
 import zmq
 
-from laminar_hpc.kv import device
-from laminar_hpc.kv.errors import KvRefused
-from laminar_hpc.kv.frames import PartHeader, Shape, check_fits, decode_header
-from laminar_hpc.kv.native import extension
-from laminar_hpc.kv.pool import NATIVE_PLAN, Pool
-from laminar_hpc.kv.shm import Taken
-from laminar_hpc.kv.transfer import QUEUED, STREAMS, KvAddress
+from laminar_hpc.engine.kv import device
+from laminar_hpc.engine.kv.errors import KvRefused
+from laminar_hpc.engine.kv.frames import PartHeader, Shape, check_fits, decode_header
+from laminar_hpc.engine.kv.native import extension
+from laminar_hpc.engine.kv.pool import NATIVE_PLAN, Pool
+from laminar_hpc.engine.kv.shm import Taken
+from laminar_hpc.engine.kv.transfer import QUEUED, STREAMS, KvAddress
 from laminar_hpc.line.admission import Admission
 
 log = logging.getLogger(__name__)

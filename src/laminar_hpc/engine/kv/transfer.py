@@ -27,12 +27,12 @@ import msgspec
 import torch
 import zmq
 
-from laminar_hpc.kv import device
-from laminar_hpc.kv.errors import KvRefused
-from laminar_hpc.kv.frames import PartHeader, Shape, encode_header
-from laminar_hpc.kv.native import extension
-from laminar_hpc.kv.pool import NATIVE_PLAN, Pool, aligned
-from laminar_hpc.kv.shm import CHUNK_BYTES, WAIT_SECONDS, ShmOffer
+from laminar_hpc.engine.kv import device
+from laminar_hpc.engine.kv.errors import KvRefused
+from laminar_hpc.engine.kv.frames import PartHeader, Shape, encode_header
+from laminar_hpc.engine.kv.native import extension
+from laminar_hpc.engine.kv.pool import NATIVE_PLAN, Pool, aligned
+from laminar_hpc.engine.kv.shm import CHUNK_BYTES, WAIT_SECONDS, ShmOffer
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -24,11 +24,11 @@ from typing import Any, Self
 
 import torch
 
-from laminar_hpc.kv.errors import KvRefused
-from laminar_hpc.kv.frames import MAX_HEADER_BYTES, PartHeader, decode_header, encode_header
-from laminar_hpc.kv.native import extension
-from laminar_hpc.kv.offers import PREFIX, held, hold, remove_abandoned
-from laminar_hpc.kv.pool import Pool
+from laminar_hpc.engine.kv.errors import KvRefused
+from laminar_hpc.engine.kv.frames import MAX_HEADER_BYTES, PartHeader, decode_header, encode_header
+from laminar_hpc.engine.kv.native import extension
+from laminar_hpc.engine.kv.offers import PREFIX, held, hold, remove_abandoned
+from laminar_hpc.engine.kv.pool import Pool
 
 # the ring stays in the second-level cache, and a chunk's turn costs little beside its copy
 CHUNK_BYTES = 1 << 17

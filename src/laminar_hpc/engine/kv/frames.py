@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 import torch
 
-from laminar_hpc.kv.errors import KvRefused
+from laminar_hpc.engine.kv.errors import KvRefused
 from laminar_hpc.weights.kernels.sums import tensor_sums
 
 MAGIC = b"LMNRKV01"  # the last two characters are the format's version

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from laminar_hpc.kv.errors import KvRefused
-from laminar_hpc.kv.frames import CHUNK_HEAD_BYTES, DTYPES, Shape
-from laminar_hpc.kv.native import extension
+from laminar_hpc.engine.kv.errors import KvRefused
+from laminar_hpc.engine.kv.frames import CHUNK_HEAD_BYTES, DTYPES, Shape
+from laminar_hpc.engine.kv.native import extension
 
 HUGE_PAGE = 1 << 21  # bytes, on x86-64 and on arm64 with pages of 4 KiB
 HEADER_GAP = 1 << 16  # bytes between two tensors that the allocator laid side by side
@@ -91,7 +91,7 @@ class Pool:
         first, places = self.tensors[0], slots.contiguous().numpy()
         if first.device.type != "cpu":
             raise KvRefused(
-                f"KV pool refused: it is on {first.device}; kv/device.py brings its rows to the host"
+                f"KV pool refused: it is on {first.device}; engine/kv/device.py brings its rows to the host"
             )
         bad = extension().misfit(places, len(first), self.shape.page_size, distinct)
         if bad >= 0:
@@ -124,7 +124,7 @@ def use_huge_pages(pool: Pool) -> None:
 
 
 def gather(pool: Pool, slots: torch.Tensor, chunk_bytes: int, threads: int, **options: Any) -> torch.Tensor:
-    """All chunk records of a request, as uint8 [bytes]; kv/frames.py has their layout."""
+    """All chunk records of a request, as uint8 [bytes]; engine/kv/frames.py has their layout."""
     plan = pool.plan(slots, chunk_bytes, threads, distinct=False, **options)
     records = aligned(pool.shape.record_bytes(chunk_bytes) * pool.shape.chunks(len(slots), chunk_bytes))
     extension().pack(*plan, records.numpy())
