@@ -12,13 +12,13 @@ from pathlib import Path
 from laminar_hpc.cluster.processes import die_with_parent
 from laminar_hpc.config.load import read_config
 from laminar_hpc.emulation import fleet
+from laminar_hpc.environments.turns.conversation import ToolResult
+from laminar_hpc.environments.turns.session import Session
 from laminar_hpc.rollout import worker
 from laminar_hpc.rollout.batch import Turn
 from laminar_hpc.rollout.episodes import Episodes
 from laminar_hpc.rollout.in_flight import Outcome, TrajectoryInFlight
 from laminar_hpc.rollout.turn_calls import Found, TurnCalls
-from laminar_hpc.turns.conversation import ToolResult
-from laminar_hpc.turns.session import Session
 
 
 class BatchCalls(TurnCalls):

@@ -110,8 +110,8 @@ def show(config: RunConfig, derived: Derived) -> None:
     """What `dry_run=true` prints. Raises LaminarError for what could not start on any machine of its kind."""
     from laminar_hpc.cluster.gpu_memory import check_dry_run
     from laminar_hpc.controller.rewards import check_rewards
+    from laminar_hpc.environments.turns.model import endless
     from laminar_hpc.observability import console
-    from laminar_hpc.turns.model import endless
 
     if lines := [*said(check_dry_run, config, derived), *said(check_rewards, config)]:
         raise Refused(lines)

@@ -12,8 +12,8 @@ from laminar_hpc.config.source import parse_source
 from laminar_hpc.data.chat_template import load_chat_template, template_text
 from laminar_hpc.data.prompts import load_prompts
 from laminar_hpc.data.tokens import check_rows, load_tokenizer, stop_token_ids
-from laminar_hpc.gateway.dialogues import Dialogues
-from laminar_hpc.turns.model import endless
+from laminar_hpc.environments.gateway.dialogues import Dialogues
+from laminar_hpc.environments.turns.model import endless
 
 USER = [{"role": "user", "content": "2+2?"}]
 TOOLS = [

@@ -12,7 +12,7 @@ from laminar_hpc.config.source import parse_source
 from laminar_hpc.data.chat_template import as_messages, continued, load_chat_template
 from laminar_hpc.data.prompts import load_prompts
 from laminar_hpc.data.tokens import load_tokenizer
-from laminar_hpc.gateway.chat import parse
+from laminar_hpc.environments.gateway.chat import parse
 
 
 @pytest.fixture

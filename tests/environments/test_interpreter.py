@@ -11,8 +11,8 @@ import pytest
 
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import EnvironmentConfig
+from laminar_hpc.environments.turns.pool import EnvironmentPool
 from laminar_hpc.environments.workers.interpreter import Interpreter
-from laminar_hpc.turns.pool import EnvironmentPool
 
 WORKER_NEEDS = (  # msgspec, and pydantic with what it is made of
     "msgspec",

@@ -4,8 +4,8 @@ import pytest
 
 from laminar_hpc.config.schema import EnvironmentConfig
 from laminar_hpc.environments import python_tool
-from laminar_hpc.turns.pool import EnvironmentPool
-from laminar_hpc.turns.tools import PythonTool, is_error
+from laminar_hpc.environments.turns.pool import EnvironmentPool
+from laminar_hpc.environments.turns.tools import PythonTool, is_error
 
 
 async def test_what_a_program_prints_is_what_the_model_reads(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,10 +18,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from laminar_hpc.environments.calculator import calculate, reward
-from laminar_hpc.turns.calls import CallParser, ToolCall
-from laminar_hpc.turns.conversation import ToolResult
-from laminar_hpc.turns.model import conversation, with_tools
-from laminar_hpc.turns.tools import PythonTool
+from laminar_hpc.environments.turns.calls import CallParser, ToolCall
+from laminar_hpc.environments.turns.conversation import ToolResult
+from laminar_hpc.environments.turns.model import conversation, with_tools
+from laminar_hpc.environments.turns.tools import PythonTool
 
 EXAMPLE = EXAMPLES / "calculator"
 BASE = str(EXAMPLE / "base")

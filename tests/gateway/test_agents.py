@@ -20,6 +20,7 @@ from helpers.paths import HELPERS
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import EnvironmentConfig, RunConfig
 from laminar_hpc.data.tokens import TextDecoder, load_tokenizer
+from laminar_hpc.environments.turns.model import check_first_token
 from laminar_hpc.line.context import RoleContext
 from laminar_hpc.line.messages.data import Partial, PromptGroup, VersionSpan
 from laminar_hpc.line.messages.membership import Welcome
@@ -27,7 +28,6 @@ from laminar_hpc.observability.trace import Trace
 from laminar_hpc.rollout.agents import AgentEpisodes
 from laminar_hpc.rollout.in_flight import Outcome, TrajectoryInFlight
 from laminar_hpc.rollout.partial_response import logprobs_of, tokens_of
-from laminar_hpc.turns.model import check_first_token
 
 CALL = '<tool_call>{"name": "look", "arguments": {"key": "k"}}</tool_call>'
 END = "<|end|>"

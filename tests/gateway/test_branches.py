@@ -13,16 +13,16 @@ import pytest
 from test_agents import END, Rollout, never_moves, saying, with_agents
 
 from helpers.models.chats import FORGETFUL, save
-from laminar_hpc.gateway.dialogues import Dialogues
+from laminar_hpc.environments.gateway.dialogues import Dialogues
+from laminar_hpc.environments.turns.calls import ToolCall
+from laminar_hpc.environments.turns.conversation import ToolResult
+from laminar_hpc.environments.turns.model import Dialogue, conversation
+from laminar_hpc.environments.turns.session import FunctionSession
 from laminar_hpc.line.messages.data import Partial, VersionSpan
 from laminar_hpc.payload.layout import unpack
 from laminar_hpc.rollout import episodes, turn_calls
 from laminar_hpc.rollout.in_flight import Outcome, TrajectoryInFlight
 from laminar_hpc.rollout.partial_response import tokens_of
-from laminar_hpc.turns.calls import ToolCall
-from laminar_hpc.turns.conversation import ToolResult
-from laminar_hpc.turns.model import Dialogue, conversation
-from laminar_hpc.turns.session import FunctionSession
 
 NEXT, ON = f"{END}\n<|assistant|>\n", f"{END}\n<|user|>\ngo on"
 

@@ -7,8 +7,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from laminar_hpc.gateway.chat import DrawnTurn, completion
-from laminar_hpc.gateway.server import Gateway
+from laminar_hpc.environments.gateway.chat import DrawnTurn, completion
+from laminar_hpc.environments.gateway.server import Gateway
 
 
 @pytest.mark.parametrize("stream", [True, False])

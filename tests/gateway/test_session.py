@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from laminar_hpc.gateway.chat import Chat, Rejected, parse
-from laminar_hpc.gateway.session import Door
+from laminar_hpc.environments.gateway.chat import Chat, Rejected, parse
+from laminar_hpc.environments.gateway.session import Door
 
 USER, MORE = {"role": "user", "content": "go"}, {"role": "user", "content": "on"}
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from test_agents import END, Rollout, with_agents
 
-from laminar_hpc.gateway.chat import Rejected
-from laminar_hpc.gateway.tokens import continued, parse_prompt
+from laminar_hpc.environments.gateway.chat import Rejected
+from laminar_hpc.environments.gateway.tokens import continued, parse_prompt
 from laminar_hpc.rollout.in_flight import Outcome
 from laminar_hpc.rollout.partial_response import logprobs_of, tokens_of
 

@@ -14,10 +14,10 @@ from test_agents import END, Rollout, Script, saying, with_agents
 from helpers.environments.verifiers_of_pypi import V1, interpreter
 from helpers.paths import HELPERS
 from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.environments.turns.pool import EnvironmentPool
+from laminar_hpc.environments.verifiers.rows import run_rows
 from laminar_hpc.rollout.in_flight import Outcome, TrajectoryInFlight
 from laminar_hpc.rollout.partial_response import logprobs_of, tokens_of
-from laminar_hpc.turns.pool import EnvironmentPool
-from laminar_hpc.verifiers.rows import run_rows
 
 pytestmark = pytest.mark.slow
 V0 = "0.1.14", "0.3.1"  # the first and the last version with v0 that is taken

@@ -19,9 +19,9 @@ from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.rules import broken_rules
 from laminar_hpc.config.schema import EnvironmentConfig, RunConfig
 from laminar_hpc.environments.run_prompts import load_run_prompts
+from laminar_hpc.environments.turns.pool import EnvironmentPool
+from laminar_hpc.environments.verifiers.rows import run_rows
 from laminar_hpc.rollout.in_flight import Outcome, TrajectoryInFlight
-from laminar_hpc.turns.pool import EnvironmentPool
-from laminar_hpc.verifiers.rows import run_rows
 
 ENVIRONMENT = {"verifiers": "guessing", "python": sys.executable}
 
@@ -58,11 +58,20 @@ def test_a_runs_rows_are_written_once(folder: Path) -> None:
     config.python = "/nowhere"
     assert run_rows(config, str(folder / "run")) == file
     words = {"taskset": {"id": "guessing", "words": 9}, "select": {"limit": 4}}
-    command = [sys.executable, "-m", "laminar_hpc.verifiers.rows", sys.executable, json.dumps(words), "four"]
+    command = [
+        sys.executable,
+        "-m",
+        "laminar_hpc.environments.verifiers.rows",
+        sys.executable,
+        json.dumps(words),
+        "four",
+    ]
     said = subprocess.run(command, capture_output=True, text=True)
     assert said.stdout.strip().endswith("four: 4 rows") and Path("four").read_text().count("\n") == 4
     said = subprocess.run(command[:-1], capture_output=True, text=True)
-    assert said.returncode == 2 and said.stderr.startswith("usage: python -m laminar_hpc.verifiers.rows")
+    assert said.returncode == 2 and said.stderr.startswith(
+        "usage: python -m laminar_hpc.environments.verifiers.rows"
+    )
 
 
 async def test_episodes_have_verifiers_rewards(folder: Path) -> None:

@@ -19,10 +19,10 @@ from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.data.tokens import TextDecoder
 from laminar_hpc.emulation.fleet import EmulatedReplica
 from laminar_hpc.engine.emulated import responses
+from laminar_hpc.environments.turns.ahead import Ahead
+from laminar_hpc.environments.turns.session import Session
 from laminar_hpc.observability.trace import read_spans
 from laminar_hpc.payload.whole import Whole
-from laminar_hpc.turns.ahead import Ahead
-from laminar_hpc.turns.session import Session
 
 TOOLBOX = """
 import asyncio, os, time

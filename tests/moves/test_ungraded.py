@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from helpers.control.script import Script, samples_of, scripted
+from laminar_hpc.environments.turns.episode import TRIES
+from laminar_hpc.environments.turns.episode import patient as is_patient
+from laminar_hpc.environments.turns.session import EnvironmentHangs
 from laminar_hpc.line.messages.rollouts import Drop, Grant, Lost
 from laminar_hpc.policies import filtering
 from laminar_hpc.rollout.episodes import Episodes
 from laminar_hpc.rollout.in_flight import Outcome, TrajectoryInFlight
 from laminar_hpc.rollout.in_flight import granted as of_grant
-from laminar_hpc.turns.episode import TRIES
-from laminar_hpc.turns.episode import patient as is_patient
-from laminar_hpc.turns.session import EnvironmentHangs
 
 
 def working(tmp_path: Path, prompts: int = 4) -> tuple[Script, list[Grant]]:

@@ -109,7 +109,7 @@ def test_the_package_requires_what_it_imports() -> None:
                 imported.add(node.module.split(".")[0])
     owners = importlib.metadata.packages_distributions()
     of_extras, of_type_checkers = {"sglang", "triton", "flashinfer"}, {"_typeshed"}
-    elsewhere = {"openai", "verifiers"}  # verifiers/bridge.py
+    elsewhere = {"openai", "verifiers"}  # environments/verifiers/bridge.py
     others = of_extras | of_type_checkers | elsewhere | {"laminar_hpc"}
     foreign = imported - sys.stdlib_module_names - others
     needed = {canonicalize_name(owners[name][0]) for name in foreign}

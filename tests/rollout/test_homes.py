@@ -8,14 +8,14 @@ import pytest
 
 from helpers.engines.said import Line
 from laminar_hpc.config.schema import EnvironmentConfig
+from laminar_hpc.environments.turns.episode import Episode
+from laminar_hpc.environments.turns.session import EnvironmentFailed, Session
 from laminar_hpc.environments.workers.protocol import Call, CallResult
 from laminar_hpc.line.messages.data import Partial, PromptGroup
 from laminar_hpc.line.messages.homes import Ask, LetGo, replica_of
 from laminar_hpc.line.messages.moves import Answer
 from laminar_hpc.rollout.homes import EnvironmentHomes, Home
 from laminar_hpc.rollout.in_flight import TrajectoryInFlight
-from laminar_hpc.turns.episode import Episode
-from laminar_hpc.turns.session import EnvironmentFailed, Session
 
 GROUP = PromptGroup(1, [1, 2], "p", {"environment": "shelf"}, [])
 

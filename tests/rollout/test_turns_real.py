@@ -14,12 +14,12 @@ from helpers.engines.pair import EOS, hf_logprobs, reference
 from helpers.engines.replica_stand import Replica, replica_of_turns
 from helpers.models.chats import SEPARATED
 from laminar_hpc.config.schema import RunConfig
+from laminar_hpc.environments.turns.calls import ToolCall
 from laminar_hpc.line.messages.data import Partial, Sample, Trajectory
 from laminar_hpc.line.messages.moves import Answer
 from laminar_hpc.line.messages.rollouts import EngineHung, Generated, Grant, Scored, Unfinished, WeightsOpened
 from laminar_hpc.payload.layout import Response
 from laminar_hpc.payload.reader import read
-from laminar_hpc.turns.calls import ToolCall
 
 pytestmark = pytest.mark.slow
 STOPS = [*range(0, 60), EOS]  # so that a random model ends its turns

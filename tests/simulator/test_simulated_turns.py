@@ -13,6 +13,7 @@ import pytest
 
 from laminar_hpc import cli
 from laminar_hpc.config.schema import EnvironmentConfig
+from laminar_hpc.environments.turns.episode import TRIES
 from laminar_hpc.observability.trace import TraceSpan
 from laminar_hpc.policies.deadlines import FACTOR, FEWEST, HUNG_SECONDS
 from laminar_hpc.simulator.constants import DEFAULT
@@ -28,7 +29,6 @@ from laminar_hpc.simulator.setup import SimulationSetup, setup
 from laminar_hpc.simulator.tables import GPUS, MODELS
 from laminar_hpc.simulator.turns.course import Course, Known, Took
 from laminar_hpc.simulator.turns.environments import Environments
-from laminar_hpc.turns.episode import TRIES
 
 RECORDED = Path(__file__).with_name("recorded_tools.tar.xz")
 NEVER = Took(math.inf, failed=True)

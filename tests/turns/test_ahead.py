@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from laminar_hpc.turns.ahead import Ahead
-from laminar_hpc.turns.session import EnvironmentFailed, Session
+from laminar_hpc.environments.turns.ahead import Ahead
+from laminar_hpc.environments.turns.session import EnvironmentFailed, Session
 
 A, B, C = {"q": "a"}, {"q": "b"}, {"q": "c"}
 

@@ -6,9 +6,9 @@ import pytest
 
 from helpers.models.chats import SEPARATED, save
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.turns.calls import CallParser, Malformed, ToolCall
-from laminar_hpc.turns.model import with_tools
-from laminar_hpc.turns.tools import PythonTool
+from laminar_hpc.environments.turns.calls import CallParser, Malformed, ToolCall
+from laminar_hpc.environments.turns.model import with_tools
+from laminar_hpc.environments.turns.tools import PythonTool
 
 
 def add(a: int, b: float = 2.0) -> float:

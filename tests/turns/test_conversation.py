@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from helpers.models.chats import CLEARED, FORGETFUL, ROLE_MARKED, SEPARATED, WITHOUT_TOOLS, save
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.data.tokens import load_tokenizer
-from laminar_hpc.turns.conversation import ToolResult
-from laminar_hpc.turns.model import conversation, with_tools
+from laminar_hpc.environments.turns.conversation import ToolResult
+from laminar_hpc.environments.turns.model import conversation, with_tools
 
 TOOLS = [
     {"type": "function", "function": {"name": "add", "description": "d", "parameters": {"type": "object"}}}

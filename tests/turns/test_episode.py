@@ -1,7 +1,7 @@
 """A trajectory's limits, and what is said of it."""
 
 from laminar_hpc.config.schema import EnvironmentConfig
-from laminar_hpc.turns.episode import Episode
+from laminar_hpc.environments.turns.episode import Episode
 
 
 def test_limits_on_turns_calls_and_time() -> None:

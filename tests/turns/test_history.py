@@ -8,9 +8,9 @@ import pytest
 from helpers.models.chats import CLEARED, FORGETFUL, SEPARATED, save
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.data.tokens import TextDecoder, load_tokenizer
-from laminar_hpc.turns.conversation import Conversation, ToolResult
-from laminar_hpc.turns.history import History
-from laminar_hpc.turns.model import conversation
+from laminar_hpc.environments.turns.conversation import Conversation, ToolResult
+from laminar_hpc.environments.turns.history import History
+from laminar_hpc.environments.turns.model import conversation
 
 TOOLS = [
     {"type": "function", "function": {"name": "add", "description": "d", "parameters": {"type": "object"}}}

@@ -11,9 +11,9 @@ import pytest
 
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import EnvironmentConfig
+from laminar_hpc.environments.turns.pool import EnvironmentPool, environment_of
+from laminar_hpc.environments.turns.session import EnvironmentFailed
 from laminar_hpc.policies import deadlines
-from laminar_hpc.turns.pool import EnvironmentPool, environment_of
-from laminar_hpc.turns.session import EnvironmentFailed
 
 MODULE = '''
 import asyncio, os, time

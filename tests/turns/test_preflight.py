@@ -8,7 +8,7 @@ import pytest
 from helpers.models.chats import CLEARED, SEPARATED, save, vocabulary_size
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import RunConfig
-from laminar_hpc.turns.preflight import check_environment, prompt_render
+from laminar_hpc.environments.turns.preflight import check_environment, prompt_render
 
 MODULE = """
 class Shop:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Coroutine
 
 import pytest
 
-from laminar_hpc.turns.redundant import first_of
+from laminar_hpc.environments.turns.redundant import first_of
 
 
 class Asked:

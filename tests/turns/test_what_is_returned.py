@@ -10,9 +10,9 @@ import pytest
 
 from laminar_hpc.config.schema import EnvironmentConfig, RewardConfig
 from laminar_hpc.environments.reward_pool import RewardPool
+from laminar_hpc.environments.turns.pool import EnvironmentPool
+from laminar_hpc.environments.turns.session import EnvironmentFailed
 from laminar_hpc.environments.workers import crews
-from laminar_hpc.turns.pool import EnvironmentPool
-from laminar_hpc.turns.session import EnvironmentFailed
 
 MODULE = '''
 import asyncio

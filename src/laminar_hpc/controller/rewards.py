@@ -20,7 +20,7 @@ def check_rewards(config: RunConfig) -> None:
     """For a command line: refuses what can only be a mistake, in environments too. A dry run has no rows, so
     it calls no function."""
     if config.environment.several and not config.source.startswith("replay:"):
-        from laminar_hpc.turns.preflight import check_environment
+        from laminar_hpc.environments.turns.preflight import check_environment
 
         check_environment(config)
     named = bool(config.reward.function or config.reward.functions)

@@ -10,10 +10,10 @@ from laminar_hpc.config.source import labels, parse_source
 from laminar_hpc.data.chat_template import continued, load_chat_template
 from laminar_hpc.data.prompts import Prompt, PromptSet, RowRender, check_token_ids, load_prompts
 from laminar_hpc.data.tokens import load_tokenizer
+from laminar_hpc.environments.turns.model import endless
+from laminar_hpc.environments.turns.preflight import prompt_render
+from laminar_hpc.environments.verifiers.rows import run_rows
 from laminar_hpc.observability import console
-from laminar_hpc.turns.model import endless
-from laminar_hpc.turns.preflight import prompt_render
-from laminar_hpc.verifiers.rows import run_rows
 
 
 def run_render(config: RunConfig) -> RowRender | None:
@@ -52,7 +52,7 @@ def load_run_prompts(
                 if not isinstance(prompt.row.get("task"), dict):
                     raise LaminarError(
                         f"{key}={name}: its row {number} has no task; leave data.train out, and let `python "
-                        "-m laminar_hpc.verifiers.rows` write evaluation.files"
+                        "-m laminar_hpc.environments.verifiers.rows` write evaluation.files"
                     )
         except LaminarError as error:
             wrong.extend(str(error).splitlines())

@@ -13,7 +13,7 @@ PATIENCE_GROUPS = 100
 PATIENCE_BATCHES = 10  # and at least so many global batches
 
 
-# failures of one trajectory's environments: twice the TRIES of turns/episode.py at one replica
+# failures of one trajectory's environments: twice the TRIES of environments/turns/episode.py at one replica
 UNGRADED_LIMIT = 6
 UNGRADED = "an environment failed"  # what the reasons of such groups begin with
 

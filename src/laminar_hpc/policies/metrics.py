@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from laminar_hpc.line.messages.data import Trajectory
 
-ENVIRONMENT = "environment."  # what reward parts begin with that turns/episode.py gives
+ENVIRONMENT = "environment."  # what reward parts begin with that environments/turns/episode.py gives
 _COUNTS = frozenset(
     {
         "trajectories",

@@ -13,19 +13,19 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from laminar_hpc.environments.gateway.chat import MODEL
+from laminar_hpc.environments.gateway.dialogues import Dialogues
+from laminar_hpc.environments.gateway.server import Gateway
 from laminar_hpc.environments.reward_pool import Score
+from laminar_hpc.environments.turns.episode import Episode
+from laminar_hpc.environments.turns.session import AgentSession, EnvironmentFailed
 from laminar_hpc.environments.workers.protocol import CallResult
-from laminar_hpc.gateway.chat import MODEL
-from laminar_hpc.gateway.dialogues import Dialogues
-from laminar_hpc.gateway.server import Gateway
 from laminar_hpc.line.context import RoleContext
 from laminar_hpc.rollout.batch import Turn
 from laminar_hpc.rollout.episodes import Episodes
 from laminar_hpc.rollout.in_flight import Outcome, TrajectoryInFlight
 from laminar_hpc.rollout.move_source import HandOver
 from laminar_hpc.rollout.talk import Talk
-from laminar_hpc.turns.episode import Episode
-from laminar_hpc.turns.session import AgentSession, EnvironmentFailed
 
 logger = logging.getLogger(__name__)
 

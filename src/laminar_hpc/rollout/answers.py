@@ -15,11 +15,11 @@ from collections.abc import Coroutine
 from typing import Any
 
 from laminar_hpc.cluster.own_time import own_time, within
+from laminar_hpc.environments.turns.session import EnvironmentFailed
 from laminar_hpc.line.channel import Channel
 from laminar_hpc.line.messages.moves import Answer
 from laminar_hpc.rollout.in_flight import Outcome, State, TrajectoryInFlight
 from laminar_hpc.rollout.move_source import HandOver
-from laminar_hpc.turns.session import EnvironmentFailed
 
 WAY_SECONDS = 30.0  # of an Answer from another replica, beyond the time of its calls
 _REMEMBERED = 4096  # Answers that nobody has asked for yet

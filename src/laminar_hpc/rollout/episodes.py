@@ -11,7 +11,7 @@ waits: its calls are made to their end here, and what came of them follows it (t
 from its tokens; if a replica died while it made its calls, it begins again, so that no call is made twice. An
 environment of a factory stays here when its trajectory moves, and is asked from there (homes.py). Where an
 agent asks for the turns nothing moves, nor with environment.history=branch: each has its turns as messages
-(turns/history.py).
+(environments/turns/history.py).
 """
 
 import asyncio
@@ -25,6 +25,10 @@ import numpy as np
 from laminar_hpc.config.rewards import reward_functions
 from laminar_hpc.engine.interface import EngineDied, EngineHangs
 from laminar_hpc.environments.reward_pool import Score
+from laminar_hpc.environments.turns.episode import BUSY_SHARE, Episode, begins_again, patient
+from laminar_hpc.environments.turns.history import History
+from laminar_hpc.environments.turns.pool import EnvironmentPool
+from laminar_hpc.environments.turns.session import EnvironmentFailed, Session
 from laminar_hpc.line.context import RoleContext
 from laminar_hpc.line.messages.homes import replica_of
 from laminar_hpc.rollout.answers import TrajectoryEnded
@@ -33,10 +37,6 @@ from laminar_hpc.rollout.homes import Home
 from laminar_hpc.rollout.in_flight import Outcome, TrajectoryInFlight
 from laminar_hpc.rollout.move_source import HandOver
 from laminar_hpc.rollout.turn_calls import TurnCalls
-from laminar_hpc.turns.episode import BUSY_SHARE, Episode, begins_again, patient
-from laminar_hpc.turns.history import History
-from laminar_hpc.turns.pool import EnvironmentPool
-from laminar_hpc.turns.session import EnvironmentFailed, Session
 
 logger = logging.getLogger(__name__)
 

@@ -17,12 +17,12 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
+from laminar_hpc.environments.turns.episode import Episode
+from laminar_hpc.environments.turns.session import EnvironmentFailed, Session
 from laminar_hpc.line.channel import Channel
 from laminar_hpc.line.messages.homes import Ask, LetGo
 from laminar_hpc.line.messages.moves import Answer
 from laminar_hpc.rollout.in_flight import TrajectoryInFlight
-from laminar_hpc.turns.episode import Episode
-from laminar_hpc.turns.session import EnvironmentFailed, Session
 
 logger = logging.getLogger(__name__)
 

@@ -30,15 +30,15 @@ from enum import Enum
 import numpy as np
 
 from laminar_hpc.environments.reward_pool import Score
+from laminar_hpc.environments.turns.episode import Episode
+from laminar_hpc.environments.turns.history import History
+from laminar_hpc.environments.turns.session import Session
 from laminar_hpc.line.messages.data import TOKEN_BYTES, Partial, PromptGroup, Sample, Trajectory, VersionSpan
 from laminar_hpc.line.messages.moves import MoveOrder
 from laminar_hpc.line.messages.rollouts import Grant, Increment, Unfinished
 from laminar_hpc.payload.layout import Response, Tokens, drawn, pack, packed_digest
 from laminar_hpc.rollout.partial_response import cut, given, joined, logprobs_of, tokens_of
 from laminar_hpc.rollout.state import WrongState
-from laminar_hpc.turns.episode import Episode
-from laminar_hpc.turns.history import History
-from laminar_hpc.turns.session import Session
 
 
 class State(Enum):

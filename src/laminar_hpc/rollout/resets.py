@@ -1,8 +1,8 @@
 """Environments of a replica's next local batch, reset while its present one ends, so that its first tokens
 need not wait for them."""
 
+from laminar_hpc.environments.turns.pool import EnvironmentPool
 from laminar_hpc.rollout.state import ReplicaState
-from laminar_hpc.turns.pool import EnvironmentPool
 
 
 class ResetsAhead:

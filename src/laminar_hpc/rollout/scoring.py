@@ -10,6 +10,7 @@ from typing import Any
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.data.tokens import TextDecoder, stop_token_ids
 from laminar_hpc.environments.reward_pool import RewardPool, Score
+from laminar_hpc.environments.turns.session import EnvironmentFailed
 from laminar_hpc.line.context import RoleContext
 from laminar_hpc.line.messages.data import PromptGroup, Sample
 from laminar_hpc.line.messages.rollouts import Lost, Scored, ScoreOrder
@@ -19,7 +20,6 @@ from laminar_hpc.rollout.episodes import Episodes
 from laminar_hpc.rollout.homes import Home
 from laminar_hpc.rollout.in_flight import TrajectoryInFlight
 from laminar_hpc.rollout.partial_response import tokens_of
-from laminar_hpc.turns.session import EnvironmentFailed
 
 logger = logging.getLogger(__name__)
 

@@ -15,19 +15,26 @@ from collections.abc import Callable, Sequence
 
 from laminar_hpc.cluster.own_time import own_time, within
 from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.environments.gateway.chat import Chat, DrawnTurn, Rejected, completion
+from laminar_hpc.environments.gateway.dialogues import Dialogues
+from laminar_hpc.environments.gateway.session import Door, Question
+from laminar_hpc.environments.gateway.tokens import (
+    TokenPrompt,
+    confirm,
+    continued,
+    generated,
+    known,
+    token_fields,
+)
+from laminar_hpc.environments.turns.calls import ToolCall
+from laminar_hpc.environments.turns.episode import Episode
+from laminar_hpc.environments.turns.model import Dialogue
+from laminar_hpc.environments.turns.session import EnvironmentFailed
+from laminar_hpc.environments.turns.tools import is_error
 from laminar_hpc.environments.workers.protocol import CallResult
-from laminar_hpc.gateway.chat import Chat, DrawnTurn, Rejected, completion
-from laminar_hpc.gateway.dialogues import Dialogues
-from laminar_hpc.gateway.session import Door, Question
-from laminar_hpc.gateway.tokens import TokenPrompt, confirm, continued, generated, known, token_fields
 from laminar_hpc.rollout.batch import Turn as Draw
 from laminar_hpc.rollout.in_flight import Outcome, TrajectoryInFlight
 from laminar_hpc.rollout.partial_response import logprobs_of, tokens_of
-from laminar_hpc.turns.calls import ToolCall
-from laminar_hpc.turns.episode import Episode
-from laminar_hpc.turns.model import Dialogue
-from laminar_hpc.turns.session import EnvironmentFailed
-from laminar_hpc.turns.tools import is_error
 
 _LIMITS = {"turns": "max_turns", "calls": "max_tool_calls", "time": "max_seconds"}
 

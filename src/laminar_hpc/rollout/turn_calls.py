@@ -19,6 +19,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from laminar_hpc.data.tokens import TextDecoder
+from laminar_hpc.environments.turns.calls import Malformed, ToolCall
+from laminar_hpc.environments.turns.conversation import ToolResult
+from laminar_hpc.environments.turns.model import Dialogue, dialogue
+from laminar_hpc.environments.turns.pool import environment_of
+from laminar_hpc.environments.turns.session import EnvironmentFailed, EnvironmentHangs, Session
+from laminar_hpc.environments.turns.tools import error_text, is_error
 from laminar_hpc.line.context import RoleContext
 from laminar_hpc.line.messages.data import Partial, VersionSpan
 from laminar_hpc.line.messages.homes import Ask, replica_of
@@ -29,12 +35,6 @@ from laminar_hpc.rollout.homes import EnvironmentHomes, Home
 from laminar_hpc.rollout.in_flight import TrajectoryInFlight
 from laminar_hpc.rollout.move_source import HandOver
 from laminar_hpc.rollout.partial_response import tokens_of
-from laminar_hpc.turns.calls import Malformed, ToolCall
-from laminar_hpc.turns.conversation import ToolResult
-from laminar_hpc.turns.model import Dialogue, dialogue
-from laminar_hpc.turns.pool import environment_of
-from laminar_hpc.turns.session import EnvironmentFailed, EnvironmentHangs, Session
-from laminar_hpc.turns.tools import error_text, is_error
 
 logger = logging.getLogger(__name__)
 Found = list[ToolCall] | Malformed  # in a turn

@@ -15,7 +15,7 @@ from laminar_hpc.environments.reward_styles import RewardFault, adapted, checked
 from laminar_hpc.environments.workers import protocol
 from laminar_hpc.environments.workers.framing import framed
 
-# What is no reward, by style: the class of turns/served.py that serves it.
+# What is no reward, by style: the class of environments/turns/served.py that serves it.
 OTHERS = {"tool": "Tool", "environment": "Environment", "agent": "Agent"}
 
 
@@ -91,7 +91,7 @@ def load_all(setup: protocol.WorkerSetup) -> dict[str, Served]:
     def load(spec: protocol.Spec) -> Served:
         if spec.style not in OTHERS:
             return Reward(spec, setup.timeout_seconds, setup.prompt_field)
-        kind = getattr(importlib.import_module("laminar_hpc.turns.served"), OTHERS[spec.style])
+        kind = getattr(importlib.import_module("laminar_hpc.environments.turns.served"), OTHERS[spec.style])
         served: Served = kind(load_function(spec.function, spec.label), spec)
         return served
 

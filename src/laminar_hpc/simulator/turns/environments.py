@@ -1,5 +1,5 @@
 """The environments of all replicas: what a trajectory does when its turn has ended, by the rules of the run's
-own state machine (turns/episode.py), and when a call is given up (policies/deadlines.py). Has no clock;
+own state machine (environments/turns/episode.py), and when a call is given up (policies/deadlines.py). Has no clock;
 events.py asks it.
 
     turn ends -> its calls, within the limits -> their results are prefilled -> next turn
@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from laminar_hpc.config.schema import EnvironmentConfig
+from laminar_hpc.environments.turns.episode import Episode, begins_again, patient
 from laminar_hpc.policies.deadlines import Deadline
 from laminar_hpc.simulator.turns.course import Course, Took
-from laminar_hpc.turns.episode import Episode, begins_again, patient
 
 _RESET, _CALL = "reset", "call"
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from laminar_hpc.gateway.chat import (
+from laminar_hpc.environments.gateway.chat import (
     UNUSED,
     DrawnTurn,
     Rejected,

@@ -10,9 +10,9 @@ from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.data.chat_template import Messages, continued, load_chat_template
 from laminar_hpc.data.prompts import RowRender
 from laminar_hpc.data.tokens import check_rows
-from laminar_hpc.turns.model import check_first_token, conversation
-from laminar_hpc.turns.pool import EnvironmentPool, environment_of
-from laminar_hpc.verifiers.process import loaded
+from laminar_hpc.environments.turns.model import check_first_token, conversation
+from laminar_hpc.environments.turns.pool import EnvironmentPool, environment_of
+from laminar_hpc.environments.verifiers.process import loaded
 
 Tools = dict[str, list[dict]]
 

@@ -11,12 +11,12 @@ from pathlib import Path
 
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.data.tokens import TextDecoder, load_tokenizer
-from laminar_hpc.gateway.chat import Chat, Rejected
-from laminar_hpc.gateway.tokens import TokenPrompt
+from laminar_hpc.environments.gateway.chat import Chat, Rejected
+from laminar_hpc.environments.gateway.tokens import TokenPrompt
+from laminar_hpc.environments.turns.calls import Malformed, ToolCall
+from laminar_hpc.environments.turns.history import goes_on
+from laminar_hpc.environments.turns.model import Arguments, Dialogue, dialogue
 from laminar_hpc.payload.layout import Tokens
-from laminar_hpc.turns.calls import Malformed, ToolCall
-from laminar_hpc.turns.history import goes_on
-from laminar_hpc.turns.model import Arguments, Dialogue, dialogue
 
 _KEPT = 64  # lists of tools
 _PROBE = {"name": "probe", "description": "Nothing.", "parameters": {"type": "object", "properties": {}}}

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from laminar_hpc.turns.session import EnvironmentFailed, Session
+from laminar_hpc.environments.turns.session import EnvironmentFailed, Session
 
 
 class Ahead:

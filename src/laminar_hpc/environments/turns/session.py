@@ -4,9 +4,9 @@ import json
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from laminar_hpc.environments.turns.tools import error_text
 from laminar_hpc.environments.workers.fork_server import WorkerLost
 from laminar_hpc.environments.workers.protocol import Call, CallResult
-from laminar_hpc.turns.tools import error_text
 
 RUN = "run"  # an agent's only method
 Ask = Callable[[Call], Coroutine[Any, Any, CallResult]]

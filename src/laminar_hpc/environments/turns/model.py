@@ -11,8 +11,8 @@ from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.data.chat_template import Messages, load_chat_template, template_text
 from laminar_hpc.data.tokens import load_tokenizer, stop_token_ids
-from laminar_hpc.turns.calls import CallParser
-from laminar_hpc.turns.conversation import MARK, Conversation, assistant
+from laminar_hpc.environments.turns.calls import CallParser
+from laminar_hpc.environments.turns.conversation import MARK, Conversation, assistant
 
 Arguments = Mapping[str, object] | None
 

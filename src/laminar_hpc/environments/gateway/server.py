@@ -16,9 +16,9 @@ from collections.abc import Awaitable, Callable
 import msgspec
 from aiohttp import web
 
-from laminar_hpc.gateway.chat import LIMITS, Rejected, events, models, parse
-from laminar_hpc.gateway.session import Door
-from laminar_hpc.gateway.tokens import parse_prompt
+from laminar_hpc.environments.gateway.chat import LIMITS, Rejected, events, models, parse
+from laminar_hpc.environments.gateway.session import Door
+from laminar_hpc.environments.gateway.tokens import parse_prompt
 
 logger = logging.getLogger(__name__)
 _THERE = "POST chat/completions and GET models under base_url, and POST inference/v1/generate beside its v1"

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.turns.json_values import json_value
+from laminar_hpc.environments.turns.json_values import json_value
 
 _PREFERRED = ("hermes",)  # reads what others of its format want with line breaks
 _USER = {"role": "user", "content": "0"}

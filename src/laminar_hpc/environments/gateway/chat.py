@@ -12,8 +12,8 @@ from typing import TypeVar
 
 import msgspec
 
-from laminar_hpc.turns.conversation import Messages
-from laminar_hpc.turns.json_values import TOO_DEEP, json_value, too_deep
+from laminar_hpc.environments.turns.conversation import Messages
+from laminar_hpc.environments.turns.json_values import TOO_DEEP, json_value, too_deep
 
 T = TypeVar("T", bound=msgspec.Struct)
 MODEL = "policy"  # the only model that there is

@@ -1,7 +1,7 @@
 """The tasks of a taskset as rows of a JSONL file: {"prompt", "task"}. A run writes its own once, so that it
 goes on with the same ones; for other files, as evaluation.files wants them:
 
-    python -m laminar_hpc.verifiers.rows PYTHON TASKSET_OR_JSON FILE
+    python -m laminar_hpc.environments.verifiers.rows PYTHON TASKSET_OR_JSON FILE
 """
 
 import asyncio
@@ -12,9 +12,9 @@ from pathlib import Path
 
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import EnvironmentConfig
+from laminar_hpc.environments.verifiers.process import block, loaded, name
 from laminar_hpc.environments.workers.fork_server import WorkerLost
 from laminar_hpc.environments.workers.protocol import Call
-from laminar_hpc.verifiers.process import block, loaded, name
 
 
 def run_rows(config: EnvironmentConfig, run_dir: str) -> str:

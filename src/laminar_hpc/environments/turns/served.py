@@ -2,7 +2,7 @@
 contract), or an agent. Called by environments/workers/process.py, as rewards are.
 
 An environment whose methods are all coroutines, and an async agent, share their process and event loop with
-others; any other has a process to itself (turns/pool.py sees to it), so that it may block, and be ended.
+others; any other has a process to itself (environments/turns/pool.py sees to it), so that it may block, and be ended.
 """
 
 import asyncio
@@ -15,8 +15,8 @@ from typing import Any
 
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.environments.reward_styles import RewardFault, accepted, checked
+from laminar_hpc.environments.turns.tools import PythonTool, as_text, error_text
 from laminar_hpc.environments.workers.protocol import MAX_ERROR, Call, CallResult, Spec, sendable
-from laminar_hpc.turns.tools import PythonTool, as_text, error_text
 
 _NOT_TOOLS = ("reset", "get_reward")
 _GIVEN = ("row", "base_url", "api_key", "model")  # to an agent

@@ -26,15 +26,9 @@ import msgspec
 from laminar_hpc.cluster.own_time import own_time
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import EnvironmentConfig
-from laminar_hpc.environments.workers import crews
-from laminar_hpc.environments.workers.crews import WorkerPool
-from laminar_hpc.environments.workers.fork_server import ForkServer, Worker, WorkerLost
-from laminar_hpc.environments.workers.interpreter import OURS, Interpreter
-from laminar_hpc.environments.workers.protocol import Call, CallResult, Spec, WorkerSetup
-from laminar_hpc.policies.deadlines import Deadline
-from laminar_hpc.turns.ahead import Ahead
-from laminar_hpc.turns.redundant import first_of
-from laminar_hpc.turns.session import (
+from laminar_hpc.environments.turns.ahead import Ahead
+from laminar_hpc.environments.turns.redundant import first_of
+from laminar_hpc.environments.turns.session import (
     RUN,
     AgentSession,
     Ask,
@@ -44,7 +38,13 @@ from laminar_hpc.turns.session import (
     Session,
     VerifiersSession,
 )
-from laminar_hpc.verifiers.process import bridge
+from laminar_hpc.environments.verifiers.process import bridge
+from laminar_hpc.environments.workers import crews
+from laminar_hpc.environments.workers.crews import WorkerPool
+from laminar_hpc.environments.workers.fork_server import ForkServer, Worker, WorkerLost
+from laminar_hpc.environments.workers.interpreter import OURS, Interpreter
+from laminar_hpc.environments.workers.protocol import Call, CallResult, Spec, WorkerSetup
+from laminar_hpc.policies.deadlines import Deadline
 
 SESSIONS_MAX = 1024  # at once; others wait for one to end
 _CALLS_MAX = 256  # processes of plain functions

@@ -4,7 +4,13 @@ turns? Then a branch begins, whose prompt is all that the template writes now. P
 from collections.abc import Sequence
 
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.turns.conversation import Conversation, Messages, ToolResult, assistant, tool_message
+from laminar_hpc.environments.turns.conversation import (
+    Conversation,
+    Messages,
+    ToolResult,
+    assistant,
+    tool_message,
+)
 
 
 class History:

@@ -12,10 +12,10 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from laminar_hpc.gateway.chat import Chat, Rejected
-from laminar_hpc.gateway.tokens import TokenPrompt
-from laminar_hpc.turns.calls import thought_and_rest
-from laminar_hpc.turns.conversation import Messages
+from laminar_hpc.environments.gateway.chat import Chat, Rejected
+from laminar_hpc.environments.gateway.tokens import TokenPrompt
+from laminar_hpc.environments.turns.calls import thought_and_rest
+from laminar_hpc.environments.turns.conversation import Messages
 
 _GROWS = (
     "a session's conversation only grows; send back what it has, each answer as it was given, or set "
