@@ -1,4 +1,4 @@
-"""Bytes per token and tokens per second of the archive (archive/table.py), of made responses and of runs.
+"""Bytes per token and tokens per second of the archive (store/archive/table.py), of made responses and of runs.
 
     python bench/archive.py [--json PATH] [RUN_DIR ...]
 
@@ -19,11 +19,11 @@ from pathlib import Path
 import common
 import numpy as np
 
-from laminar_hpc.archive import files
 from laminar_hpc.export import rows as exported
 from laminar_hpc.line.messages.data import Trajectory, VersionSpan
-from laminar_hpc.payload.layout import Response, drawn, pack, packed_digest
-from laminar_hpc.payload.whole import Whole
+from laminar_hpc.store.archive import files
+from laminar_hpc.store.payload.layout import Response, drawn, pack, packed_digest
+from laminar_hpc.store.payload.whole import Whole
 
 RESPONSES, TOKENS = 64, 16_384
 COLUMNS = ("responses", "tokens", "archive_bytes_per_token", "million_tokens_per_cpu_second")

@@ -35,7 +35,6 @@ from laminar_hpc.config.check import derive
 from laminar_hpc.config.load import load_config
 from laminar_hpc.controller.loop import Controller
 from laminar_hpc.controller.members import Members
-from laminar_hpc.controller.store import Store
 from laminar_hpc.controller.tracker import TrajectoryTracker
 from laminar_hpc.line.channel import Channel, StopReceived
 from laminar_hpc.line.context import RoleContext
@@ -45,6 +44,7 @@ from laminar_hpc.observability import jsonl
 from laminar_hpc.observability.metrics import MetricsWriter
 from laminar_hpc.observability.trace import Trace
 from laminar_hpc.policies.sampling import GroupSize
+from laminar_hpc.store.store import Store
 from laminar_hpc.trainer.canonical.exchange import Exchange
 from laminar_hpc.trainer.publishing.publisher import Publisher
 from laminar_hpc.weights.kernels.sums import add_sums, tensor_sums

@@ -32,9 +32,9 @@ import shapes
 import torch
 import torch.distributed as dist
 
-from laminar_hpc.cluster.checkpoints import checkpoint_path
 from laminar_hpc.config.check import count_parameters
 from laminar_hpc.config.schema import RunConfig
+from laminar_hpc.store.checkpoints import checkpoint_path
 from laminar_hpc.trainer.checkpoint import Checkpointer
 from laminar_hpc.trainer.checkpointing.reports import Saved
 from laminar_hpc.trainer.megatron.adam import named_state

@@ -26,7 +26,7 @@ from laminar_hpc.report.idle import busy, overlap, training_windows, union
 from laminar_hpc.report.rundata import Run
 
 if TYPE_CHECKING:
-    from laminar_hpc.payload.whole import Whole
+    from laminar_hpc.store.payload.whole import Whole
 
 ROOT = Path(__file__).resolve().parent.parent
 STOP_SECONDS = 60.0  # for an orderly stop of a run that took too long
@@ -270,8 +270,8 @@ def whole(
 ) -> "Whole":
     """A trajectory made up: its record, its prompt and its response, of one policy and all of it trained."""
     from laminar_hpc.line.messages.data import Trajectory, VersionSpan
-    from laminar_hpc.payload.layout import Response, drawn, logprobs_array, tokens_array
-    from laminar_hpc.payload.whole import Whole
+    from laminar_hpc.store.payload.layout import Response, drawn, logprobs_array, tokens_array
+    from laminar_hpc.store.payload.whole import Whole
 
     n = len(tokens)
     spans, columns = [VersionSpan(0, 0, n)], (tokens_array(tokens), logprobs_array(logprobs))

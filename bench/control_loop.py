@@ -61,7 +61,7 @@ from laminar_hpc.line.messages.rollouts import (
 )
 from laminar_hpc.line.messages.training import Batch, Continue, Restored, StepDone, TakeBatch
 from laminar_hpc.line.messages.wire import encode
-from laminar_hpc.observability import status
+from laminar_hpc.store import status
 
 GROUPS, SAMPLES, BOUND = 8192, 16, 3  # BOUND steps ahead of the trainer
 WORKING = 64

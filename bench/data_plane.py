@@ -71,12 +71,12 @@ def resident_bytes() -> int:
 
 def generate(run_dir: Path, trajectories: int, tokens: int) -> dict[str, float]:
     """Responses in payload files and rows in the store, as rollout and controller leave them."""
-    from laminar_hpc.controller.store import Store
     from laminar_hpc.line.messages.data import Sample, ScorePart
     from laminar_hpc.line.messages.rollouts import Generated
     from laminar_hpc.line.messages.wire import encode
-    from laminar_hpc.payload.layout import pack, packed_digest
-    from laminar_hpc.payload.writer import FOLDER, PayloadWriter
+    from laminar_hpc.store.payload.layout import pack, packed_digest
+    from laminar_hpc.store.payload.writer import FOLDER, PayloadWriter
+    from laminar_hpc.store.store import Store
 
     draw, store, wire = np.random.default_rng(0), Store(run_dir), 0
     writer, seconds = PayloadWriter(run_dir, "rollout0"), 0.0
@@ -113,9 +113,9 @@ def generate(run_dir: Path, trajectories: int, tokens: int) -> dict[str, float]:
 
 def choose(run_dir: Path, groups: int) -> tuple[bytes, float, float]:
     """The plan as it goes to the trainers, the seconds that it takes, and the longest block."""
-    from laminar_hpc.controller.store import Store
     from laminar_hpc.line.messages.training import Batch
     from laminar_hpc.line.messages.wire import encode
+    from laminar_hpc.store.store import Store
 
     store = Store(run_dir)
     with Watch() as watch:
@@ -148,8 +148,8 @@ def train(options: argparse.Namespace) -> dict[str, float]:
 
     from laminar_hpc.line.messages.training import Batch
     from laminar_hpc.line.messages.wire import decode
-    from laminar_hpc.payload.reader import read
-    from laminar_hpc.payload.whole import place_of
+    from laminar_hpc.store.payload.reader import read
+    from laminar_hpc.store.payload.whole import place_of
     from laminar_hpc.trainer.control import all_frames
     from laminar_hpc.trainer.step.batch import plan_of
     from laminar_hpc.trainer.step.microbatch import Example, Text, make_microbatch

@@ -93,10 +93,10 @@ def measure(options: argparse.Namespace, rate: str) -> dict:
     import torch.distributed as dist
 
     from laminar_hpc.config.load import load_config
-    from laminar_hpc.controller.store import Store
     from laminar_hpc.line.messages.chain import RelayHas
     from laminar_hpc.line.messages.publication import Published
-    from laminar_hpc.payload.whole import wholes
+    from laminar_hpc.store.payload.whole import wholes
+    from laminar_hpc.store.store import Store
     from laminar_hpc.trainer.megatron.policy import MegatronPolicy
     from laminar_hpc.trainer.publishing.publisher import Publisher
     from laminar_hpc.trainer.step.batch import in_memory

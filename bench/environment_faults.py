@@ -36,21 +36,21 @@ from pathlib import Path
 import common
 
 import environments
-from laminar_hpc.audit.checks import audit
-from laminar_hpc.audit.records import read
 from laminar_hpc.cluster.processes import die_with_parent
 from laminar_hpc.config.load import read_config
 from laminar_hpc.config.schema import RunConfig
-from laminar_hpc.controller.stored import stored_groups
 from laminar_hpc.data.tokens import TextDecoder
 from laminar_hpc.emulation.fleet import EmulatedReplica
 from laminar_hpc.emulation.launch import Emulation
 from laminar_hpc.engine.emulated.engine import EmulatedEngine
 from laminar_hpc.environments.reward_pool import RewardPool
-from laminar_hpc.payload.whole import Whole, wholes
 from laminar_hpc.report import rundata
 from laminar_hpc.report.rundata import Run
 from laminar_hpc.rollout.in_flight import State
+from laminar_hpc.store.audit.checks import audit
+from laminar_hpc.store.audit.records import read
+from laminar_hpc.store.payload.whole import Whole, wholes
+from laminar_hpc.store.stored import stored_groups
 
 KINDS = ("publications", "engines", "repack", "graders")
 SESSIONS, GROUPS = 16, 8  # trajectories of a local batch; groups of a step

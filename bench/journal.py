@@ -20,11 +20,11 @@ from pathlib import Path
 
 import common
 
-from laminar_hpc.controller.journal import Journal
-from laminar_hpc.controller.rebuild import build
-from laminar_hpc.controller.recovery import settle
-from laminar_hpc.controller.store import Store
 from laminar_hpc.line.messages.data import Place, ScorePart, Trajectory
+from laminar_hpc.store.journal import Journal
+from laminar_hpc.store.rebuild import build
+from laminar_hpc.store.recovery import settle
+from laminar_hpc.store.store import Store
 
 GROUPS, SAMPLES = 2, 8  # of a turn
 COLUMNS = (

@@ -34,7 +34,6 @@ from pathlib import Path
 import common
 
 from laminar_hpc.emulation.launch import Emulation, prepare
-from laminar_hpc.observability import status
 from laminar_hpc.policies.repack import ReplicaView, plan
 from laminar_hpc.report import rundata
 from laminar_hpc.simulator.constants import DEFAULT, PROMPT_TOKENS
@@ -45,6 +44,7 @@ from laminar_hpc.simulator.setup import setup as simulated_setup
 from laminar_hpc.simulator.tables import GPUS, MODELS
 from laminar_hpc.simulator.trainer_cost import job_costs, trainer_layout
 from laminar_hpc.simulator.workload import capped_mean
+from laminar_hpc.store import status
 
 REPLICAS, GPUS_EACH, TRAINING_GPUS = 16, 4, 64
 MEDIAN, SIGMA, CAP, KV_TOKENS, CONCURRENT = 1097.0, 1.69, 30720, 850_000, 256

@@ -12,9 +12,9 @@ from pathlib import Path
 import common
 import psutil
 
-from laminar_hpc.audit.checks import audit
-from laminar_hpc.audit.records import read
 from laminar_hpc.observability import jsonl
+from laminar_hpc.store.audit.checks import audit
+from laminar_hpc.store.audit.records import read
 
 ROLES = ("controller", "relay", "rollout", "trainer")
 ENGINE = "engine"  # of a rollout: processes of SGLang

@@ -27,10 +27,10 @@ import roles
 import shapes
 import torch
 
-from laminar_hpc.audit.checks import audit
-from laminar_hpc.audit.records import read
 from laminar_hpc.report import rundata
 from laminar_hpc.report.rundata import Run
+from laminar_hpc.store.audit.checks import audit
+from laminar_hpc.store.audit.records import read
 
 SKIP = 2  # steps that are not counted
 ENGINE = "laminar_hpc.engine.sglang.plugin.serve"

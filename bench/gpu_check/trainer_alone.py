@@ -55,8 +55,8 @@ def random_batch(vocabulary: int, tokens: int, seed: int) -> list:
 
 def replayed(run_dir: Path, steps: int) -> list[list]:
     """The batches of the first steps of a finished run."""
-    from laminar_hpc.controller.store import Store
-    from laminar_hpc.payload.whole import wholes
+    from laminar_hpc.store.payload.whole import wholes
+    from laminar_hpc.store.store import Store
 
     if not (run_dir / "store.sqlite").is_file():
         raise SystemExit(

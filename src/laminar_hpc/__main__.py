@@ -21,7 +21,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from laminar_hpc.cluster.devices import use_devices
-from laminar_hpc.cluster.full_disk import full_disk_text
 from laminar_hpc.cluster.gpu_memory import check_gpus, gigabytes_of_gpus
 from laminar_hpc.cluster.leaving import leave_at_once, watch_signals
 from laminar_hpc.cluster.placement import place
@@ -32,7 +31,6 @@ from laminar_hpc.config.errors import LaminarError, PermanentFailure, Refused
 from laminar_hpc.config.load import load_config
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.controller.ending import close_completed, finish
-from laminar_hpc.controller.rundir import completed_step, was_restarted
 from laminar_hpc.data.pretrained import follow, prepare_rank
 from laminar_hpc.line.address import keep_to_loopback, launch_id
 from laminar_hpc.line.agent_line import FAILED_ELSEWHERE, PERMANENT, REFUSED, RankReport, report
@@ -40,6 +38,8 @@ from laminar_hpc.line.channel import RUN_FAILED, Channel, GangReplaced, StopRece
 from laminar_hpc.line.context import RoleContext
 from laminar_hpc.line.messages.membership import UNNUMBERED, Failure, Hello
 from laminar_hpc.observability import console, output
+from laminar_hpc.store.full_disk import full_disk_text
+from laminar_hpc.store.rundir import completed_step, was_restarted
 
 SPEAK_SECONDS = 10.0  # for rank 0 to say an error that all ranks see
 

@@ -138,7 +138,7 @@ COMMANDS: dict[str, Subcommand] = {
         ("RUN_DIR",),
     ),
     "audit": Subcommand(
-        elsewhere("audit.command"),
+        elsewhere("store.audit.command"),
         "prove from a run's records that nothing was lost or trained twice",
         {"laminar audit runs/demo": "exit code 0 = clean, 1 = culprits, which are named, 2 = no run"},
         ("RUN_DIR",),

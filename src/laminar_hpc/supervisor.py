@@ -10,21 +10,21 @@ import sqlite3
 from contextlib import suppress
 from pathlib import Path
 
-from laminar_hpc.cluster import checkpoints
 from laminar_hpc.cluster.launch import Agent, WorkerGroup
 from laminar_hpc.cluster.processes import on_stop_signals
 from laminar_hpc.cluster.ranks import Ranks
 from laminar_hpc.cluster.roles import assign_roles
 from laminar_hpc.cluster.run_lock import refuse_if_held
-from laminar_hpc.cluster.signatures import refuse_foreign
 from laminar_hpc.config.check import derive
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.controller.ending import close_completed
-from laminar_hpc.controller.rundir import journal_folder, note_restart, store_directory, try_out
-from laminar_hpc.controller.same_run import refuse_changes
-from laminar_hpc.controller.store_check import check_store
 from laminar_hpc.observability import console, jsonl
 from laminar_hpc.policies.restarts import Restarts
+from laminar_hpc.store import checkpoints
+from laminar_hpc.store.rundir import journal_folder, note_restart, store_directory, try_out
+from laminar_hpc.store.same_run import refuse_changes
+from laminar_hpc.store.signatures import refuse_foreign
+from laminar_hpc.store.store_check import check_store
 
 GO_ON = ", then go on with the same command and resume=auto"
 _STORE_CHECK_SECONDS = 0.5  # a first look: the controller takes the time to read all of it

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.made import Made
-from laminar_hpc.archive import files, table
 from laminar_hpc.line.messages.data import VersionSpan
-from laminar_hpc.payload.layout import DamagedResponse, pack, packed_digest
 from laminar_hpc.policies.retention import kept
+from laminar_hpc.store.archive import files, table
+from laminar_hpc.store.payload.layout import DamagedResponse, pack, packed_digest
 
 BYTES_PER_TOKEN_MAX = 4.2
 

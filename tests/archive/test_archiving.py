@@ -7,13 +7,14 @@ import shutil
 import pytest
 
 from helpers.emulated.archive_run import GROUPS, KEEP, SAMPLES, EmulatedRun
-from laminar_hpc.archive import files, table
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.controller import archiver, archiving, old_steps, put_back
-from laminar_hpc.controller.gone_writers import GoneWriters
+from laminar_hpc.controller import archiving
 from laminar_hpc.line import unsaid
-from laminar_hpc.payload import writer
-from laminar_hpc.payload.whole import wholes
+from laminar_hpc.store import archiver, old_steps, put_back
+from laminar_hpc.store.archive import files, table
+from laminar_hpc.store.gone_writers import GoneWriters
+from laminar_hpc.store.payload import writer
+from laminar_hpc.store.payload.whole import wholes
 
 BATCH = GROUPS * SAMPLES
 ROWS = 10 * BATCH  # of the store, where it lets go of more

@@ -6,14 +6,14 @@ from contextlib import closing
 import pytest
 
 from helpers.emulated.archive_run import EmulatedRun
-from laminar_hpc.archive import files
-from laminar_hpc.audit import records as audited
-from laminar_hpc.audit.origins import responses_are_intact
-from laminar_hpc.controller import archiver
-from laminar_hpc.controller.read_only import connect_read_only
-from laminar_hpc.controller.store_copy import readable_store
 from laminar_hpc.export import rows
-from laminar_hpc.payload import writer
+from laminar_hpc.store import archiver
+from laminar_hpc.store.archive import files
+from laminar_hpc.store.audit import records as audited
+from laminar_hpc.store.audit.origins import responses_are_intact
+from laminar_hpc.store.payload import writer
+from laminar_hpc.store.read_only import connect_read_only
+from laminar_hpc.store.store_copy import readable_store
 
 
 @pytest.fixture

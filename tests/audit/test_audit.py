@@ -15,14 +15,14 @@ import pytest
 from helpers.control.script import Script
 from helpers.emulated import short_run
 from laminar_hpc import cli
-from laminar_hpc.audit.checks import SHOWN, CheckResult, audit
-from laminar_hpc.audit.records import read
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.controller.store import Store
 from laminar_hpc.observability.jsonl import Appender
-from laminar_hpc.payload.layout import pack, unpack
-from laminar_hpc.payload.writer import FOLDER
 from laminar_hpc.report import rundata, sections
+from laminar_hpc.store.audit.checks import SHOWN, CheckResult, audit
+from laminar_hpc.store.audit.records import read
+from laminar_hpc.store.payload.layout import pack, unpack
+from laminar_hpc.store.payload.writer import FOLDER
+from laminar_hpc.store.store import Store
 
 Damage = Callable[[Path], None]
 

@@ -21,18 +21,18 @@ from helpers import checkpoint_files
 from helpers.emulated import archive_run as emulated_run
 from helpers.emulated import short_run
 from laminar_hpc import cli
-from laminar_hpc.archive import files, table
-from laminar_hpc.audit import origins, sealed, steps
-from laminar_hpc.audit.checks import audit
-from laminar_hpc.audit.records import read
-from laminar_hpc.cluster.checkpoints import checkpoint_path
 from laminar_hpc.config.errors import Refused
-from laminar_hpc.controller import old_steps
-from laminar_hpc.controller.same_run import refuse_unsound_source
-from laminar_hpc.controller.seals import UNSEALED_KEY
-from laminar_hpc.controller.store import Store
 from laminar_hpc.observability.jsonl import Appender
-from laminar_hpc.payload.writer import FOLDER
+from laminar_hpc.store import old_steps
+from laminar_hpc.store.archive import files, table
+from laminar_hpc.store.audit import origins, sealed, steps
+from laminar_hpc.store.audit.checks import audit
+from laminar_hpc.store.audit.records import read
+from laminar_hpc.store.checkpoints import checkpoint_path
+from laminar_hpc.store.payload.writer import FOLDER
+from laminar_hpc.store.same_run import refuse_unsound_source
+from laminar_hpc.store.seals import UNSEALED_KEY
+from laminar_hpc.store.store import Store
 
 # in meta: the place of the store in its journal, which has checksums of its own; only with store_dir
 PROVE_NOTHING = {UNSEALED_KEY}

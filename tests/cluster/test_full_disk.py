@@ -12,11 +12,11 @@ import pytest
 
 from helpers.stand_ins import STAND_IN, one_rank
 from laminar_hpc.cluster import launch, launch_role, ranks
-from laminar_hpc.cluster.full_disk import NO_ROOM, full_disk_text, is_full_disk, put
 from laminar_hpc.config.schema import RunConfig
-from laminar_hpc.controller.store import Store
 from laminar_hpc.line.agent_line import REFUSED, RankOrders
 from laminar_hpc.observability.metrics import MetricsWriter
+from laminar_hpc.store.full_disk import NO_ROOM, full_disk_text, is_full_disk, put
+from laminar_hpc.store.store import Store
 
 
 def config_of(run_dir: Path) -> RunConfig:
@@ -167,7 +167,7 @@ def lives(tmp_path, monkeypatch) -> list[object]:
 def test_a_controller_starts_again_whenever_there_is_room(tmp_path, monkeypatch, lives, room, code, started):
     """Promise (docs/architecture.md#failure-domains): however often a disk fills up after the same step, a
     spare of Slurm's stays one; without room in time it ends."""
-    monkeypatch.setattr("laminar_hpc.cluster.full_disk._room", lambda path: room)
+    monkeypatch.setattr("laminar_hpc.store.full_disk._room", lambda path: room)
     monkeypatch.setattr(signal, "signal", lambda *_: None)  # the test's own process keeps its handlers
     words = ["experiment=demo", f"run_dir={tmp_path}", "cluster.join_timeout_seconds=1"]
     assert launch_role.main(["controller", "1", *words]) == code
@@ -176,7 +176,7 @@ def test_a_controller_starts_again_whenever_there_is_room(tmp_path, monkeypatch,
 
 def test_room_is_awaited_no_longer_than_the_user_lets_it(tmp_path, monkeypatch, lives):
     """Promise: a controller that waits for room ends as soon as it is told to."""
-    monkeypatch.setattr("laminar_hpc.cluster.full_disk._room", lambda path: 4096)
+    monkeypatch.setattr("laminar_hpc.store.full_disk._room", lambda path: 4096)
     group = one_rank("controller", tmp_path, "", per_hour=10)
     for _ in range(5):
         group.look()

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from helpers import checkpoint_files
-from laminar_hpc.cluster.signatures import Key, objection, own_key, read_key
 from laminar_hpc.config.errors import Refused
 from laminar_hpc.config.schema import RunConfig
+from laminar_hpc.store.signatures import Key, objection, own_key, read_key
 from laminar_hpc.supervisor import nothing_to_start
 
 

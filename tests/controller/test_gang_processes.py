@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from laminar_hpc.cluster.checkpoints import newest_gang
 from laminar_hpc.line.agent_line import FAILED_ELSEWHERE
 from laminar_hpc.line.channel import Channel, GangReplaced
 from laminar_hpc.line.messages.chain import CutLink, EpochProposed, JoinEpoch, StoreOpened
 from laminar_hpc.line.messages.membership import Failure, Hello, TrainerProgress
 from laminar_hpc.line.messages.publication import NewWeightId, WeightId
 from laminar_hpc.line.messages.training import NotYet, Restored, StepDone, TakeBatch
+from laminar_hpc.store.checkpoints import newest_gang
 
 HEARTBEAT = 3.0
 STUCK = """

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from laminar_hpc.cluster.checkpoints import checkpoint_path, newest_gang
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.controller.continuation import Continuation
@@ -17,7 +16,6 @@ from laminar_hpc.controller.gang import Gang, StopCutShort
 from laminar_hpc.controller.members import Member, Members
 from laminar_hpc.controller.membership import Membership
 from laminar_hpc.controller.shared import Outbox, RunState, Shared
-from laminar_hpc.controller.store import Store
 from laminar_hpc.controller.training import Training
 from laminar_hpc.line.messages.data import Message
 from laminar_hpc.line.messages.membership import Failure, GangEnded, Goodbye, Hello, Welcome
@@ -29,6 +27,8 @@ from laminar_hpc.line.messages.training import (
     TrainerDone,
     TrainersMeet,
 )
+from laminar_hpc.store.checkpoints import checkpoint_path, newest_gang
+from laminar_hpc.store.store import Store
 
 
 class Entry:

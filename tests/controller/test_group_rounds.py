@@ -4,10 +4,10 @@ found again after a restart."""
 import sqlite3
 
 from helpers.made import trajectory
-from laminar_hpc.controller.store import Store
 from laminar_hpc.controller.tracker import Counts, TrajectoryTracker
 from laminar_hpc.data.prompts import Prompt
 from laminar_hpc.policies.sampling import GroupSize
+from laminar_hpc.store.store import Store
 
 PAIR = GroupSize(2, 1, 2)
 PROMPTS = [Prompt(f"{i}+1=", [i], {"n": i}) for i in range(5)]

@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 
 from helpers.made import trajectory
 from laminar_hpc.controller.groups import Group, SampleState
-from laminar_hpc.controller.store import Store
 from laminar_hpc.controller.tracker import TrajectoryTracker
 from laminar_hpc.data.prompts import Prompt
 from laminar_hpc.line.messages.data import PromptGroup, Sample
 from laminar_hpc.policies.sampling import GroupSize
+from laminar_hpc.store.store import Store
 
 PROMPTS = [Prompt(f"{i}+1=", [i], {"n": i}) for i in range(5)]
 OFTEN = ("draw", "generate", "generate", "score")

@@ -16,15 +16,15 @@ from hypothesis import strategies as st
 
 from helpers.control.journal_writer import Writers
 from helpers.control.journals import Place, groups, tables, transaction
-from laminar_hpc.cluster.full_disk import is_full_disk
 from laminar_hpc.config.errors import Refused
-from laminar_hpc.controller import journal, journal_watch, rebuild
-from laminar_hpc.controller.journal import take_snapshot
-from laminar_hpc.controller.journal_files import Position, claim_era, segment_name, segments, snapshots
-from laminar_hpc.controller.journal_watch import JournalWatch
-from laminar_hpc.controller.recovery import identity, journal_id, retire, settle
-from laminar_hpc.controller.store import Store
-from laminar_hpc.controller.store_copy import readable_store
+from laminar_hpc.store import journal, journal_watch, rebuild
+from laminar_hpc.store.full_disk import is_full_disk
+from laminar_hpc.store.journal import take_snapshot
+from laminar_hpc.store.journal_files import Position, claim_era, segment_name, segments, snapshots
+from laminar_hpc.store.journal_watch import JournalWatch
+from laminar_hpc.store.recovery import identity, journal_id, retire, settle
+from laminar_hpc.store.store import Store
+from laminar_hpc.store.store_copy import readable_store
 
 
 def waited(condition, what: str, seconds: float = 20) -> None:
@@ -131,7 +131,7 @@ def test_any_statements_rebuild_the_same_store(tmp_path_factory, steps):
 
 
 def test_a_store_can_be_rebuilt_by_hand(tmp_path, capsys):
-    """Promise: `python -m laminar_hpc.controller.rebuild RUN_DIR FILE` writes what the journal knows, and
+    """Promise: `python -m laminar_hpc.store.rebuild RUN_DIR FILE` writes what the journal knows, and
     overwrites nothing."""
     place = Place(tmp_path)
     place.write(0, 1)

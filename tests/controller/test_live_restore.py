@@ -11,12 +11,12 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from helpers.made import trajectory
 from laminar_hpc.controller.groups import SampleState
-from laminar_hpc.controller.store import Store
 from laminar_hpc.controller.tracker import TrajectoryTracker
 from laminar_hpc.data.prompts import Prompt
 from laminar_hpc.line.messages.data import PromptGroup, Sample
 from laminar_hpc.policies import admission
 from laminar_hpc.policies.sampling import GroupSize
+from laminar_hpc.store.store import Store
 
 PROMPTS = [Prompt(f"{i}+1=", [i], {"n": i}) for i in range(5)]
 PER_STEP = 2

@@ -12,17 +12,19 @@ from pathlib import Path
 import pytest
 
 from helpers import checkpoint_files
-from laminar_hpc.cluster.checkpoints import checkpoint_path
 from laminar_hpc.cluster.run_lock import RunLock
 from laminar_hpc.config.errors import Refused
 from laminar_hpc.config.load import load_config
 from laminar_hpc.config.schema import RunConfig
-from laminar_hpc.controller import rundir
 from laminar_hpc.controller.beginning import take_run_dir
-from laminar_hpc.controller.journal import Journal
-from laminar_hpc.controller.journal_files import segments
-from laminar_hpc.controller.recovery import identity, settle
-from laminar_hpc.controller.rundir import (
+from laminar_hpc.line.messages.membership import Hello
+from laminar_hpc.line.waiting import sign_of, who_waits
+from laminar_hpc.store import rundir
+from laminar_hpc.store.checkpoints import checkpoint_path
+from laminar_hpc.store.journal import Journal
+from laminar_hpc.store.journal_files import segments
+from laminar_hpc.store.recovery import identity, settle
+from laminar_hpc.store.rundir import (
     cause_of_death,
     completed_step,
     journal_folder,
@@ -31,10 +33,8 @@ from laminar_hpc.controller.rundir import (
     store_path,
     was_restarted,
 )
-from laminar_hpc.controller.store import Store
-from laminar_hpc.controller.store_check import check_store
-from laminar_hpc.line.messages.membership import Hello
-from laminar_hpc.line.waiting import sign_of, who_waits
+from laminar_hpc.store.store import Store
+from laminar_hpc.store.store_check import check_store
 from laminar_hpc.supervisor import nothing_to_start
 
 FILE = "heldout"  # the label of the demo's held-out file

@@ -4,10 +4,10 @@ import sqlite3
 
 import pytest
 
-from laminar_hpc.audit import records
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.controller.store import Store
 from laminar_hpc.report import rundata
+from laminar_hpc.store.audit import records
+from laminar_hpc.store.store import Store
 
 
 @pytest.mark.parametrize("layout", ["1", "4"])

@@ -4,13 +4,13 @@ twice, restores go back."""
 import pytest
 
 from helpers.made import trajectory
-from laminar_hpc.controller import old_steps
-from laminar_hpc.controller.store import Store
 from laminar_hpc.controller.tracker import TrajectoryTracker
 from laminar_hpc.data.prompts import Prompt
 from laminar_hpc.line.messages.rollouts import Lost
 from laminar_hpc.policies.filtering import UNGRADED_LIMIT
 from laminar_hpc.policies.sampling import GroupSize
+from laminar_hpc.store import old_steps
+from laminar_hpc.store.store import Store
 
 
 def new_tracker(tmp_path, filters=False):

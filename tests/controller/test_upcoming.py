@@ -5,8 +5,8 @@ from pathlib import Path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from laminar_hpc.controller.store import Store
 from laminar_hpc.controller.upcoming import Upcoming
+from laminar_hpc.store.store import Store
 
 EVENTS = st.lists(
     st.tuples(st.sampled_from(["take", "keep", "gone", "starts"]), st.integers(0, 3)), max_size=60

@@ -19,10 +19,10 @@ from laminar_hpc.environments.turns.conversation import ToolResult
 from laminar_hpc.environments.turns.model import Dialogue, conversation
 from laminar_hpc.environments.turns.session import FunctionSession
 from laminar_hpc.line.messages.data import Partial, VersionSpan
-from laminar_hpc.payload.layout import unpack
 from laminar_hpc.rollout import episodes, turn_calls
 from laminar_hpc.rollout.in_flight import Outcome, TrajectoryInFlight
 from laminar_hpc.rollout.partial_response import tokens_of
+from laminar_hpc.store.payload.layout import unpack
 
 NEXT, ON = f"{END}\n<|assistant|>\n", f"{END}\n<|user|>\ngo on"
 

@@ -18,7 +18,7 @@ from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.environments.verifiers.rows import run_rows
 from laminar_hpc.line.messages.data import PromptGroup, Sample
 from laminar_hpc.line.messages.rollouts import Generated, Grant, Scored, WeightsOpened
-from laminar_hpc.payload.reader import read
+from laminar_hpc.store.payload.reader import read
 
 pytestmark = pytest.mark.slow
 STOPS = [*range(0, 60), EOS]  # so that a random model ends its turns

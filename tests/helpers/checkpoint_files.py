@@ -2,9 +2,10 @@
 
 from pathlib import Path
 
-from laminar_hpc.cluster import checkpoints, durable
-from laminar_hpc.cluster.signatures import own_key
+from laminar_hpc.cluster import durable
 from laminar_hpc.config.schema import RunConfig
+from laminar_hpc.store import checkpoints
+from laminar_hpc.store.signatures import own_key
 
 
 def write(run_dir: Path, step: int) -> Path:

@@ -8,9 +8,9 @@ import numpy as np
 
 from laminar_hpc.line.messages.data import Place, PromptGroup, Sample, Trajectory, VersionSpan
 from laminar_hpc.line.messages.training import BatchGroup
-from laminar_hpc.payload.layout import Response, logprobs_array, pack, packed_digest, tokens_array
-from laminar_hpc.payload.whole import Whole
-from laminar_hpc.payload.writer import PayloadWriter
+from laminar_hpc.store.payload.layout import Response, logprobs_array, pack, packed_digest, tokens_array
+from laminar_hpc.store.payload.whole import Whole
+from laminar_hpc.store.payload.writer import PayloadWriter
 
 
 @dataclass

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import psutil
 
-from laminar_hpc.audit.checks import audit
-from laminar_hpc.audit.records import read
+from laminar_hpc.store.audit.checks import audit
+from laminar_hpc.store.audit.records import read
 
 SHORT = ["experiment=demo", "sampling.max_response_tokens=48", "evaluation.problems=32"]
 

@@ -14,11 +14,11 @@ import pytest
 from helpers.paths import ROOT
 from helpers.stand_ins import JOINED, STAND_IN, one_rank
 from laminar_hpc.cluster import launch, ranks
-from laminar_hpc.cluster.run_end import goes_on
 from laminar_hpc.jobs.ending import Ended, controller_since, has_more_to_do, lead_seconds, seconds_to_go_on
 from laminar_hpc.jobs.machine_number import MachineNumber
 from laminar_hpc.jobs.node import Node, Place
 from laminar_hpc.line.address import ADDRESS_FILE
+from laminar_hpc.store.run_end import goes_on
 
 
 def write(run_dir: Path, *records: dict) -> Path:

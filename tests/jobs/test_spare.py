@@ -15,7 +15,6 @@ from laminar_hpc.cluster import launch, ranks
 from laminar_hpc.cluster.launch_role import RoleGroup
 from laminar_hpc.cluster.lock_owner import Owner
 from laminar_hpc.cluster.run_lock import LOCK_FILE, refuse_if_held
-from laminar_hpc.cluster.turn import await_turn
 from laminar_hpc.config.errors import LaminarError, Refused
 from laminar_hpc.config.load import load_config
 from laminar_hpc.controller import beginning
@@ -27,6 +26,7 @@ from laminar_hpc.jobs.spare import spare_of
 from laminar_hpc.line.agent_line import VARIABLE
 from laminar_hpc.line.endings import StopReceived
 from laminar_hpc.line.waiting import Sign
+from laminar_hpc.store.turn import await_turn
 
 
 @pytest.fixture(autouse=True)

@@ -15,8 +15,8 @@ from laminar_hpc.controller.loop import Controller
 from laminar_hpc.data.tokens import TextDecoder
 from laminar_hpc.emulation.fleet import EmulatedReplica
 from laminar_hpc.line.messages.moves import Answer
-from laminar_hpc.payload.whole import Whole
 from laminar_hpc.rollout.worker import RolloutWorker
+from laminar_hpc.store.payload.whole import Whole
 
 TOOLBOX = """
 import os, random, time

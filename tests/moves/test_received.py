@@ -8,11 +8,11 @@ from helpers.control.script import Script
 from helpers.emulated.stand import small_config
 from laminar_hpc.cluster.run_lock import LockLost
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.controller.store import Store
 from laminar_hpc.line.messages.membership import Failure, Stop
 from laminar_hpc.line.messages.publication import NewWeightId, WeightId
 from laminar_hpc.line.messages.training import Checkpointed
 from laminar_hpc.observability import jsonl
+from laminar_hpc.store.store import Store
 
 
 def test_a_turn_that_fails_has_received_nothing(tmp_path):

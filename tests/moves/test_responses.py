@@ -12,9 +12,9 @@ from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.line.messages.data import Place, VersionSpan
 from laminar_hpc.line.messages.moves import MoveAbort
 from laminar_hpc.line.messages.rollouts import Generated, Increment, Lost
-from laminar_hpc.payload.reader import read
-from laminar_hpc.payload.writer import FOLDER
 from laminar_hpc.rollout.partial_response import columns
+from laminar_hpc.store.payload.reader import read
+from laminar_hpc.store.payload.writer import FOLDER
 
 TOKENS = 40
 

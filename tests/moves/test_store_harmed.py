@@ -14,8 +14,8 @@ from helpers.emulated.stand import Stand, assert_every_one_ended_once, small_con
 from helpers.runs import assert_clean
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.controller.loop import Controller
-from laminar_hpc.controller.store import Store
 from laminar_hpc.line.messages.training import Checkpointed
+from laminar_hpc.store.store import Store
 
 NOISE = os.urandom(1 << 16)
 

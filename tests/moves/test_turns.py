@@ -22,7 +22,7 @@ from laminar_hpc.engine.emulated import responses
 from laminar_hpc.environments.turns.ahead import Ahead
 from laminar_hpc.environments.turns.session import Session
 from laminar_hpc.observability.trace import read_spans
-from laminar_hpc.payload.whole import Whole
+from laminar_hpc.store.payload.whole import Whole
 
 TOOLBOX = """
 import asyncio, os, time

@@ -12,9 +12,9 @@ from helpers.emulated.turning import CALL, several_turns, trajectories
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.data.tokens import TextDecoder
 from laminar_hpc.line.messages.moves import Answer
-from laminar_hpc.payload.whole import Whole
 from laminar_hpc.rollout.in_flight import State
 from laminar_hpc.rollout.worker import RolloutWorker
+from laminar_hpc.store.payload.whole import Whole
 
 TOOLBOX = """
 import asyncio, os, random, time

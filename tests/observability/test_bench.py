@@ -15,9 +15,9 @@ import pytest
 from helpers import synthetic
 from helpers.paths import BENCH
 from laminar_hpc.config.load import load_config
-from laminar_hpc.controller.store import Store
 from laminar_hpc.observability.trace import TraceSpan
 from laminar_hpc.report import rundata
+from laminar_hpc.store.store import Store
 
 
 @pytest.fixture

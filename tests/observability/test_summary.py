@@ -7,14 +7,14 @@ import pytest
 from helpers import synthetic
 from helpers.synthetic import EPOCH
 from laminar_hpc import cli
-from laminar_hpc.audit.checks import audit
-from laminar_hpc.audit.records import read
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.controller.journal import Journal
-from laminar_hpc.controller.recovery import settle
-from laminar_hpc.controller.store import Store
 from laminar_hpc.observability import jsonl
 from laminar_hpc.report import document, rundata, summary
+from laminar_hpc.store.audit.checks import audit
+from laminar_hpc.store.audit.records import read
+from laminar_hpc.store.journal import Journal
+from laminar_hpc.store.recovery import settle
+from laminar_hpc.store.store import Store
 
 KEYS = [
     "accuracy_before",

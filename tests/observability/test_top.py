@@ -9,11 +9,12 @@ from helpers import synthetic
 from laminar_hpc import cli
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.line.messages.data import ReplicaLoad
-from laminar_hpc.observability import jsonl, status
-from laminar_hpc.observability.status import Queues, RankStatus, Status
+from laminar_hpc.observability import jsonl
 from laminar_hpc.observability.trace import Trace
 from laminar_hpc.report import top
 from laminar_hpc.report.live import RunFollower
+from laminar_hpc.store import status
+from laminar_hpc.store.status import Queues, RankStatus, Status
 
 
 def now_status(when: float) -> Status:

@@ -15,10 +15,10 @@ from helpers.made import Made
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.line.in_order import InOrder
 from laminar_hpc.line.messages.data import Place
-from laminar_hpc.payload import writer as writing
-from laminar_hpc.payload.layout import pack
-from laminar_hpc.payload.reader import is_sound, read
-from laminar_hpc.payload.writer import FOLDER, PayloadWriter
+from laminar_hpc.store.payload import writer as writing
+from laminar_hpc.store.payload.layout import pack
+from laminar_hpc.store.payload.reader import is_sound, read
+from laminar_hpc.store.payload.writer import FOLDER, PayloadWriter
 
 
 def made(i: int) -> Made:
@@ -115,7 +115,7 @@ def test_what_cannot_be_cut_away_is_written_over(tmp_path, monkeypatch):
 def test_a_full_disk_is_waited_for(tmp_path, monkeypatch):
     """What was appended meanwhile is written, in order and once, as soon as there is room; other errors are
     told at once, and so is a full disk to a writer that is closed."""
-    monkeypatch.setattr("laminar_hpc.payload.writer._LOOK_SECONDS", 0.01)
+    monkeypatch.setattr("laminar_hpc.store.payload.writer._LOOK_SECONDS", 0.01)
     writer, write, tries = PayloadWriter(tmp_path, "rollout1", patience=60.0), os.write, list[int]()
     reason = [errno.ENOSPC]
 

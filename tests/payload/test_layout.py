@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from helpers.made import runs
 from laminar_hpc.line.messages.data import VersionSpan
-from laminar_hpc.payload.layout import (
+from laminar_hpc.store.payload.layout import (
     DamagedResponse,
     Response,
     drawn,

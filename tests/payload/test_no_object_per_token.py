@@ -13,11 +13,11 @@ from laminar_hpc.line.messages.data import Partial, PromptGroup, VersionSpan
 from laminar_hpc.line.messages.rollouts import Increment, Unfinished
 from laminar_hpc.line.messages.training import Batch, BatchGroup
 from laminar_hpc.line.messages.wire import decode, encode
-from laminar_hpc.payload.reader import read
-from laminar_hpc.payload.whole import place_of
-from laminar_hpc.payload.writer import PayloadWriter
 from laminar_hpc.rollout.in_flight import TrajectoryInFlight
 from laminar_hpc.rollout.partial_response import columns, extended, objection
+from laminar_hpc.store.payload.reader import read
+from laminar_hpc.store.payload.whole import place_of
+from laminar_hpc.store.payload.writer import PayloadWriter
 from laminar_hpc.trainer.step.batch import plan_of
 from laminar_hpc.trainer.step.microbatch import Example, Text, make_microbatch
 

@@ -12,9 +12,9 @@ from helpers.engines.prompts import Ended, before_its_end, paused, until_decodin
 from helpers.processes import LoopThread
 from laminar_hpc.engine.sglang.server import SglangServer
 from laminar_hpc.line.messages.data import Partial
-from laminar_hpc.payload.layout import Logprobs, Tokens
 from laminar_hpc.policies.sizing import saturation_requests
 from laminar_hpc.rollout.partial_response import extended, logprobs_of, tokens_of
+from laminar_hpc.store.payload.layout import Logprobs, Tokens
 
 PROMPT = [(7 * i) % 200 for i in range(40)]
 SAMPLING = {"temperature": 1.0, "max_new_tokens": 400, "ignore_eos": True}

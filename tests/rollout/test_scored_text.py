@@ -10,8 +10,8 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 from laminar_hpc.environments.reward_pool import Score
 from laminar_hpc.line.messages.data import PromptGroup, Sample
-from laminar_hpc.payload.layout import tokens_array
 from laminar_hpc.rollout.scoring import Scoring
+from laminar_hpc.store.payload.layout import tokens_array
 
 WORDS = ["one", "two", "<stop>", "<mark>"]
 

@@ -18,8 +18,8 @@ from laminar_hpc.environments.turns.calls import ToolCall
 from laminar_hpc.line.messages.data import Partial, Sample, Trajectory
 from laminar_hpc.line.messages.moves import Answer
 from laminar_hpc.line.messages.rollouts import EngineHung, Generated, Grant, Scored, Unfinished, WeightsOpened
-from laminar_hpc.payload.layout import Response
-from laminar_hpc.payload.reader import read
+from laminar_hpc.store.payload.layout import Response
+from laminar_hpc.store.payload.reader import read
 
 pytestmark = pytest.mark.slow
 STOPS = [*range(0, 60), EOS]  # so that a random model ends its turns

@@ -35,11 +35,11 @@ from laminar_hpc.line.messages.rollouts import (
     WeightsOpened,
 )
 from laminar_hpc.observability.trace import read_spans
-from laminar_hpc.payload.layout import Response
-from laminar_hpc.payload.reader import read
 from laminar_hpc.rollout import worker
 from laminar_hpc.rollout.in_flight import Outcome, TrajectoryInFlight, granted
 from laminar_hpc.rollout.partial_response import columns, tokens_of
+from laminar_hpc.store.payload.layout import Response
+from laminar_hpc.store.payload.reader import read
 from laminar_hpc.weights.probe import probe_sequences
 
 

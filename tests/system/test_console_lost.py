@@ -14,7 +14,7 @@ import pytest
 
 from helpers.paths import ROOT
 from helpers.runs import SHORT, assert_clean, metrics
-from laminar_hpc.cluster import checkpoints
+from laminar_hpc.store import checkpoints
 
 TRAIN = "laminar train"
 LAMINAR = [sys.executable, "-m", "laminar_hpc.cli", "train"]

@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from helpers.runs import Run, consumed, metrics, summary
-from laminar_hpc.cluster.checkpoints import checkpoint_path, read_state
+from laminar_hpc.store.checkpoints import checkpoint_path, read_state
 
 STEPS = 18  # so many that a fast machine does not reach the end before it is stopped
 BATCH, TRAJECTORIES = "algorithm.prompts_per_step=8", 64  # of a step

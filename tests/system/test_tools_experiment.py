@@ -9,8 +9,8 @@ from helpers.engines.pair import hf_logprobs, reference
 from helpers.runs import Run, metrics, summary
 from laminar_hpc.config.directories import examples_directory
 from laminar_hpc.data.tokens import TextDecoder
-from laminar_hpc.payload.whole import Whole
 from laminar_hpc.report import rundata
+from laminar_hpc.store.payload.whole import Whole
 
 pytestmark = pytest.mark.slow
 SECONDS = 1500  # of a run, on a machine that others use too

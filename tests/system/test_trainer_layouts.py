@@ -4,7 +4,7 @@ at every layout."""
 import pytest
 
 from helpers.runs import Run, metrics, summary
-from laminar_hpc.cluster.checkpoints import checkpoint_path, read_state
+from laminar_hpc.store.checkpoints import checkpoint_path, read_state
 
 STEPS = 4
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

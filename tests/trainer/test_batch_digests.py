@@ -14,7 +14,7 @@ from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.line.messages.data import Message
 from laminar_hpc.line.messages.training import Batch
-from laminar_hpc.payload.writer import FOLDER
+from laminar_hpc.store.payload.writer import FOLDER
 from laminar_hpc.trainer import loop
 from laminar_hpc.trainer.inbox import Inbox, Unreadable
 from laminar_hpc.trainer.step.batch import StepBatch

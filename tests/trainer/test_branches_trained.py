@@ -8,7 +8,7 @@ import torch
 
 from helpers.trainer import tiny
 from laminar_hpc.line.messages.data import VersionSpan
-from laminar_hpc.payload.layout import Response, drawn
+from laminar_hpc.store.payload.layout import Response, drawn
 from laminar_hpc.trainer.megatron.packs import make_pack
 from laminar_hpc.trainer.megatron.policy import MegatronPolicy
 from laminar_hpc.trainer.step.learner import Learner

@@ -15,7 +15,7 @@ from test_layouts import settings_of, world_of
 from helpers.trainer import tiny
 from helpers.trainer.checkpointing import Trainer
 from helpers.trainer.ranks import Ranks
-from laminar_hpc.cluster.checkpoints import checkpoint_path
+from laminar_hpc.store.checkpoints import checkpoint_path
 from laminar_hpc.trainer.canonical.files import plan_files
 from laminar_hpc.trainer.canonical.plan import HeldSlice
 from laminar_hpc.trainer.megatron.checkpoint_writer import ShardWriter

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from helpers.trainer.checkpointing import Trainer
-from laminar_hpc.cluster.checkpoints import read_state, steps
 from laminar_hpc.config.errors import PermanentFailure
+from laminar_hpc.store.checkpoints import read_state, steps
 
 
 def flip(path: Path) -> None:

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from helpers.trainer.checkpointing import Trainer
-from laminar_hpc.cluster import durable, signatures
-from laminar_hpc.cluster.checkpoints import steps
+from laminar_hpc.cluster import durable
 from laminar_hpc.config.errors import PermanentFailure
+from laminar_hpc.store import signatures
+from laminar_hpc.store.checkpoints import steps
 
 FOREIGN = {
     "a pickle in place of the metadata": r"megatron/\.metadata has ",

@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 
 from helpers.trainer import tiny
 from helpers.trainer.ranks import Ranks
-from laminar_hpc.cluster.checkpoints import checkpoint_path
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.models import first_stage_layers
+from laminar_hpc.store.checkpoints import checkpoint_path
 from laminar_hpc.trainer.canonical.plan import HeldSlice, plan
 
 STEPS = 20

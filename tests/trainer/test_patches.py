@@ -24,7 +24,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.optim.optimizer import _default_to_fused_or_foreach
 
 from helpers.trainer import tiny
-from laminar_hpc.cluster.checkpoints import Damaged
+from laminar_hpc.store.checkpoints import Damaged
 from laminar_hpc.trainer.checkpoint import Checkpointer
 from laminar_hpc.trainer.checkpointing import live_state
 from laminar_hpc.trainer.megatron import adam, building, cpu, optimizer_shards

@@ -17,7 +17,6 @@ from functools import partial
 from pathlib import Path
 
 from laminar_hpc.cluster.folders import ENGINE_FOLDER_PREFIX, remove_abandoned, remove_dead_slots
-from laminar_hpc.cluster.full_disk import NO_ROOM, ROOM_LOOK_SECONDS, has_room
 from laminar_hpc.cluster.leaving import LEAVES
 from laminar_hpc.cluster.ranks import Life, Ranks
 from laminar_hpc.cluster.run_lock import refuse_if_held
@@ -29,6 +28,7 @@ from laminar_hpc.line.agent_line import PERMANENT, REFUSED, RankOrders
 from laminar_hpc.line.stop import request_stop
 from laminar_hpc.observability import console, jsonl
 from laminar_hpc.policies.restarts import Restarts
+from laminar_hpc.store.full_disk import NO_ROOM, ROOM_LOOK_SECONDS, has_room
 
 REPEAT_SECONDS = 2.0  # `timeout` and some terminals send the same signal twice at once
 # for a controller to take a stop: turns of seconds are normal, and the shared file system may stand still;

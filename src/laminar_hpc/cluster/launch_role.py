@@ -17,12 +17,12 @@ from laminar_hpc import cli
 from laminar_hpc.cluster.launch import Agent, WorkerGroup
 from laminar_hpc.cluster.processes import on_stop_signals
 from laminar_hpc.cluster.ranks import Ranks
-from laminar_hpc.cluster.run_end import goes_on
 from laminar_hpc.config.errors import LaminarError, print_lines
 from laminar_hpc.config.load import load_config
 from laminar_hpc.line.agent_line import FAILED_ELSEWHERE, RankOrders
 from laminar_hpc.observability import console, output
 from laminar_hpc.policies.restarts import Restarts
+from laminar_hpc.store.run_end import goes_on
 
 AGAIN = {
     "controller": "the others go on and wait for it (cluster.join_timeout_seconds); start it again with "

@@ -1,5 +1,5 @@
 """When trained responses leave the payload files for the archive, and when they come back. The work itself is
-that of a thread (archiver.py); the store is written here, in the loop.
+that of a thread (store/archiver.py); the store is written here, in the loop.
 
 A restore goes to one of the `checkpoint.keep` newest checkpoints, unless they are damaged or gone. A step is
 archived when all of these are later: no such restore turns what it trained back into what is to be trained.
@@ -18,17 +18,16 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 
-from laminar_hpc.archive import files
-from laminar_hpc.cluster import checkpoints
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.controller import put_back
-from laminar_hpc.controller.archiver import Archived, Archiver
-from laminar_hpc.controller.gone_writers import GoneWriters
 from laminar_hpc.controller.shared import Shared
-from laminar_hpc.controller.store import Store
 from laminar_hpc.observability.console import line
-from laminar_hpc.payload.layout import DamagedResponse
-from laminar_hpc.payload.writer import PayloadWriter
+from laminar_hpc.store import checkpoints, put_back
+from laminar_hpc.store.archive import files
+from laminar_hpc.store.archiver import Archived, Archiver
+from laminar_hpc.store.gone_writers import GoneWriters
+from laminar_hpc.store.payload.layout import DamagedResponse
+from laminar_hpc.store.payload.writer import PayloadWriter
+from laminar_hpc.store.store import Store
 
 log = logging.getLogger(__name__)
 _AGAIN_SECONDS = 60.0  # after a failure

@@ -8,12 +8,16 @@ from pathlib import Path
 from laminar_hpc.cluster.lock_owner import Watched
 from laminar_hpc.cluster.open_files import allow_connections
 from laminar_hpc.cluster.run_lock import RunLock, refuse_if_held
-from laminar_hpc.cluster.turn import ONE_WORLD_SECONDS, await_turn
 from laminar_hpc.config.check import Derived, check, check_machine, derived_values, warnings
 from laminar_hpc.config.errors import Refused
 from laminar_hpc.config.schema import RunConfig
-from laminar_hpc.controller.recovery import own_era, retire, settle
-from laminar_hpc.controller.rundir import (
+from laminar_hpc.line.address import read_address
+from laminar_hpc.line.agent_line import RankReport, orders, report
+from laminar_hpc.line.waiting import Sign
+from laminar_hpc.observability import console
+from laminar_hpc.observability.wandb_mirror import check_wandb
+from laminar_hpc.store.recovery import own_era, retire, settle
+from laminar_hpc.store.rundir import (
     Start,
     journal_folder,
     prepare,
@@ -21,13 +25,9 @@ from laminar_hpc.controller.rundir import (
     store_path,
     unusable,
 )
-from laminar_hpc.controller.same_run import refuse_changes, refuse_unsound_source
-from laminar_hpc.controller.store_check import check_store, damage_of
-from laminar_hpc.line.address import read_address
-from laminar_hpc.line.agent_line import RankReport, orders, report
-from laminar_hpc.line.waiting import Sign
-from laminar_hpc.observability import console
-from laminar_hpc.observability.wandb_mirror import check_wandb
+from laminar_hpc.store.same_run import refuse_changes, refuse_unsound_source
+from laminar_hpc.store.store_check import check_store, damage_of
+from laminar_hpc.store.turn import ONE_WORLD_SECONDS, await_turn
 
 _STORE_CHECK_SECONDS = 60.0
 

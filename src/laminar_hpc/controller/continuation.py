@@ -10,7 +10,7 @@ import msgspec
 
 from laminar_hpc.controller.evaluations import Evaluations
 from laminar_hpc.controller.shared import RunState
-from laminar_hpc.controller.store import Store
+from laminar_hpc.store.store import Store
 
 _KEY = "under_way"
 

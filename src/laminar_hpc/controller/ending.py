@@ -5,8 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from laminar_hpc.config.schema import RunConfig
-from laminar_hpc.controller.rundir import completed_step
 from laminar_hpc.observability import console
+from laminar_hpc.store.rundir import completed_step
 
 
 def finish(run_dir: Path, stopped: str, say: Callable[[str], None]) -> None:

@@ -10,11 +10,11 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
-from laminar_hpc.controller.store import Store
 from laminar_hpc.data.prompts import Prompt
 from laminar_hpc.line.messages.data import PromptGroup, Sample
 from laminar_hpc.line.messages.rollouts import Generated, Grant, Lost, Scored
 from laminar_hpc.policies.metrics import accuracy
+from laminar_hpc.store.store import Store
 
 _NO_GROUP = -1  # on the wire: the groups of an evaluation have no ids
 

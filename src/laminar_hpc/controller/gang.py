@@ -19,19 +19,19 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from laminar_hpc.cluster import checkpoints
 from laminar_hpc.cluster.processes import process_started
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.system_schema import ClusterConfig, RelayConfig
 from laminar_hpc.controller.members import Member
 from laminar_hpc.controller.shared import Shared
-from laminar_hpc.controller.store import Store
 from laminar_hpc.line.messages.membership import GangEnded, Hello, TrainerProgress
 from laminar_hpc.line.messages.training import TrainersMeet
 from laminar_hpc.line.waiting import are_queued
 from laminar_hpc.observability import console
 from laminar_hpc.policies.hangs import HangWatch
 from laminar_hpc.policies.restarts import Restarts
+from laminar_hpc.store import checkpoints
+from laminar_hpc.store.store import Store
 
 log = logging.getLogger(__name__)
 _FAILURES_PER_HOUR = 10  # of gangs, by an error of their own

@@ -35,7 +35,6 @@ from laminar_hpc.controller.departures import Departures
 from laminar_hpc.controller.dispatcher import Dispatcher
 from laminar_hpc.controller.evaluations import Evaluations
 from laminar_hpc.controller.gang import Gang
-from laminar_hpc.controller.gone_writers import GoneWriters
 from laminar_hpc.controller.handlers import handlers
 from laminar_hpc.controller.homes import Homes
 from laminar_hpc.controller.last_evaluation import LastEvaluation
@@ -51,7 +50,6 @@ from laminar_hpc.controller.reports import TrajectoryReports
 from laminar_hpc.controller.rescuer import Rescuer
 from laminar_hpc.controller.scorers import Scorers
 from laminar_hpc.controller.shared import NUMBERS, Outbox, RunState, Shared
-from laminar_hpc.controller.store import Store
 from laminar_hpc.controller.tracker import TrajectoryTracker
 from laminar_hpc.controller.training import Training
 from laminar_hpc.controller.unsaid_words import take_up
@@ -61,9 +59,11 @@ from laminar_hpc.line.messages.chain import RelayHas
 from laminar_hpc.line.messages.membership import Goodbye, Hello, Ping, Pong, Stop, StopRequest
 from laminar_hpc.line.messages.rollouts import Leaving
 from laminar_hpc.line.messages.wire import AnyMessage
-from laminar_hpc.observability import status
 from laminar_hpc.observability.metrics import MetricsWriter
 from laminar_hpc.observability.trace import Trace
+from laminar_hpc.store import status
+from laminar_hpc.store.gone_writers import GoneWriters
+from laminar_hpc.store.store import Store
 
 _TICK_SECONDS = 0.1
 _SPAN_SECONDS = 0.003  # shorter turns are not traced: there are thousands, and they hold nobody up

@@ -13,7 +13,6 @@ from laminar_hpc.controller.gang import Gang
 from laminar_hpc.controller.members import Member
 from laminar_hpc.controller.numbers import ReplicaNumbers
 from laminar_hpc.controller.shared import Shared
-from laminar_hpc.controller.store import Store
 from laminar_hpc.controller.weights import Weights
 from laminar_hpc.data.pretrained import recorded_name
 from laminar_hpc.line.agent_line import orders
@@ -31,6 +30,7 @@ from laminar_hpc.line.messages.membership import (
 )
 from laminar_hpc.line.messages.rollouts import WeightsAvailable
 from laminar_hpc.line.messages.wire import AnyMessage
+from laminar_hpc.store.store import Store
 
 log = logging.getLogger(__name__)
 REPLACED = "other trainers have taken the place of these"

@@ -5,8 +5,8 @@ taken for another's. Whoever has one says it in each later Hello, at this contro
 """
 
 from laminar_hpc.controller.members import Members
-from laminar_hpc.controller.store import Store
 from laminar_hpc.line.messages.membership import UNNUMBERED, Hello
+from laminar_hpc.store.store import Store
 
 _KEY = "next_replica"
 

@@ -10,9 +10,9 @@ import logging
 
 from laminar_hpc.controller.group_table import GroupTable
 from laminar_hpc.controller.groups import Counts, SampleState
-from laminar_hpc.controller.rows import Rows
 from laminar_hpc.line.messages.data import PromptGroup, Sample
 from laminar_hpc.line.messages.rollouts import ScoreOrder
+from laminar_hpc.store.rows import Rows
 
 log = logging.getLogger(__name__)
 

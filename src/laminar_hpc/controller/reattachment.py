@@ -19,11 +19,11 @@ from laminar_hpc.controller.migration import attempt_of
 from laminar_hpc.controller.replicas import Replicas
 from laminar_hpc.controller.rescuer import Rescuer
 from laminar_hpc.controller.shared import Shared
-from laminar_hpc.controller.store import Store
 from laminar_hpc.controller.tracker import TrajectoryTracker
 from laminar_hpc.line.messages.data import Sample
 from laminar_hpc.line.messages.rollouts import Drop, Holds
 from laminar_hpc.observability import console
+from laminar_hpc.store.store import Store
 
 log = logging.getLogger(__name__)
 

@@ -18,8 +18,8 @@ from laminar_hpc.controller.tracker import TrajectoryTracker
 from laminar_hpc.line.messages.data import Sample
 from laminar_hpc.line.messages.rollouts import Drop, Generated, Increment, Lost, Scored
 from laminar_hpc.observability import console
-from laminar_hpc.payload.reader import is_sound
 from laminar_hpc.policies import filtering
+from laminar_hpc.store.payload.reader import is_sound
 
 log = logging.getLogger(__name__)
 _PROGRESS_SECONDS = 5.0

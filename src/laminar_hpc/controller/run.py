@@ -18,7 +18,6 @@ from pathlib import Path
 
 from laminar_hpc.cluster import durable
 from laminar_hpc.cluster.folders import slots_root
-from laminar_hpc.cluster.full_disk import is_full_disk
 from laminar_hpc.cluster.processes import on_stop_signals
 from laminar_hpc.cluster.run_lock import RunLock
 from laminar_hpc.config.errors import LaminarError, PermanentFailure, before_it_begins
@@ -29,23 +28,11 @@ from laminar_hpc.controller.beginning import Begun, start_up
 from laminar_hpc.controller.collector import collect_rarely
 from laminar_hpc.controller.evaluations import Evaluations
 from laminar_hpc.controller.gang import StopCutShort
-from laminar_hpc.controller.journal import Journal
 from laminar_hpc.controller.loop import Controller
 from laminar_hpc.controller.members import Members, rollout_silence
 from laminar_hpc.controller.rewards import say_doubts, try_rewards
-from laminar_hpc.controller.rundir import (
-    cause_of_death,
-    journal_folder,
-    note_restart,
-    store_directory,
-    store_path,
-    torchrun_identity,
-    was_restarted,
-)
-from laminar_hpc.controller.same_run import check_same_prompts
 from laminar_hpc.controller.shared import NUMBERS
 from laminar_hpc.controller.standstill import Standstill
-from laminar_hpc.controller.store import Store
 from laminar_hpc.controller.tracker import TrajectoryTracker
 from laminar_hpc.data.pretrained import recorded_name
 from laminar_hpc.data.prompts import Prompt
@@ -56,13 +43,27 @@ from laminar_hpc.line.channel import RUN_FAILED
 from laminar_hpc.line.hub import Hub
 from laminar_hpc.line.stop import forget_request, left_request, request_is_left
 from laminar_hpc.line.waiting import are_queued, who_waits
-from laminar_hpc.observability import console, status
+from laminar_hpc.observability import console
 from laminar_hpc.observability.durations import read_durations
 from laminar_hpc.observability.metrics import MetricsWriter
 from laminar_hpc.observability.trace import Trace
 from laminar_hpc.observability.wandb_mirror import WandbMirror
 from laminar_hpc.policies.sampling import GroupSize, prompt_index
 from laminar_hpc.policies.stopping import stop_limit
+from laminar_hpc.store import status
+from laminar_hpc.store.full_disk import is_full_disk
+from laminar_hpc.store.journal import Journal
+from laminar_hpc.store.rundir import (
+    cause_of_death,
+    journal_folder,
+    note_restart,
+    store_directory,
+    store_path,
+    torchrun_identity,
+    was_restarted,
+)
+from laminar_hpc.store.same_run import check_same_prompts
+from laminar_hpc.store.store import Store
 
 log = logging.getLogger(__name__)
 _STATUS_SECONDS = 1.0

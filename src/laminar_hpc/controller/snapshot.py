@@ -6,7 +6,7 @@ import time
 
 from laminar_hpc.controller.loop import Controller
 from laminar_hpc.controller.members import Member
-from laminar_hpc.observability.status import Queues, RankStatus, Status
+from laminar_hpc.store.status import Queues, RankStatus, Status
 
 
 def status(controller: Controller) -> Status:

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from laminar_hpc.controller.group_table import GroupTable
 from laminar_hpc.controller.groups import Counts, Group, SampleState
 from laminar_hpc.controller.owners import Owners
-from laminar_hpc.controller.store import Store
 from laminar_hpc.controller.upcoming import Upcoming
 from laminar_hpc.data.prompts import Prompt
 from laminar_hpc.line.messages.data import PromptGroup, Sample, ScorePart, Trajectory
@@ -22,6 +21,7 @@ from laminar_hpc.policies import filtering
 from laminar_hpc.policies.live_groups import GroupView
 from laminar_hpc.policies.metrics import accuracy
 from laminar_hpc.policies.sampling import GroupSize
+from laminar_hpc.store.store import Store
 
 
 class TrajectoryTracker:

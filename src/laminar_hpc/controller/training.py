@@ -14,17 +14,13 @@ import logging
 import time
 from pathlib import Path
 
-from laminar_hpc.archive import files
-from laminar_hpc.cluster import checkpoints
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.controller import put_back
 from laminar_hpc.controller.archiving import Archiving
 from laminar_hpc.controller.continuation import Continuation
 from laminar_hpc.controller.crew import Crew
 from laminar_hpc.controller.evaluations import Evaluations
 from laminar_hpc.controller.members import Member
 from laminar_hpc.controller.shared import Shared
-from laminar_hpc.controller.store import Store
 from laminar_hpc.controller.tracker import TrajectoryTracker
 from laminar_hpc.controller.weights import Weights
 from laminar_hpc.line.channel import SAME_VERSION
@@ -42,8 +38,11 @@ from laminar_hpc.line.messages.training import (
 )
 from laminar_hpc.observability import console
 from laminar_hpc.observability.shown_samples import ShownSamples
-from laminar_hpc.payload.writer import PayloadWriter
 from laminar_hpc.policies import admission
+from laminar_hpc.store import checkpoints, put_back
+from laminar_hpc.store.archive import files
+from laminar_hpc.store.payload.writer import PayloadWriter
+from laminar_hpc.store.store import Store
 
 log = logging.getLogger(__name__)
 _NOT_YET_SECONDS = 1.0

@@ -13,12 +13,12 @@ import msgspec
 from laminar_hpc.controller.members import Member
 from laminar_hpc.controller.partials import PartialPool
 from laminar_hpc.controller.reports import TrajectoryReports
-from laminar_hpc.controller.store import Store
 from laminar_hpc.controller.tracker import TrajectoryTracker
 from laminar_hpc.line import unsaid
 from laminar_hpc.line.messages.membership import Hello
 from laminar_hpc.line.messages.rollouts import Generated, Increment, Lost, Scored, Unfinished
 from laminar_hpc.line.messages.wire import AnyMessage, decode
+from laminar_hpc.store.store import Store
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ replica is gone, or the controller starts again, to whoever is next: each is use
 
 from collections import deque
 
-from laminar_hpc.controller.store import Store
+from laminar_hpc.store.store import Store
 
 
 class Upcoming:

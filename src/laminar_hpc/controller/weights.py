@@ -14,11 +14,11 @@ from laminar_hpc.controller.members import Member
 from laminar_hpc.controller.probes import Probes
 from laminar_hpc.controller.relay_chain import TRAINER, Chain, Orders, Place
 from laminar_hpc.controller.shared import NUMBERS, Shared
-from laminar_hpc.controller.store import Store
 from laminar_hpc.line.messages.chain import LinkDown, RelayHas, StoreOpened
 from laminar_hpc.line.messages.publication import LaneSenders, NewWeightId, Published, WeightId
 from laminar_hpc.line.messages.rollouts import WeightsAvailable
 from laminar_hpc.observability import console
+from laminar_hpc.store.store import Store
 
 log = logging.getLogger(__name__)
 _LOOK_SECONDS = 0.1  # between two looks at the chains while nothing happens to them

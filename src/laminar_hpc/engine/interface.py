@@ -12,7 +12,7 @@ from typing import Protocol, TypeAlias, TypedDict
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import SamplingConfig
 from laminar_hpc.line.messages.data import VersionSpan
-from laminar_hpc.payload.layout import Logprobs, Tokens
+from laminar_hpc.store.payload.layout import Logprobs, Tokens
 
 Sums = dict[
     str, tuple[int, int]

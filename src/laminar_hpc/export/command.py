@@ -13,14 +13,14 @@ from pathlib import Path
 import pyarrow as pa
 from tokenizers import Tokenizer
 
-from laminar_hpc.archive import table
 from laminar_hpc.config.errors import LaminarError, Refused
-from laminar_hpc.controller.read_only import connect_read_only
-from laminar_hpc.controller.store_copy import readable_store
-from laminar_hpc.controller.store_layout import has_tables
 from laminar_hpc.export import rows
-from laminar_hpc.payload.layout import DamagedResponse
-from laminar_hpc.report.run_files import config_of, metrics_of
+from laminar_hpc.store.archive import table
+from laminar_hpc.store.payload.layout import DamagedResponse
+from laminar_hpc.store.read_only import connect_read_only
+from laminar_hpc.store.run_files import config_of, metrics_of
+from laminar_hpc.store.store_copy import readable_store
+from laminar_hpc.store.store_layout import has_tables
 
 _STEPS = re.compile(r"(\d*):(\d*)|(\d+)")
 _TEXTS = pa.schema([("prompt", pa.string()), ("response", pa.string())])

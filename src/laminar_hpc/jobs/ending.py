@@ -10,10 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from laminar_hpc.cluster.run_end import last_end, last_word
 from laminar_hpc.line.address import ADDRESS_FILE
 from laminar_hpc.observability.durations import read_durations
 from laminar_hpc.policies.stopping import stop_seconds
+from laminar_hpc.store.run_end import last_end, last_word
 
 BY_THE_USER = "laminar stop"  # the reason that it gives
 ROLLOUTS_SECONDS = 45.0  # before the limit they leave, which takes 20

@@ -23,12 +23,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from laminar_hpc.cluster.full_disk import put
 from laminar_hpc.cluster.launch import Agent, WorkerGroup
 from laminar_hpc.cluster.launch_role import RolePart
 from laminar_hpc.cluster.processes import die_with_parent, on_stop_signals
 from laminar_hpc.cluster.ranks import Ranks
-from laminar_hpc.cluster.run_end import last_word
 from laminar_hpc.config.errors import LaminarError, print_lines
 from laminar_hpc.config.file_systems import NETWORK_FILE_SYSTEMS, file_system
 from laminar_hpc.config.load import load_config
@@ -48,6 +46,8 @@ from laminar_hpc.line.agent_line import REFUSED, RankOrders
 from laminar_hpc.line.stop import ask_trainers_to_leave
 from laminar_hpc.observability import console, output
 from laminar_hpc.policies.restarts import Restarts
+from laminar_hpc.store.full_disk import put
+from laminar_hpc.store.run_end import last_word
 
 ROLES = ("trainer", "controller", "rollouts", "all")
 _LOOK_SECONDS = 0.5

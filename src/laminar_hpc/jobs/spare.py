@@ -1,4 +1,4 @@
-"""Leaving the run to the spare (cluster/turn.py) when only the job of its controller is to end."""
+"""Leaving the run to the spare (store/turn.py) when only the job of its controller is to end."""
 
 import time
 from collections.abc import Callable

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from laminar_hpc.cluster import checkpoints
 from laminar_hpc.cluster.run_lock import refuse_if_held
 from laminar_hpc.config.directories import shipped_directory
 from laminar_hpc.config.errors import LaminarError, Refused
@@ -23,6 +22,7 @@ from laminar_hpc.jobs.ending import LEAD_SECONDS, lead_seconds
 from laminar_hpc.jobs.layout import Job, gpus_by_default, layout
 from laminar_hpc.jobs.patience import patience, slurm_configuration
 from laminar_hpc.observability import console
+from laminar_hpc.store import checkpoints
 
 OURS = ("run_dir", "resume", "dry_run")  # settings that the scripts make themselves
 _PARTS = {

@@ -18,7 +18,7 @@ class RankOrders(msgspec.Struct, frozen=True):
 
     `one_terminal`: all roles of the run print to one terminal. There only the agent of a process says how it
     died; on several machines everybody who sees it does. `spare`: a controller that finds another one alive
-    waits for its turn, and shows that by this file (cluster/turn.py); "" = it is refused."""
+    waits for its turn, and shows that by this file (store/turn.py); "" = it is refused."""
 
     report_to: int = -1  # descriptor of the file for reports
     one_terminal: bool = False

@@ -14,9 +14,9 @@ from pathlib import Path
 from laminar_hpc.observability.console import count, duration, number
 from laminar_hpc.report import rundata, sections, summary
 from laminar_hpc.report.page import page, tiles
-from laminar_hpc.report.run_files import write_whole
 from laminar_hpc.report.rundata import Run
 from laminar_hpc.report.svg import tag, text
+from laminar_hpc.store.run_files import write_whole
 
 Tile = tuple[str, str, str]  # title, value, note
 

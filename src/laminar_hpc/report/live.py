@@ -13,9 +13,9 @@ from pathlib import Path
 
 import msgspec
 
-from laminar_hpc.observability import status
-from laminar_hpc.observability.status import Status
-from laminar_hpc.report.run_files import metrics_of
+from laminar_hpc.store import status
+from laminar_hpc.store.run_files import metrics_of
+from laminar_hpc.store.status import Status
 
 FRESH_SECONDS = 5.0  # a controller writes its status once a second; a busy one may miss a few
 RECENT_STEPS = 60

@@ -16,18 +16,18 @@ from pathlib import Path
 
 import msgspec
 
-from laminar_hpc.archive import files
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.controller.read_only import connect_read_only
-from laminar_hpc.controller.store_copy import ReadableStore, readable_store
-from laminar_hpc.controller.store_layout import has_tables
-from laminar_hpc.controller.stored import stored_trajectories
 from laminar_hpc.line.messages.training import BatchGroup
 from laminar_hpc.observability import jsonl
 from laminar_hpc.observability.trace import TraceSpan, read_spans
-from laminar_hpc.payload.layout import DamagedResponse
-from laminar_hpc.payload.whole import Whole, wholes
-from laminar_hpc.report.run_files import config_of, metrics_of
+from laminar_hpc.store.archive import files
+from laminar_hpc.store.payload.layout import DamagedResponse
+from laminar_hpc.store.payload.whole import Whole, wholes
+from laminar_hpc.store.read_only import connect_read_only
+from laminar_hpc.store.run_files import config_of, metrics_of
+from laminar_hpc.store.store_copy import ReadableStore, readable_store
+from laminar_hpc.store.store_layout import has_tables
+from laminar_hpc.store.stored import stored_trajectories
 
 
 class Consumed(msgspec.Struct):
@@ -88,7 +88,7 @@ class RunLaunch:
 class Run:
     """Everything that is known of a run. `steps`: step records in order, each step once; `records`: the other
     kinds, all launches; `consumed`: the trajectories that were trained, but for those of which the store has
-    sums alone (controller/old_steps.py); `totals`: of every step in the store."""
+    sums alone (store/old_steps.py); `totals`: of every step in the store."""
 
     directory: Path
     config: dict

@@ -13,10 +13,10 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from laminar_hpc.payload.whole import Whole
 from laminar_hpc.report import trajectory_page
 from laminar_hpc.report.rundata import Consumed, Run
 from laminar_hpc.report.svg import tag, text
+from laminar_hpc.store.payload.whole import Whole
 
 STEPS = 4
 PROMPTS_PER_STEP = 2

@@ -16,9 +16,9 @@ from rich.text import Text
 
 from laminar_hpc.observability.console import count, duration, eta, number
 from laminar_hpc.observability.output import printable
-from laminar_hpc.observability.status import RankStatus
 from laminar_hpc.report import turns
 from laminar_hpc.report.live import RunFollower, View
+from laminar_hpc.store.status import RankStatus
 
 REFRESH_SECONDS = 1.0
 BAR = 10  # characters of the KV cache's bar

@@ -16,14 +16,14 @@ import numpy as np
 from laminar_hpc.line.messages.data import Trajectory
 from laminar_hpc.observability.console import duration
 from laminar_hpc.observability.trace import TraceSpan
-from laminar_hpc.payload.layout import Response
-from laminar_hpc.payload.whole import Whole
 from laminar_hpc.policies.metrics import ENVIRONMENT
 from laminar_hpc.report import svg, turn_table
 from laminar_hpc.report.page import figure, grid, keys
 from laminar_hpc.report.rundata import Consumed, Run
 from laminar_hpc.report.svg import Series, tag, text
 from laminar_hpc.report.turns import ENDS
+from laminar_hpc.store.payload.layout import Response
+from laminar_hpc.store.payload.whole import Whole
 
 MAX_CHARACTERS = 6000  # of an answer; some are hundreds of kilobytes
 CURVE_POINTS = 200

@@ -5,11 +5,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from laminar_hpc.observability.trace import TraceSpan
-from laminar_hpc.payload.whole import Whole
 from laminar_hpc.report import svg
 from laminar_hpc.report.rundata import Consumed, Run
 from laminar_hpc.report.svg import tag, text
 from laminar_hpc.report.turns import COLORS
+from laminar_hpc.store.payload.whole import Whole
 
 SHOWN_SECONDS = 0.02  # a shorter wait is not told apart from the turn
 COLUMNS = ("turn", "by", "", "tokens", "loss mask", "seconds")

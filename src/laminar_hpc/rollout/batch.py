@@ -21,12 +21,12 @@ from laminar_hpc.cluster.own_time import within
 from laminar_hpc.engine.interface import Generation, RequestFailed, sampling_parameters
 from laminar_hpc.line.context import RoleContext
 from laminar_hpc.line.messages.moves import MoveFailed
-from laminar_hpc.payload.layout import DamagedResponse, Logprobs, Tokens
 from laminar_hpc.rollout.engine_lives import EngineLives
 from laminar_hpc.rollout.in_flight import Outcome, State, TrajectoryInFlight
 from laminar_hpc.rollout.move_source import HandOver
 from laminar_hpc.rollout.partial_response import columns, extended, objection
 from laminar_hpc.rollout.state import ReplicaState
+from laminar_hpc.store.payload.layout import DamagedResponse, Logprobs, Tokens
 
 logger = logging.getLogger(__name__)
 ABORT_AGAIN_SECONDS = 0.5

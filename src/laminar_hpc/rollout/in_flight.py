@@ -36,9 +36,9 @@ from laminar_hpc.environments.turns.session import Session
 from laminar_hpc.line.messages.data import TOKEN_BYTES, Partial, PromptGroup, Sample, Trajectory, VersionSpan
 from laminar_hpc.line.messages.moves import MoveOrder
 from laminar_hpc.line.messages.rollouts import Grant, Increment, Unfinished
-from laminar_hpc.payload.layout import Response, Tokens, drawn, pack, packed_digest
 from laminar_hpc.rollout.partial_response import cut, given, joined, logprobs_of, tokens_of
 from laminar_hpc.rollout.state import WrongState
+from laminar_hpc.store.payload.layout import Response, Tokens, drawn, pack, packed_digest
 
 
 class State(Enum):

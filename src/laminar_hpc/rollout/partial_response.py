@@ -8,7 +8,7 @@ from numpy.typing import ArrayLike
 
 from laminar_hpc.engine.interface import Generation
 from laminar_hpc.line.messages.data import TOKEN_BYTES, Partial, VersionSpan
-from laminar_hpc.payload.layout import DamagedResponse, Logprobs, Tokens, logprobs_array, tokens_array
+from laminar_hpc.store.payload.layout import DamagedResponse, Logprobs, Tokens, logprobs_array, tokens_array
 
 
 def columns(tokens: ArrayLike, logprobs: ArrayLike) -> tuple[bytes, bytes]:

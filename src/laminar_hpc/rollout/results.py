@@ -11,10 +11,10 @@ from functools import partial
 from laminar_hpc.line.context import RoleContext
 from laminar_hpc.line.messages.data import Place
 from laminar_hpc.line.messages.rollouts import Generated, Lost
-from laminar_hpc.payload.writer import PayloadWriter
 from laminar_hpc.rollout.health import BatchHealth
 from laminar_hpc.rollout.in_flight import Outcome, TrajectoryInFlight
 from laminar_hpc.rollout.scoring import Scoring
+from laminar_hpc.store.payload.writer import PayloadWriter
 
 logger = logging.getLogger(__name__)
 

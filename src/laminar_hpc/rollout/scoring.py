@@ -14,12 +14,12 @@ from laminar_hpc.environments.turns.session import EnvironmentFailed
 from laminar_hpc.line.context import RoleContext
 from laminar_hpc.line.messages.data import PromptGroup, Sample
 from laminar_hpc.line.messages.rollouts import Lost, Scored, ScoreOrder
-from laminar_hpc.payload.layout import Tokens, drawn, last_drawn
-from laminar_hpc.payload.reader import read
 from laminar_hpc.rollout.episodes import Episodes
 from laminar_hpc.rollout.homes import Home
 from laminar_hpc.rollout.in_flight import TrajectoryInFlight
 from laminar_hpc.rollout.partial_response import tokens_of
+from laminar_hpc.store.payload.layout import Tokens, drawn, last_drawn
+from laminar_hpc.store.payload.reader import read
 
 logger = logging.getLogger(__name__)
 

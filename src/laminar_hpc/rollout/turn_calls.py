@@ -29,12 +29,12 @@ from laminar_hpc.line.context import RoleContext
 from laminar_hpc.line.messages.data import Partial, VersionSpan
 from laminar_hpc.line.messages.homes import Ask, replica_of
 from laminar_hpc.line.messages.moves import Answer
-from laminar_hpc.payload.layout import Tokens, tokens_array
 from laminar_hpc.rollout.answers import CallAnswers, name_of
 from laminar_hpc.rollout.homes import EnvironmentHomes, Home
 from laminar_hpc.rollout.in_flight import TrajectoryInFlight
 from laminar_hpc.rollout.move_source import HandOver
 from laminar_hpc.rollout.partial_response import tokens_of
+from laminar_hpc.store.payload.layout import Tokens, tokens_array
 
 logger = logging.getLogger(__name__)
 Found = list[ToolCall] | Malformed  # in a turn

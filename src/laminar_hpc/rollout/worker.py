@@ -44,7 +44,6 @@ from laminar_hpc.line.messages.rollouts import (
     ScoreOrder,
     WeightsAvailable,
 )
-from laminar_hpc.payload.writer import PayloadWriter
 from laminar_hpc.rollout.batch import LocalBatch
 from laminar_hpc.rollout.engine_lives import EngineLives
 from laminar_hpc.rollout.episodes import Episodes
@@ -62,6 +61,7 @@ from laminar_hpc.rollout.served_weights import ServedWeights
 from laminar_hpc.rollout.shutdown import SETTLE_SECONDS, GracefulShutdown
 from laminar_hpc.rollout.state import ReplicaState, WrongState
 from laminar_hpc.rollout.weight_loader import WeightLoader
+from laminar_hpc.store.payload.writer import PayloadWriter
 from laminar_hpc.weights.probe import probe_sequences
 from laminar_hpc.weights.slots import SlotGone, SlotReader
 

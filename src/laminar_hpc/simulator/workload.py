@@ -17,10 +17,10 @@ from statistics import NormalDist
 import numpy as np
 
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.controller.store_copy import ReadableStore, readable_store
-from laminar_hpc.report.run_files import config_of
 from laminar_hpc.simulator.schema import WorkloadConfig
 from laminar_hpc.simulator.turns.course import Course, Known, even
+from laminar_hpc.store.run_files import config_of
+from laminar_hpc.store.store_copy import ReadableStore, readable_store
 
 _BLOCK = 256  # groups drawn at once
 _NORMAL = NormalDist()

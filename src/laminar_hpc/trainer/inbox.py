@@ -19,9 +19,9 @@ from laminar_hpc.line.context import RoleContext
 from laminar_hpc.line.messages.data import Message, Sample
 from laminar_hpc.line.messages.training import Batch, Continue, Leave, NotYet, StepDone, TakeBatch
 from laminar_hpc.line.messages.wire import AnyMessage, decode, encode
-from laminar_hpc.payload.layout import Response
-from laminar_hpc.payload.reader import LATE_SECONDS, read
-from laminar_hpc.payload.whole import place_of
+from laminar_hpc.store.payload.layout import Response
+from laminar_hpc.store.payload.reader import LATE_SECONDS, read
+from laminar_hpc.store.payload.whole import place_of
 from laminar_hpc.trainer.control import all_frames, from_first
 from laminar_hpc.trainer.progress import Progress
 from laminar_hpc.trainer.step.batch import Planned, StepBatch, plan_of

@@ -16,7 +16,7 @@ from pathlib import Path
 from helpers.control.journals import Place, transaction
 from helpers.paths import environment
 from laminar_hpc.cluster.processes import die_with_parent
-from laminar_hpc.controller import journal
+from laminar_hpc.store import journal
 
 
 class Writers:

@@ -5,11 +5,11 @@ import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 
-from laminar_hpc.controller import journal
-from laminar_hpc.controller.journal import Journal
-from laminar_hpc.controller.rebuild import build
-from laminar_hpc.controller.recovery import settle
-from laminar_hpc.controller.store import Store
+from laminar_hpc.store import journal
+from laminar_hpc.store.journal import Journal
+from laminar_hpc.store.rebuild import build
+from laminar_hpc.store.recovery import settle
+from laminar_hpc.store.store import Store
 
 
 class Place:

@@ -23,8 +23,8 @@ from laminar_hpc.config.load import read_config
 from laminar_hpc.controller import run as controller_run
 from laminar_hpc.controller.loop import Controller
 from laminar_hpc.controller.shared import Outbox
-from laminar_hpc.controller.store import Store
 from laminar_hpc.line.hub import Hub
+from laminar_hpc.store.store import Store
 
 HUNG_SECONDS = 1.0
 

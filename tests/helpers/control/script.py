@@ -16,7 +16,6 @@ from laminar_hpc.config.check import check
 from laminar_hpc.config.load import dump_config
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.controller.beginning import Begun
-from laminar_hpc.controller.rundir import Start
 from laminar_hpc.line.messages.chain import RelayHas
 from laminar_hpc.line.messages.data import Message, Partial, ReplicaLoad, VersionSpan
 from laminar_hpc.line.messages.membership import Failure, Hello, Ping
@@ -32,9 +31,10 @@ from laminar_hpc.line.messages.rollouts import (
 )
 from laminar_hpc.line.messages.training import Batch, Restored, StepDone, TakeBatch
 from laminar_hpc.line.messages.wire import AnyMessage, decode, encode
-from laminar_hpc.payload.whole import Whole, wholes
 from laminar_hpc.policies.metrics import batch_metrics
 from laminar_hpc.rollout.partial_response import columns, tokens_of
+from laminar_hpc.store.payload.whole import Whole, wholes
+from laminar_hpc.store.rundir import Start
 
 
 class Unlocked:

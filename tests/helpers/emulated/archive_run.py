@@ -10,14 +10,14 @@ from types import SimpleNamespace
 import numpy as np
 
 from helpers.made import Made
-from laminar_hpc.cluster.checkpoints import checkpoint_path, steps
 from laminar_hpc.controller.archiving import Archiving
-from laminar_hpc.controller.gone_writers import GoneWriters
-from laminar_hpc.controller.journal import Journal
-from laminar_hpc.controller.store import Store
 from laminar_hpc.line.messages.data import ScorePart
-from laminar_hpc.payload.layout import pack
-from laminar_hpc.payload.writer import FOLDER, PayloadWriter
+from laminar_hpc.store.checkpoints import checkpoint_path, steps
+from laminar_hpc.store.gone_writers import GoneWriters
+from laminar_hpc.store.journal import Journal
+from laminar_hpc.store.payload.layout import pack
+from laminar_hpc.store.payload.writer import FOLDER, PayloadWriter
+from laminar_hpc.store.store import Store
 
 GROUPS, SAMPLES, KEEP = 2, 2, 2  # groups of a step, trajectories of a group, checkpoints
 

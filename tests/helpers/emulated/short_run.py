@@ -7,9 +7,9 @@ from pathlib import Path
 
 from helpers.control.script import Script
 from helpers.emulated.stand import small_config
-from laminar_hpc.cluster.checkpoints import checkpoint_path
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.line.messages.rollouts import Grant, Lost
+from laminar_hpc.store.checkpoints import checkpoint_path
 
 TOKENS = 12
 STEPS = 3

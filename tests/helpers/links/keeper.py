@@ -5,11 +5,11 @@ import threading
 from pathlib import Path
 
 from helpers.links.proxy import Proxy
-from laminar_hpc.controller.store import Store
 from laminar_hpc.line.hub import Hub, UnreadableMessage
 from laminar_hpc.line.messages.membership import Goodbye, Hello, Ping, Pong, Rejoin, Welcome
 from laminar_hpc.line.messages.rollouts import Lost
 from laminar_hpc.line.messages.training import NotYet
+from laminar_hpc.store.store import Store
 
 
 class Keeper:

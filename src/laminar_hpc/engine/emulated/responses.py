@@ -10,8 +10,8 @@ import random
 import numpy as np
 from numpy.typing import NDArray
 
-from laminar_hpc.payload.layout import Logprobs, Tokens
 from laminar_hpc.simulator.constants import GROUP_CORRELATION
+from laminar_hpc.store.payload.layout import Logprobs, Tokens
 
 _PERIOD = 251  # of the invented tokens and log-probs
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from laminar_hpc.engine.interface import UNKNOWN_WEIGHTS, Generation, RequestFailed
 from laminar_hpc.line.messages.data import VersionSpan
-from laminar_hpc.payload.layout import Logprobs, Tokens
+from laminar_hpc.store.payload.layout import Logprobs, Tokens
 
 SGLANG_VERSION = tuple(int(part) for part in version("sglang").split(".")[:3] if part.isdigit())
 # meta_info.weight_versions; older ones report the version at the end only

@@ -16,7 +16,7 @@ from laminar_hpc.environments.gateway.tokens import TokenPrompt
 from laminar_hpc.environments.turns.calls import Malformed, ToolCall
 from laminar_hpc.environments.turns.history import goes_on
 from laminar_hpc.environments.turns.model import Arguments, Dialogue, dialogue
-from laminar_hpc.payload.layout import Tokens
+from laminar_hpc.store.payload.layout import Tokens
 
 _KEPT = 64  # lists of tools
 _PROBE = {"name": "probe", "description": "Nothing.", "parameters": {"type": "object", "properties": {}}}

@@ -71,7 +71,7 @@ class Partial(msgspec.Struct):
 
 
 class Place(msgspec.Struct, frozen=True):
-    """Where a response lies (payload/layout.py): `size` bytes from `offset` in a file of RUN_DIR/payloads."""
+    """Where a response lies (store/payload/layout.py): `size` bytes from `offset` in a file of RUN_DIR/payloads."""
 
     file: str
     offset: int

@@ -46,7 +46,7 @@ class Welcome(Message):
     """Answer to Hello: the state to join with.
 
     `model` is OWNER/NAME@COMMIT of a model of the Hugging Face hub, else empty: all machines of a run take
-    the same commit. `store_id` names the store that knows all trajectories of the run (controller/store.py),
+    the same commit. `store_id` names the store that knows all trajectories of the run (store/store.py),
     `epoch` counts the controller's starts over it, from 0, and `gang` the lives of the trainers, from 1.
 
     `index` is the worker's number within its role: it keeps it for its life, at every controller.

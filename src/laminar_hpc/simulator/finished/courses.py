@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from laminar_hpc.config.schema import EnvironmentConfig
 from laminar_hpc.observability.trace import TraceSpan
-from laminar_hpc.payload.layout import Response
 from laminar_hpc.report.rundata import Consumed, Run
 from laminar_hpc.report.turn_table import tool_spans
 from laminar_hpc.simulator.turns.course import Course, Known, Took
+from laminar_hpc.store.payload.layout import Response
 
 _AT_ONCE = 2000  # responses that are read together
 _CUT_OFF = 0.98  # of environment.timeout_seconds: what takes as long was given up

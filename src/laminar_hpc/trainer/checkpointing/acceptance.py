@@ -5,11 +5,11 @@ by trainer/checkpoint.py. Nothing of it is unpickled before.
 from pathlib import Path
 from typing import NoReturn
 
-from laminar_hpc.cluster import checkpoints, signatures
-from laminar_hpc.cluster.checkpoints import Damaged, read_state
 from laminar_hpc.config.errors import LaminarError, PermanentFailure
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.line.messages.membership import Welcome
+from laminar_hpc.store import checkpoints, signatures
+from laminar_hpc.store.checkpoints import Damaged, read_state
 from laminar_hpc.trainer.agreement import Agreement
 
 _ELSEWHERE = "a worker has failed"  # rank 0 says why

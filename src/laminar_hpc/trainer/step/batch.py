@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from laminar_hpc.line.messages.data import Trajectory
 from laminar_hpc.line.messages.training import BatchGroup
-from laminar_hpc.payload.layout import Response, Tokens
-from laminar_hpc.payload.whole import Whole, prompt_array
+from laminar_hpc.store.payload.layout import Response, Tokens
+from laminar_hpc.store.payload.whole import Whole, prompt_array
 
 
 @dataclass(frozen=True)

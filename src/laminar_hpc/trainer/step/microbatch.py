@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from laminar_hpc.payload.layout import Response, Tokens
+from laminar_hpc.store.payload.layout import Response, Tokens
 from laminar_hpc.trainer.algorithms.tokens import Tokens as TrainedTokens
 from laminar_hpc.trainer.megatron.packs import Pack, make_pack
 

@@ -1,0 +1,102 @@
+"""Responses from payload files, by their places: many at once by several threads, each checked against its
+digest.
+
+Called by trainer ranks for what they train, by rollouts that score for others, by reports, audit and archive.
+"""
+
+import itertools
+import os
+import re
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+
+from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.line.messages.data import Place
+from laminar_hpc.store.payload.layout import DamagedResponse, Response, unpack
+from laminar_hpc.store.payload.writer import FOLDER
+
+_NAME = re.compile(r"[a-z]+-?\d+_[0-9a-f]{8}\.\d{4,}")
+_THREADS = 4
+_AT_ONCE_BYTES = 64 << 20  # per thread and turn
+# a network file system may show another machine's file late, though it is on its disk
+LATE_SECONDS = 10.0
+
+
+def is_sound(place: Place | None) -> bool:
+    """Whether this can be a place at all: a peer may say anything."""
+    return place is not None and bool(_NAME.fullmatch(place.file)) and place.offset >= 0 and place.size > 0
+
+
+def read(run_dir: Path, wanted: Sequence[tuple[int, Place]], late: float = LATE_SECONDS) -> list[Response]:
+    """The responses of these trajectories, in this order: views of one buffer, which is as large as they are.
+    Raises LaminarError, with the trajectory and the file, where one is not there, also after `late` seconds,
+    or not as it was generated."""
+    starts = np.cumsum([0, *(place.size for _, place in wanted)])
+    buffer = np.empty(int(starts[-1]), np.uint8)
+    parts = [buffer[a:b] for a, b in itertools.pairwise(starts)]
+    deadline = time.monotonic() + late
+
+    def read_file(members: list[int]) -> list[Response]:
+        return [_read(run_dir / FOLDER, *wanted[i], parts[i], deadline) for i in members]
+
+    shares = _shares(wanted)
+    found: list[Response | None] = [None] * len(wanted)
+    with ThreadPoolExecutor(min(_THREADS, max(1, len(shares)))) as pool:
+        for members, responses in zip(shares, pool.map(read_file, shares), strict=True):
+            for i, response in zip(members, responses, strict=True):
+                found[i] = response
+    return [response for response in found if response is not None]
+
+
+def _shares(wanted: Sequence[tuple[int, Place]]) -> list[list[int]]:
+    """Indices in the order of the files, in parts of some megabytes."""
+    order = sorted(range(len(wanted)), key=lambda i: (wanted[i][1].file, wanted[i][1].offset))
+    shares, size = list[list[int]](), _AT_ONCE_BYTES
+    for i in order:
+        if size >= _AT_ONCE_BYTES:
+            shares.append([])
+            size = 0
+        shares[-1].append(i)
+        size += wanted[i][1].size
+    return shares
+
+
+def _read(folder: Path, trajectory_id: int, place: Place, into: np.ndarray, deadline: float) -> Response:
+    path = folder / place.file
+    try:
+        if not is_sound(place):
+            raise DamagedResponse("no rollout names a file so")
+        while not _fill(path, place.offset, into):
+            if time.monotonic() > deadline:
+                raise DamagedResponse(f"bytes {place.offset} to {place.offset + place.size} are not there")
+            time.sleep(0.1)
+        response = unpack(into)
+        if response.trajectory_id != trajectory_id:
+            raise DamagedResponse(f"there is trajectory {response.trajectory_id}")
+        return response
+    except (OSError, DamagedResponse) as error:
+        why = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
+        raise LaminarError(
+            f"the response of trajectory {trajectory_id} is not in {path} as it was generated ({why}): all "
+            "roles must see one run_dir; look at the files with laminar audit RUN_DIR"
+        ) from None
+
+
+def _fill(path: Path, offset: int, into: np.ndarray) -> bool:
+    """Whether all bytes were there. The file is opened anew each time: only so a network file system looks
+    again."""
+    try:
+        file = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return False
+    try:
+        rest = into.data
+        while rest and (count := os.preadv(file, [rest], offset)):
+            rest, offset = rest[count:], offset + count
+        return not rest
+    finally:
+        os.close(file)

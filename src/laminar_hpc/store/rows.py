@@ -1,0 +1,235 @@
+"""The rows of groups and of their trajectories, with prompts and the places of responses. States and tables:
+store/store.py, store_layout.py.
+"""
+
+import sqlite3
+from collections.abc import Iterable, Sequence
+
+from laminar_hpc.line.messages.data import Place, Sample, ScorePart, Trajectory
+from laminar_hpc.line.messages.training import BatchGroup
+from laminar_hpc.line.messages.wire import encode
+from laminar_hpc.store.payload.layout import tokens_array
+from laminar_hpc.store.stored import stored_groups
+
+
+class Rows:
+    """Inside the store's open transaction, as all of store/store.py."""
+
+    def __init__(self, db: sqlite3.Connection) -> None:
+        self._db = db
+
+    # ---- granted, generated, finished, consumed ------------------------------------------------------------
+
+    def add_group(
+        self, group_id: int, prompt_index: int, weight_id: int, weight_step: int, number: int, time: float
+    ) -> None:
+        self._db.execute(
+            "INSERT INTO groups VALUES(?, ?, 'granted', ?, ?, ?, ?, NULL, NULL, NULL, NULL)",
+            (group_id, prompt_index, weight_id, weight_step, number, time),
+        )
+
+    def add_trajectories(
+        self,
+        ids: range,
+        group_id: int,
+        first_sample: int,
+        replica: int | None,
+        weight_id: int,
+        weight_step: int,
+    ) -> None:
+        """More samples of a group, from `first_sample` on. `replica` None: nobody has them yet."""
+        self._db.executemany(
+            "INSERT INTO trajectories(id, group_id, sample_index, attempt, state, "
+            "replica, weight_id, weight_step) VALUES(?, ?, ?, 0, 'granted', ?, ?, ?)",
+            [(i, group_id, n, replica, weight_id, weight_step) for n, i in enumerate(ids, first_sample)],
+        )
+
+    def grant_again(
+        self, trajectory_id: int, attempt: int, replica: int, weight_id: int, weight_step: int
+    ) -> None:
+        self._db.execute(
+            "UPDATE trajectories SET attempt = ?, replica = ?, weight_id = ?, weight_step = ?, "
+            "state = 'granted' WHERE id = ?",
+            (attempt, replica, weight_id, weight_step, trajectory_id),
+        )
+
+    def add_prompt(self, group_id: int, tokens: Sequence[int]) -> None:
+        """The group's prompt, as it goes out with every batch."""
+        data = tokens_array(tokens).tobytes()
+        self._db.execute("INSERT OR REPLACE INTO prompts VALUES(?, ?)", (group_id, data))
+
+    def set_group_weights(self, group_id: int, weight_step: int) -> None:
+        self._db.execute("UPDATE groups SET weight_step = ? WHERE id = ?", (weight_step, group_id))
+
+    def store_response(self, t: Trajectory) -> None:
+        """It has its last token, a place in a payload file, and no score yet."""
+        assert t.place is not None
+        origin = (t.attempt, t.replica, t.weight_id, t.weight_step, t.step_finished, t.moves)
+        outcome = (t.length, t.trained, t.policies, t.finish_reason, t.digest)
+        self._db.execute(
+            "UPDATE trajectories SET state = 'generated', attempt = ?, replica = ?, "
+            "weight_id = ?, weight_step = ?, step_finished = ?, moves = ?, response_length = ?, "
+            "trained = ?, policies = ?, finish_reason = ?, digest = ?, "
+            "time_started = ?, time_finished = ? WHERE id = ?",
+            (*origin, *outcome, t.time_started, t.time_finished, t.trajectory_id),
+        )
+        self.put_back(t.trajectory_id, t.place)
+
+    def lose_response(self, trajectory_id: int) -> None:
+        """It cannot be read; the trajectory is to be granted again."""
+        self._db.execute(
+            "UPDATE trajectories SET state = 'granted', consumed_step = NULL, reward = NULL, "
+            "accuracy = NULL, reward_error = NULL, time_scored = NULL, score = NULL WHERE id = ?",
+            (trajectory_id,),
+        )
+        self._db.execute("DELETE FROM responses WHERE trajectory_id = ?", (trajectory_id,))
+
+    def place(self, trajectory_id: int) -> Place:
+        """Of a stored response."""
+        sql = "SELECT file, offset, size FROM responses WHERE trajectory_id = ?"
+        return Place(*self._db.execute(sql, (trajectory_id,)).fetchone())
+
+    def finish_trajectory(self, trajectory_id: int, score: ScorePart, accuracy: float) -> None:
+        self._db.execute(
+            "UPDATE trajectories SET state = 'finished', reward = ?, accuracy = ?, reward_error = ?, "
+            "time_scored = ?, score = ? WHERE id = ?",
+            (score.reward, accuracy, score.reward_error, score.time_scored, encode(score), trajectory_id),
+        )
+
+    def finish_group(self, group_id: int, weight_step: int, order: int, time: float) -> None:
+        self._db.execute(
+            "UPDATE groups SET state = 'finished', weight_step = ?, "
+            "finish_order = ?, finished_at = ? WHERE id = ?",
+            (weight_step, order, time, group_id),
+        )
+
+    def give_up_group(self, group_id: int, reason: str, time: float) -> None:
+        """Never trained; its trajectories stay on record."""
+        self._db.execute(
+            "UPDATE groups SET state = 'given_up', reason = ?, finished_at = ? WHERE id = ?",
+            (reason, time, group_id),
+        )
+        self._db.execute("UPDATE trajectories SET state = 'given_up' WHERE group_id = ?", (group_id,))
+
+    def consume(self, group_ids: Iterable[int], step: int) -> None:
+        rows = [(step, group_id) for group_id in group_ids]
+        for table, key in (("groups", "id"), ("trajectories", "group_id")):
+            text = f"UPDATE {table} SET state = 'consumed', consumed_step = ? WHERE {key} = ?"
+            self._db.executemany(text, rows)
+
+    def take_back(self, samples: Iterable[Sample], groups: Iterable[int]) -> list[Sample]:
+        """Groups that were to be trained are finished again, but for those of `samples`, whose responses are
+        lost. Those of them that were in these groups under this attempt."""
+        marks = {
+            (i, attempt): group
+            for group in groups
+            for i, attempt in self._db.execute(
+                "SELECT id, attempt FROM trajectories WHERE group_id = ? AND state = 'consumed'", (group,)
+            )
+        }
+        lost = [sample for sample in samples if (sample.trajectory_id, sample.attempt) in marks]
+        if lost:
+            self._wait_again(groups)
+        for sample in lost:
+            self.lose_response(sample.trajectory_id)
+            self._db.execute(
+                "UPDATE groups SET state = 'granted', finish_order = NULL, finished_at = NULL WHERE id = ?",
+                (marks[sample.trajectory_id, sample.attempt],),
+            )
+        return lost
+
+    def _wait_again(self, groups: Iterable[int]) -> None:
+        for table, key in (("groups", "id"), ("trajectories", "group_id")):
+            text = f"UPDATE {table} SET state = 'finished', consumed_step = NULL WHERE {key} = ?"
+            self._db.executemany(text, [(group,) for group in groups])
+
+    def note_mismatches(self, mismatches: dict[int, tuple[float, int]]) -> None:
+        """See messages.StepDone; a step that is trained again after a restore replaces what the first time
+        gave."""
+        self._db.executemany(
+            "INSERT OR REPLACE INTO mismatches VALUES (?, ?, ?)", [(i, *m) for i, m in mismatches.items()]
+        )
+
+    def batch(self, group_ids: Iterable[int]) -> list[BatchGroup]:
+        """The scored trajectories of these groups, in sample order."""
+        return stored_groups(self._db, group_ids)
+
+    # ---- archive -------------------------------------------------------------------------------------------
+
+    def forget_responses(self, trajectories: Iterable[int], groups: Iterable[int]) -> None:
+        """Places and prompts; what the run needs to know of the trajectories stays."""
+        for table, key, ids in (
+            ("responses", "trajectory_id", trajectories),
+            ("prompts", "group_id", groups),
+        ):
+            self._db.executemany(f"DELETE FROM {table} WHERE {key} = ?", [(i,) for i in ids])
+
+    def put_back(self, trajectory_id: int, place: Place) -> None:
+        """Its response is in a payload file again."""
+        row = (trajectory_id, place.file, place.offset, place.size)
+        self._db.execute("INSERT OR REPLACE INTO responses VALUES(?, ?, ?, ?)", row)
+
+    # ---- restore and replay --------------------------------------------------------------------------------
+
+    def restore(self, step: int) -> list[int]:
+        """Back to the weights of step `step`: what later steps trained on is finished again. The ids of those
+        groups.
+
+        A step's number is that of the version before it.
+        """
+        later = "SELECT id FROM groups WHERE state = 'consumed' AND consumed_step >= ? ORDER BY id"
+        groups = [group for (group,) in self._db.execute(later, (step,))]
+        self._wait_again(groups)
+        return groups
+
+    def live_groups(self, ids: Iterable[int] | None = None) -> list[tuple[int, int, str, int, int, int]]:
+        """(id, prompt_index, state, weight_step, number, finish_order) of all granted and finished groups, or
+        of those among `ids`."""
+        text = (
+            "SELECT id, prompt_index, state, weight_step, number, COALESCE(finish_order, 0) "
+            "FROM groups WHERE state IN ('granted', 'finished')"
+        )
+        if ids is None:
+            return self._db.execute(f"{text} ORDER BY id").fetchall()
+        return [row for i in ids for row in self._db.execute(f"{text} AND id = ?", (i,))]
+
+    def samples_of(self, group_id: int) -> list[tuple[int, int, str, int, int, float, float, int]]:
+        """(id, attempt, state, weight_id, weight_step, reward, accuracy, response_length) of a group's
+        trajectories; zeros where not finished."""
+        return self._db.execute(
+            "SELECT id, attempt, state, weight_id, weight_step, COALESCE(reward, 0), COALESCE(accuracy, 0), "
+            "COALESCE(response_length, 0) "
+            "FROM trajectories WHERE group_id = ? ORDER BY sample_index",
+            (group_id,),
+        ).fetchall()
+
+    def owners(self) -> list[tuple[int, int, int]]:
+        """(id, replica, weight_step) of the trajectories that were granted to a replica and have no score
+        yet."""
+        return self._db.execute(
+            "SELECT id, replica, weight_step FROM trajectories "
+            "WHERE state IN ('granted', 'generated') AND replica IS NOT NULL "
+            "AND group_id IN (SELECT id FROM groups WHERE state = 'granted') ORDER BY id"
+        ).fetchall()
+
+    def counted_groups(self) -> int:
+        """Groups granted and not given up."""
+        return self._db.execute("SELECT COUNT(*) FROM groups WHERE state != 'given_up'").fetchone()[0]
+
+    def accuracy_by_weight_id(self, step: int) -> list[tuple[int, int, float]]:
+        """(weight id, trajectories, mean accuracy) of what step `step` trained on."""
+        return self._db.execute(
+            "SELECT weight_id, COUNT(*), AVG(accuracy) FROM trajectories WHERE group_id IN "
+            "(SELECT id FROM groups WHERE state = 'consumed' AND consumed_step = ?) "
+            "GROUP BY weight_id ORDER BY weight_id",
+            (step,),
+        ).fetchall()
+
+    def consumed_groups(self, step: int) -> list[int]:
+        """Groups that step `step` trained on, in the order of the batch: by id."""
+        return [
+            row[0]
+            for row in self._db.execute(
+                "SELECT id FROM groups WHERE state = 'consumed' AND consumed_step = ? ORDER BY id", (step,)
+            )
+        ]
