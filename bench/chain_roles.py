@@ -33,9 +33,9 @@ from laminar_hpc.cluster.folders import claim, remove_abandoned
 from laminar_hpc.cluster.processes import die_with_parent
 from laminar_hpc.config.check import derive
 from laminar_hpc.config.load import load_config
+from laminar_hpc.controller.fleet.members import Members
 from laminar_hpc.controller.loop import Controller
-from laminar_hpc.controller.members import Members
-from laminar_hpc.controller.tracker import TrajectoryTracker
+from laminar_hpc.controller.trajectories.tracker import TrajectoryTracker
 from laminar_hpc.line.channel import Channel, StopReceived
 from laminar_hpc.line.context import RoleContext
 from laminar_hpc.line.hub import Hub

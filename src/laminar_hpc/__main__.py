@@ -202,7 +202,7 @@ class Rank:
             return
         if config.dry_run:
             if mine.role == "controller":
-                importlib.import_module("laminar_hpc.controller.rewards").check_rewards(config)
+                importlib.import_module("laminar_hpc.controller.trajectories.rewards").check_rewards(config)
                 derived = derived_values(config, check(config))
                 for text in console.dry_run_lines(derived, missing_inputs(config)):
                     user.say(text)

@@ -97,7 +97,7 @@ def prepare(words: Sequence[str], say: Callable[[str], None]) -> tuple[RunConfig
 def of_inputs(config: RunConfig, lines: Sequence[str]) -> list[str]:
     """What is wrong with the rows and rewards of a configuration that is refused for `lines`. Rewards are
     imported and not called, unless `lines` say that their own settings are wrong."""
-    from laminar_hpc.controller.rewards import check_rewards
+    from laminar_hpc.controller.trajectories.rewards import check_rewards
     from laminar_hpc.data.prompts import wrong_first_rows
 
     rows = [] if config.dry_run else wrong_first_rows(config)
@@ -109,7 +109,7 @@ def of_inputs(config: RunConfig, lines: Sequence[str]) -> list[str]:
 def show(config: RunConfig, derived: Derived) -> None:
     """What `dry_run=true` prints. Raises LaminarError for what could not start on any machine of its kind."""
     from laminar_hpc.cluster.gpu_memory import check_dry_run
-    from laminar_hpc.controller.rewards import check_rewards
+    from laminar_hpc.controller.trajectories.rewards import check_rewards
     from laminar_hpc.environments.turns.model import endless
     from laminar_hpc.observability import console
 
@@ -133,7 +133,7 @@ def start(config: RunConfig, derived: Derived, words: list[str]) -> int:
     output.keep_in(Path(config.run_dir))
     refuse_if_held(Path(config.run_dir))
     from laminar_hpc import supervisor
-    from laminar_hpc.controller.rewards import check_rewards
+    from laminar_hpc.controller.trajectories.rewards import check_rewards
     from laminar_hpc.data.pretrained import download_model
     from laminar_hpc.data.prompts import wrong_first_rows
     from laminar_hpc.observability.wandb_mirror import check_wandb

@@ -2,7 +2,7 @@
 per file."""
 
 from helpers.made import trajectory
-from laminar_hpc.controller.evaluations import Evaluations
+from laminar_hpc.controller.trajectories.evaluations import Evaluations
 from laminar_hpc.data.prompts import Prompt
 from laminar_hpc.line.messages.rollouts import Generated, Lost, Scored
 from laminar_hpc.store.store import Store

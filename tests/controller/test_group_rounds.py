@@ -4,7 +4,7 @@ found again after a restart."""
 import sqlite3
 
 from helpers.made import trajectory
-from laminar_hpc.controller.tracker import Counts, TrajectoryTracker
+from laminar_hpc.controller.trajectories.tracker import Counts, TrajectoryTracker
 from laminar_hpc.data.prompts import Prompt
 from laminar_hpc.policies.sampling import GroupSize
 from laminar_hpc.store.store import Store

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from laminar_hpc.controller import members as module
-from laminar_hpc.controller.members import Members
+from laminar_hpc.controller.fleet import members as module
+from laminar_hpc.controller.fleet.members import Members
 from laminar_hpc.line.messages.membership import Hello
 
 

@@ -1,6 +1,6 @@
 """The partial-response pool: what it holds is a gapless beginning of one attempt's response."""
 
-from laminar_hpc.controller.partials import PartialPool
+from laminar_hpc.controller.trajectories.partial_responses import PartialPool
 from laminar_hpc.line.messages.data import Partial, VersionSpan
 from laminar_hpc.line.messages.rollouts import Increment
 from laminar_hpc.rollout.partial_response import columns, tokens_of

@@ -4,7 +4,13 @@ relay that stands still is left out until it is heard."""
 
 import pytest
 
-from laminar_hpc.controller.relay_chain import QUIET_SECONDS, SETTLE_SECONDS, SILENT_SECONDS, TRAINER, Chain
+from laminar_hpc.controller.weights.relay_chain import (
+    QUIET_SECONDS,
+    SETTLE_SECONDS,
+    SILENT_SECONDS,
+    TRAINER,
+    Chain,
+)
 from laminar_hpc.line.messages.chain import CutLink, EpochProposed, JoinEpoch, SendAgain, StoreOpened
 
 

@@ -1,7 +1,7 @@
 """Reward errors are counted, the first is said, and a whole batch of them in a row ends the run."""
 
 from laminar_hpc.config.schema import RunConfig
-from laminar_hpc.controller.rewards import RewardErrors
+from laminar_hpc.controller.trajectories.rewards import RewardErrors
 from laminar_hpc.line.messages.rollouts import Scored
 
 

@@ -11,7 +11,7 @@ from laminar_hpc.config.errors import Refused
 from laminar_hpc.config.load import dump_config
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.controller.run import run
-from laminar_hpc.controller.tracker import TrajectoryTracker
+from laminar_hpc.controller.trajectories.tracker import TrajectoryTracker
 from laminar_hpc.data.prompts import Prompt
 from laminar_hpc.emulation.launch import prepare
 from laminar_hpc.line.address import ADDRESS_FILE

@@ -4,7 +4,7 @@ twice, restores go back."""
 import pytest
 
 from helpers.made import trajectory
-from laminar_hpc.controller.tracker import TrajectoryTracker
+from laminar_hpc.controller.trajectories.tracker import TrajectoryTracker
 from laminar_hpc.data.prompts import Prompt
 from laminar_hpc.line.messages.rollouts import Lost
 from laminar_hpc.policies.filtering import UNGRADED_LIMIT

@@ -5,7 +5,7 @@ from pathlib import Path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from laminar_hpc.controller.upcoming import Upcoming
+from laminar_hpc.controller.trajectories.upcoming import Upcoming
 from laminar_hpc.store.store import Store
 
 EVENTS = st.lists(

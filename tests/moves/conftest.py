@@ -1,6 +1,6 @@
 import pytest
 
-from laminar_hpc.controller.answers import Answers
+from laminar_hpc.controller.trajectories.answers import Answers
 from laminar_hpc.line.messages.moves import Answer
 
 

@@ -10,7 +10,7 @@ import pytest
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from helpers.emulated.stand import small_config
-from laminar_hpc.controller.partials import PartialPool
+from laminar_hpc.controller.trajectories.partial_responses import PartialPool
 from laminar_hpc.engine.factory import engine_factory
 from laminar_hpc.engine.interface import EngineDied, Generation, SamplingParameters
 from laminar_hpc.line.context import RoleContext

@@ -10,7 +10,7 @@ import pytest
 
 from helpers.control.sabotage import FAULTS, Saboteur, sabotaged
 from helpers.emulated.stand import Shuffler, Stand, assert_every_one_ended_once, small_config
-from laminar_hpc.controller import migration
+from laminar_hpc.controller.trajectories import migration
 from laminar_hpc.engine.emulated.engine import EmulatedEngine
 from laminar_hpc.rollout import migration as replica_migration
 

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from helpers.control.plain_admission import plain_may_go_on
 from helpers.control.script import Script
 from helpers.emulated.stand import small_config
-from laminar_hpc.controller import dispatcher, snapshot
+from laminar_hpc.controller import snapshot
 from laminar_hpc.controller.loop import Controller
+from laminar_hpc.controller.trajectories import dispatcher
 from laminar_hpc.line.messages.data import Sample
 from laminar_hpc.line.messages.rollouts import Grant, Lost, RequestWork, WeightsOpened
 from laminar_hpc.line.messages.training import StepDone, TakeBatch

@@ -19,7 +19,7 @@ from helpers.emulated.stand import Shuffler, Stand, small_config
 from helpers.engines.pair import fill_slot, make_model, reference
 from laminar_hpc.config.models import WEIGHTS_FILE
 from laminar_hpc.config.schema import RunConfig
-from laminar_hpc.controller import migration
+from laminar_hpc.controller.trajectories import migration
 from laminar_hpc.emulation import stage
 from laminar_hpc.engine.sglang.server import SglangServer
 from laminar_hpc.line.channel import StopReceived

@@ -7,7 +7,7 @@ import pytest
 
 from helpers.control.script import Script, samples_of
 from helpers.emulated.stand import small_config
-from laminar_hpc.controller import rescuer
+from laminar_hpc.controller.trajectories import failover as rescuer
 from laminar_hpc.line.messages.chain import RelayHas
 from laminar_hpc.line.messages.data import ReplicaLoad, Sample
 from laminar_hpc.line.messages.membership import Hello, Ping

@@ -3,7 +3,7 @@
 from helpers.made import Made
 from helpers.synthetic import CHARACTERS, finish, write_model
 from laminar_hpc.config.schema import RunConfig
-from laminar_hpc.observability.shown_samples import ShownSamples, shown, spread
+from laminar_hpc.controller.shown_samples import ShownSamples, shown, spread
 from laminar_hpc.store.store import Store
 
 GROUPS, SAMPLES, STEP = 8, 4, 5

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from laminar_hpc.controller.partials import PartialPool
+from laminar_hpc.controller.trajectories.partial_responses import PartialPool
 from laminar_hpc.engine.interface import Generation
 from laminar_hpc.line.messages.data import Partial, PromptGroup, VersionSpan
 from laminar_hpc.line.messages.rollouts import Increment, Unfinished

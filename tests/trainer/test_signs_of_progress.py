@@ -6,7 +6,7 @@ import types
 import torch
 
 from laminar_hpc.config.schema import RunConfig
-from laminar_hpc.controller.gang import _floors
+from laminar_hpc.controller.fleet.trainer_generation import _floors
 from laminar_hpc.line.messages.membership import TrainerProgress
 from laminar_hpc.trainer.checkpointing import in_flight
 from laminar_hpc.trainer.progress import Progress

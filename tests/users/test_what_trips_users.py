@@ -27,8 +27,8 @@ from laminar_hpc.config.check import check, pipeline_text
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.load import load_config
 from laminar_hpc.config.models import model_config
-from laminar_hpc.controller.evaluations import Evaluations
-from laminar_hpc.controller.probes import Probes
+from laminar_hpc.controller.trajectories.evaluations import Evaluations
+from laminar_hpc.controller.weights.probes import Probes
 from laminar_hpc.data.prompts import Prompt
 from laminar_hpc.doctor import packages
 

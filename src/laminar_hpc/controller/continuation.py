@@ -8,8 +8,8 @@ controller/training.py goes back. Only with a torchrun per role: else everything
 
 import msgspec
 
-from laminar_hpc.controller.evaluations import Evaluations
 from laminar_hpc.controller.shared import RunState
+from laminar_hpc.controller.trajectories.evaluations import Evaluations
 from laminar_hpc.store.store import Store
 
 _KEY = "under_way"

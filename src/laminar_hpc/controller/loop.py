@@ -13,7 +13,7 @@
 
 One thread. Handlers only change state and fill the outbox; `turn` commits, then acknowledges and sends.
 Nothing is sent before its transaction commits, which also holds how far each worker's stream was taken.
-controller/handlers.py says who takes which message.
+controller/fleet/handlers.py says who takes which message.
 """
 
 import sqlite3
@@ -27,33 +27,33 @@ from laminar_hpc.config.check import Derived
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.models import model_config
 from laminar_hpc.config.schema import RunConfig
-from laminar_hpc.controller.answers import Answers
 from laminar_hpc.controller.archiving import Archiving
 from laminar_hpc.controller.continuation import Continuation
-from laminar_hpc.controller.crew import Crew
-from laminar_hpc.controller.departures import Departures
-from laminar_hpc.controller.dispatcher import Dispatcher
-from laminar_hpc.controller.evaluations import Evaluations
-from laminar_hpc.controller.gang import Gang
-from laminar_hpc.controller.handlers import handlers
-from laminar_hpc.controller.homes import Homes
-from laminar_hpc.controller.last_evaluation import LastEvaluation
-from laminar_hpc.controller.members import Member, Members
-from laminar_hpc.controller.membership import Membership
-from laminar_hpc.controller.migration import Migration
-from laminar_hpc.controller.partials import PartialPool
-from laminar_hpc.controller.probes import Probes
-from laminar_hpc.controller.reattachment import Reattachment
-from laminar_hpc.controller.repacker import Repacker
-from laminar_hpc.controller.replicas import Replicas
-from laminar_hpc.controller.reports import TrajectoryReports
-from laminar_hpc.controller.rescuer import Rescuer
-from laminar_hpc.controller.scorers import Scorers
+from laminar_hpc.controller.fleet.active_replicas import Crew
+from laminar_hpc.controller.fleet.draining import Departures
+from laminar_hpc.controller.fleet.handlers import handlers
+from laminar_hpc.controller.fleet.members import Member, Members
+from laminar_hpc.controller.fleet.membership import Membership
+from laminar_hpc.controller.fleet.replicas import Replicas
+from laminar_hpc.controller.fleet.trainer_generation import Gang
 from laminar_hpc.controller.shared import NUMBERS, Outbox, RunState, Shared
-from laminar_hpc.controller.tracker import TrajectoryTracker
 from laminar_hpc.controller.training import Training
-from laminar_hpc.controller.unsaid_words import take_up
-from laminar_hpc.controller.weights import Weights
+from laminar_hpc.controller.trajectories.answers import Answers
+from laminar_hpc.controller.trajectories.dispatcher import Dispatcher
+from laminar_hpc.controller.trajectories.evaluations import Evaluations
+from laminar_hpc.controller.trajectories.failover import Rescuer
+from laminar_hpc.controller.trajectories.homes import Homes
+from laminar_hpc.controller.trajectories.last_evaluation import LastEvaluation
+from laminar_hpc.controller.trajectories.migration import Migration
+from laminar_hpc.controller.trajectories.partial_responses import PartialPool
+from laminar_hpc.controller.trajectories.reattachment import Reattachment
+from laminar_hpc.controller.trajectories.repacker import Repacker
+from laminar_hpc.controller.trajectories.reports import TrajectoryReports
+from laminar_hpc.controller.trajectories.scorers import Scorers
+from laminar_hpc.controller.trajectories.tracker import TrajectoryTracker
+from laminar_hpc.controller.trajectories.unsaid_words import take_up
+from laminar_hpc.controller.weights.probes import Probes
+from laminar_hpc.controller.weights.weight_ids import Weights
 from laminar_hpc.line.hub import Hub, UnreadableMessage
 from laminar_hpc.line.messages.chain import RelayHas
 from laminar_hpc.line.messages.membership import Goodbye, Hello, Ping, Pong, Stop, StopRequest

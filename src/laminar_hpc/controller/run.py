@@ -26,14 +26,14 @@ from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.controller import snapshot
 from laminar_hpc.controller.beginning import Begun, start_up
 from laminar_hpc.controller.collector import collect_rarely
-from laminar_hpc.controller.evaluations import Evaluations
-from laminar_hpc.controller.gang import StopCutShort
+from laminar_hpc.controller.fleet.members import Members, rollout_silence
+from laminar_hpc.controller.fleet.trainer_generation import StopCutShort
 from laminar_hpc.controller.loop import Controller
-from laminar_hpc.controller.members import Members, rollout_silence
-from laminar_hpc.controller.rewards import say_doubts, try_rewards
 from laminar_hpc.controller.shared import NUMBERS
 from laminar_hpc.controller.standstill import Standstill
-from laminar_hpc.controller.tracker import TrajectoryTracker
+from laminar_hpc.controller.trajectories.evaluations import Evaluations
+from laminar_hpc.controller.trajectories.rewards import say_doubts, try_rewards
+from laminar_hpc.controller.trajectories.tracker import TrajectoryTracker
 from laminar_hpc.data.pretrained import recorded_name
 from laminar_hpc.data.prompts import Prompt
 from laminar_hpc.environments.run_prompts import load_run_prompts

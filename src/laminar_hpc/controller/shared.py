@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from laminar_hpc.config.check import Derived
 from laminar_hpc.config.schema import RunConfig
-from laminar_hpc.controller.members import Member, Members
+from laminar_hpc.controller.fleet.members import Member, Members
 from laminar_hpc.line.messages.data import Message
 from laminar_hpc.line.messages.membership import Failure
 from laminar_hpc.observability import console

@@ -4,8 +4,8 @@ changes nothing."""
 import os
 import time
 
+from laminar_hpc.controller.fleet.members import Member
 from laminar_hpc.controller.loop import Controller
-from laminar_hpc.controller.members import Member
 from laminar_hpc.store.status import Queues, RankStatus, Status
 
 

@@ -17,12 +17,13 @@ from pathlib import Path
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.controller.archiving import Archiving
 from laminar_hpc.controller.continuation import Continuation
-from laminar_hpc.controller.crew import Crew
-from laminar_hpc.controller.evaluations import Evaluations
-from laminar_hpc.controller.members import Member
+from laminar_hpc.controller.fleet.active_replicas import Crew
+from laminar_hpc.controller.fleet.members import Member
 from laminar_hpc.controller.shared import Shared
-from laminar_hpc.controller.tracker import TrajectoryTracker
-from laminar_hpc.controller.weights import Weights
+from laminar_hpc.controller.shown_samples import ShownSamples
+from laminar_hpc.controller.trajectories.evaluations import Evaluations
+from laminar_hpc.controller.trajectories.tracker import TrajectoryTracker
+from laminar_hpc.controller.weights.weight_ids import Weights
 from laminar_hpc.line.channel import SAME_VERSION
 from laminar_hpc.line.messages.training import (
     Batch,
@@ -37,7 +38,6 @@ from laminar_hpc.line.messages.training import (
     TrainerDone,
 )
 from laminar_hpc.observability import console
-from laminar_hpc.observability.shown_samples import ShownSamples
 from laminar_hpc.policies import admission
 from laminar_hpc.store import checkpoints, put_back
 from laminar_hpc.store.archive import files

@@ -121,7 +121,7 @@ def look_around(config: RunConfig) -> bool:
     a live run in its folder, and for an earlier one there unless it is to go on; fetches the model, which the
     machines may not be able to."""
     from laminar_hpc import supervisor
-    from laminar_hpc.controller.rewards import check_rewards
+    from laminar_hpc.controller.trajectories.rewards import check_rewards
     from laminar_hpc.data.pretrained import download_model
     from laminar_hpc.train_command import lacking, of_inputs
 

@@ -1,5 +1,5 @@
 """What a trainer rank tells the controller of its progress, with each ping: so that a rank which is stuck is
-told from one that takes its time (controller/gang.py).
+told from one that takes its time (controller/fleet/trainer_generation.py).
 
 Called by the trainer's thread in trainer/loop.py, trainer/inbox.py and for every micro-batch.
 """

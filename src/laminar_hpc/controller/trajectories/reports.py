@@ -1,20 +1,20 @@
 """What rollouts report of trajectories: generated, scored, lost, or so far. For evaluations the same messages
-go to controller/evaluations.py."""
+go to controller/trajectories/evaluations.py."""
 
 import logging
 import time
 
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.controller.evaluations import Evaluations
-from laminar_hpc.controller.groups import Group
-from laminar_hpc.controller.homes import Homes
-from laminar_hpc.controller.members import Member
-from laminar_hpc.controller.partials import PartialPool
-from laminar_hpc.controller.rescuer import Rescuer
-from laminar_hpc.controller.rewards import RewardErrors
-from laminar_hpc.controller.scorers import Scorers
+from laminar_hpc.controller.fleet.members import Member
 from laminar_hpc.controller.shared import Shared
-from laminar_hpc.controller.tracker import TrajectoryTracker
+from laminar_hpc.controller.trajectories.evaluations import Evaluations
+from laminar_hpc.controller.trajectories.failover import Rescuer
+from laminar_hpc.controller.trajectories.groups import Group
+from laminar_hpc.controller.trajectories.homes import Homes
+from laminar_hpc.controller.trajectories.partial_responses import PartialPool
+from laminar_hpc.controller.trajectories.rewards import RewardErrors
+from laminar_hpc.controller.trajectories.scorers import Scorers
+from laminar_hpc.controller.trajectories.tracker import TrajectoryTracker
 from laminar_hpc.line.messages.data import Sample
 from laminar_hpc.line.messages.rollouts import Drop, Generated, Increment, Lost, Scored
 from laminar_hpc.observability import console

@@ -3,7 +3,7 @@
     `begin`: Reserve -> Reserved -> MoveOrder -> MoveReady -> Import -> Imported
         -> owners.move (one transaction) -> MoveCommit to both
 
-Begun by controller/repacker.py and, without a source, by controller/rescuer.py. Owns the moves. A side that
+Begun by controller/trajectories/repacker.py and, without a source, by controller/trajectories/failover.py. Owns the moves. A side that
 repeats its last message is answered again. A trajectory whose move is called off when its owner is dead goes
 into `orphans`, from which the rescuer takes it in the same turn.
 """
@@ -16,11 +16,11 @@ from heapq import heappop, heappush
 
 import msgspec
 
-from laminar_hpc.controller.members import Member
-from laminar_hpc.controller.partials import PartialPool
-from laminar_hpc.controller.replicas import Replicas
+from laminar_hpc.controller.fleet.members import Member
+from laminar_hpc.controller.fleet.replicas import Replicas
 from laminar_hpc.controller.shared import Shared
-from laminar_hpc.controller.tracker import TrajectoryTracker
+from laminar_hpc.controller.trajectories.partial_responses import PartialPool
+from laminar_hpc.controller.trajectories.tracker import TrajectoryTracker
 from laminar_hpc.line.messages.data import Message, Partial
 from laminar_hpc.line.messages.moves import (
     Import,

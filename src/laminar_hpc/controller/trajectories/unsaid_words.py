@@ -10,10 +10,10 @@ from pathlib import Path
 
 import msgspec
 
-from laminar_hpc.controller.members import Member
-from laminar_hpc.controller.partials import PartialPool
-from laminar_hpc.controller.reports import TrajectoryReports
-from laminar_hpc.controller.tracker import TrajectoryTracker
+from laminar_hpc.controller.fleet.members import Member
+from laminar_hpc.controller.trajectories.partial_responses import PartialPool
+from laminar_hpc.controller.trajectories.reports import TrajectoryReports
+from laminar_hpc.controller.trajectories.tracker import TrajectoryTracker
 from laminar_hpc.line import unsaid
 from laminar_hpc.line.messages.membership import Hello
 from laminar_hpc.line.messages.rollouts import Generated, Increment, Lost, Scored, Unfinished

@@ -1,6 +1,6 @@
 """Environments that stay with the replica that made them, while their trajectories are with others.
 
-    holder --Ask--> here --> home --Answer--> controller/answers.py --> whoever has the trajectory by now
+    holder --Ask--> here --> home --Answer--> controller/trajectories/answers.py --> whoever has the trajectory by now
     holder --Generated, with its home--> `grades` --ScoreOrder--> home --Scored-->
     the trajectory has ended, or begins again --> LetGo --> home
     home lost --> the holder is told so, and what is known of the trajectory is forgotten: it begins again
@@ -8,11 +8,11 @@
 Owns nothing: where an environment is stands in its name, which each response so far carries.
 """
 
-from laminar_hpc.controller.members import Member
-from laminar_hpc.controller.partials import PartialPool
-from laminar_hpc.controller.replicas import Replicas
+from laminar_hpc.controller.fleet.members import Member
+from laminar_hpc.controller.fleet.replicas import Replicas
 from laminar_hpc.controller.shared import Shared
-from laminar_hpc.controller.tracker import TrajectoryTracker
+from laminar_hpc.controller.trajectories.partial_responses import PartialPool
+from laminar_hpc.controller.trajectories.tracker import TrajectoryTracker
 from laminar_hpc.line.messages.data import Message
 from laminar_hpc.line.messages.homes import Ask, LetGo, replica_of
 from laminar_hpc.line.messages.moves import Answer

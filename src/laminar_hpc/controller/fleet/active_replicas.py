@@ -10,8 +10,8 @@ At a fresh start the crew counts as rollout.replicas_min at least, until so many
 
 import math
 
-from laminar_hpc.controller.members import Members
-from laminar_hpc.controller.replicas import Replicas
+from laminar_hpc.controller.fleet.members import Members
+from laminar_hpc.controller.fleet.replicas import Replicas
 from laminar_hpc.controller.shared import Shared
 
 

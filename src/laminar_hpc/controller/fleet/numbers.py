@@ -4,7 +4,7 @@ A number is given once in the life of a store, so that nothing of a replica that
 taken for another's. Whoever has one says it in each later Hello, at this controller and at the next.
 """
 
-from laminar_hpc.controller.members import Members
+from laminar_hpc.controller.fleet.members import Members
 from laminar_hpc.line.messages.membership import UNNUMBERED, Hello
 from laminar_hpc.store.store import Store
 
@@ -12,7 +12,7 @@ _KEY = "next_replica"
 
 
 class ReplicaNumbers:
-    """Called by controller/membership.py; what it gives is in the transaction that lets the replica in."""
+    """Called by controller/fleet/membership.py; what it gives is in the transaction that lets the replica in."""
 
     def __init__(self, store: Store, members: Members) -> None:
         self._store, self._members = store, members

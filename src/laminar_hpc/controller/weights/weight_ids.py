@@ -2,7 +2,7 @@
 what.
 
     trainer --NewWeightId--> id
-    controller/relay_chain.py: who links to whom, and who sends again
+    controller/weights/relay_chain.py: who links to whom, and who sends again
     relay --RelayHas--> WeightsAvailable to the rollouts of its machine
 """
 
@@ -10,10 +10,10 @@ import logging
 import time
 from typing import NamedTuple
 
-from laminar_hpc.controller.members import Member
-from laminar_hpc.controller.probes import Probes
-from laminar_hpc.controller.relay_chain import TRAINER, Chain, Orders, Place
+from laminar_hpc.controller.fleet.members import Member
 from laminar_hpc.controller.shared import NUMBERS, Shared
+from laminar_hpc.controller.weights.probes import Probes
+from laminar_hpc.controller.weights.relay_chain import TRAINER, Chain, Orders, Place
 from laminar_hpc.line.messages.chain import LinkDown, RelayHas, StoreOpened
 from laminar_hpc.line.messages.publication import LaneSenders, NewWeightId, Published, WeightId
 from laminar_hpc.line.messages.rollouts import WeightsAvailable

@@ -6,15 +6,15 @@ admission allows.
 
 import time
 
-from laminar_hpc.controller.crew import Crew
-from laminar_hpc.controller.evaluations import Evaluations
-from laminar_hpc.controller.members import Member
-from laminar_hpc.controller.probes import Probes
-from laminar_hpc.controller.replicas import Replicas
-from laminar_hpc.controller.rescuer import Rescue, Rescuer
+from laminar_hpc.controller.fleet.active_replicas import Crew
+from laminar_hpc.controller.fleet.members import Member
+from laminar_hpc.controller.fleet.replicas import Replicas
 from laminar_hpc.controller.shared import Shared
-from laminar_hpc.controller.tracker import TrajectoryTracker
-from laminar_hpc.controller.weights import Weights
+from laminar_hpc.controller.trajectories.evaluations import Evaluations
+from laminar_hpc.controller.trajectories.failover import Rescue, Rescuer
+from laminar_hpc.controller.trajectories.tracker import TrajectoryTracker
+from laminar_hpc.controller.weights.probes import Probes
+from laminar_hpc.controller.weights.weight_ids import Weights
 from laminar_hpc.line.messages.data import Partial, PromptGroup
 from laminar_hpc.line.messages.rollouts import Grant, RequestWork, WeightsOpened
 from laminar_hpc.observability import console

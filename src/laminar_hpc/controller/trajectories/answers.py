@@ -9,11 +9,11 @@ owner is told that nothing will come. Owns nothing: a controller that takes over
 an owner that waits in vain gives up by itself.
 """
 
-from laminar_hpc.controller.members import Member
-from laminar_hpc.controller.migration import Migration
-from laminar_hpc.controller.partials import PartialPool
+from laminar_hpc.controller.fleet.members import Member
 from laminar_hpc.controller.shared import Shared
-from laminar_hpc.controller.tracker import TrajectoryTracker
+from laminar_hpc.controller.trajectories.migration import Migration
+from laminar_hpc.controller.trajectories.partial_responses import PartialPool
+from laminar_hpc.controller.trajectories.tracker import TrajectoryTracker
 from laminar_hpc.line.messages.moves import Answer
 
 

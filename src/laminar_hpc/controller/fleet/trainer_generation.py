@@ -6,7 +6,7 @@
 
 The number of the gang rises when it ends, so an earlier one is a stranger from then on: its messages change
 nothing, it gets no weight ids, its links are cut and its checkpoints get no name. Called by
-controller/membership.py, and once a tick. The run waits cluster.join_timeout_seconds for the next gang, and
+controller/fleet/membership.py, and once a tick. The run waits cluster.join_timeout_seconds for the next gang, and
 as long again whenever Slurm has its job in the queue.
 """
 
@@ -22,7 +22,7 @@ from typing import NamedTuple
 from laminar_hpc.cluster.processes import process_started
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.system_schema import ClusterConfig, RelayConfig
-from laminar_hpc.controller.members import Member
+from laminar_hpc.controller.fleet.members import Member
 from laminar_hpc.controller.shared import Shared
 from laminar_hpc.line.messages.membership import GangEnded, Hello, TrainerProgress
 from laminar_hpc.line.messages.training import TrainersMeet

@@ -2,7 +2,7 @@
 moves to others while they go on with it.
 
     replica --Leaving--> `move_away`, each tick -> a move to whoever generates on the same weights
-            --Unfinished--> what did not move in time goes on elsewhere from its tokens (rescuer.py)
+            --Unfinished--> what did not move in time goes on elsewhere from its tokens (controller/trajectories/failover.py)
             --Goodbye--> as with any lost replica; others score what it has not
 
 Owns which destinations were tried. With `pipeline.repack=kv` the KV cache moves too.
@@ -10,13 +10,13 @@ Owns which destinations were tried. With `pipeline.repack=kv` the KV cache moves
 
 import time
 
-from laminar_hpc.controller.members import Member
-from laminar_hpc.controller.migration import Migration
-from laminar_hpc.controller.partials import PartialPool
-from laminar_hpc.controller.replicas import Replicas
-from laminar_hpc.controller.rescuer import Rescuer
+from laminar_hpc.controller.fleet.members import Member
+from laminar_hpc.controller.fleet.replicas import Replicas
 from laminar_hpc.controller.shared import Shared
-from laminar_hpc.controller.tracker import TrajectoryTracker
+from laminar_hpc.controller.trajectories.failover import Rescuer
+from laminar_hpc.controller.trajectories.migration import Migration
+from laminar_hpc.controller.trajectories.partial_responses import PartialPool
+from laminar_hpc.controller.trajectories.tracker import TrajectoryTracker
 from laminar_hpc.line.messages.data import ReplicaLoad
 from laminar_hpc.line.messages.rollouts import Leaving, Unfinished
 from laminar_hpc.policies import failover

@@ -6,7 +6,7 @@ Invariant: all answers are those of a pass over its groups.
 
 from bisect import bisect_left, insort
 
-from laminar_hpc.controller.groups import Group, SampleState
+from laminar_hpc.controller.trajectories.groups import Group, SampleState
 
 _Owned = dict[int, tuple[Group, SampleState]]  # by trajectory
 

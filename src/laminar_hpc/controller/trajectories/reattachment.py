@@ -14,12 +14,12 @@ import logging
 import time
 from collections.abc import Callable
 
-from laminar_hpc.controller.members import Member, rollout_silence
-from laminar_hpc.controller.migration import attempt_of
-from laminar_hpc.controller.replicas import Replicas
-from laminar_hpc.controller.rescuer import Rescuer
+from laminar_hpc.controller.fleet.members import Member, rollout_silence
+from laminar_hpc.controller.fleet.replicas import Replicas
 from laminar_hpc.controller.shared import Shared
-from laminar_hpc.controller.tracker import TrajectoryTracker
+from laminar_hpc.controller.trajectories.failover import Rescuer
+from laminar_hpc.controller.trajectories.migration import attempt_of
+from laminar_hpc.controller.trajectories.tracker import TrajectoryTracker
 from laminar_hpc.line.messages.data import Sample
 from laminar_hpc.line.messages.rollouts import Drop, Holds
 from laminar_hpc.observability import console

@@ -1,11 +1,11 @@
 """Who takes which message of a member, by the sender's role. A message that its role does not send is refused
-(controller/membership.py); Hello and StopRequest come from anybody.
+(controller/fleet/membership.py); Hello and StopRequest come from anybody.
 """
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from laminar_hpc.controller.members import Member
+from laminar_hpc.controller.fleet.members import Member
 from laminar_hpc.line.messages.chain import LinkDown, RelayHas, StoreOpened
 from laminar_hpc.line.messages.data import Message
 from laminar_hpc.line.messages.homes import Ask

@@ -3,13 +3,13 @@ the store in the same turn.
 
 An attempt number guards each trajectory: a report with an old one is refused, so a process that wakes up late
 can do no harm. Called by the parts that move, rescue and reattach trajectories, and that have responses
-scored; what becomes of a group says controller/tracker.py.
+scored; what becomes of a group says controller/trajectories/tracker.py.
 """
 
 import logging
 
-from laminar_hpc.controller.group_table import GroupTable
-from laminar_hpc.controller.groups import Counts, SampleState
+from laminar_hpc.controller.trajectories.group_table import GroupTable
+from laminar_hpc.controller.trajectories.groups import Counts, SampleState
 from laminar_hpc.line.messages.data import PromptGroup, Sample
 from laminar_hpc.line.messages.rollouts import ScoreOrder
 from laminar_hpc.store.rows import Rows

@@ -3,7 +3,7 @@
     replica lost, or a start over a store -> owners.unscored -> `assign`, each tick -> ScoreOrder -> Scored
 
 Owns which replica was asked for which. When that one dies too, the next is asked; a score that comes twice
-counts once (controller/tracker.py). Without a replica that serves weights they wait.
+counts once (controller/trajectories/tracker.py). Without a replica that serves weights they wait.
 """
 
 import logging
@@ -11,9 +11,9 @@ from collections import Counter
 from heapq import heapify, heapreplace
 from itertools import islice
 
-from laminar_hpc.controller.replicas import Replicas
+from laminar_hpc.controller.fleet.replicas import Replicas
 from laminar_hpc.controller.shared import Shared
-from laminar_hpc.controller.tracker import TrajectoryTracker
+from laminar_hpc.controller.trajectories.tracker import TrajectoryTracker
 
 log = logging.getLogger(__name__)
 _AT_ONCE = 64  # asked of one replica; more would keep its own responses waiting

@@ -1,7 +1,7 @@
 """Trajectories whose replica is dead: they go on elsewhere on the same weights, from what the
 partial-response pool holds, or start again from their prompts.
 
-    replica lost -> [failover.redirect] -> a move without a source (controller/migration.py)
+    replica lost -> [failover.redirect] -> a move without a source (controller/trajectories/migration.py)
                  -> nobody is known to have room on these weights: they wait
     Ping with a report of such room -> a move without a source
     `next_rescue`, called by the dispatcher -> [failover.plan_reloads] -> Grant with parts
@@ -16,13 +16,13 @@ import logging
 import time
 from dataclasses import dataclass
 
-from laminar_hpc.controller.members import Member
-from laminar_hpc.controller.migration import Migration, moved
-from laminar_hpc.controller.partials import PartialPool
-from laminar_hpc.controller.replicas import Replica, Replicas
+from laminar_hpc.controller.fleet.members import Member
+from laminar_hpc.controller.fleet.replicas import Replica, Replicas
 from laminar_hpc.controller.shared import Shared
-from laminar_hpc.controller.tracker import TrajectoryTracker
-from laminar_hpc.controller.weights import Weights
+from laminar_hpc.controller.trajectories.migration import Migration, moved
+from laminar_hpc.controller.trajectories.partial_responses import PartialPool
+from laminar_hpc.controller.trajectories.tracker import TrajectoryTracker
+from laminar_hpc.controller.weights.weight_ids import Weights
 from laminar_hpc.line.messages.data import Partial, PromptGroup
 from laminar_hpc.line.messages.rollouts import EngineHung, NotLoaded
 from laminar_hpc.policies import failover

@@ -9,8 +9,8 @@ the share to others.
 """
 
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.controller.evaluations import Evaluations
 from laminar_hpc.controller.shared import Shared
+from laminar_hpc.controller.trajectories.evaluations import Evaluations
 
 
 class LastEvaluation:

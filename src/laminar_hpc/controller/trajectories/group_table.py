@@ -7,8 +7,8 @@ Owns what is kept beside them: who has which trajectory (holders.py), and what t
 
 from collections.abc import Iterator, Mapping
 
-from laminar_hpc.controller.groups import Group, SampleState
-from laminar_hpc.controller.holders import Holders
+from laminar_hpc.controller.trajectories.groups import Group, SampleState
+from laminar_hpc.controller.trajectories.holders import Holders
 from laminar_hpc.data.prompts import Prompt
 from laminar_hpc.line.messages.data import PromptGroup, Sample
 from laminar_hpc.policies.live_groups import LiveGroups

@@ -1,7 +1,7 @@
 """Who comes and goes: Hello, strangers, refusals, deaths, and what each means for the run.
 
 In one torchrun every loss ends the run. With a torchrun per role the others go on without a relay or a
-rollout, and wait for other trainers (controller/gang.py).
+rollout, and wait for other trainers (controller/fleet/trainer_generation.py).
 """
 
 import logging
@@ -9,11 +9,11 @@ from collections.abc import Callable
 
 from laminar_hpc.cluster.processes import oom_kills, process_is_alive
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.controller.gang import Gang
-from laminar_hpc.controller.members import Member
-from laminar_hpc.controller.numbers import ReplicaNumbers
+from laminar_hpc.controller.fleet.members import Member
+from laminar_hpc.controller.fleet.numbers import ReplicaNumbers
+from laminar_hpc.controller.fleet.trainer_generation import Gang
 from laminar_hpc.controller.shared import Shared
-from laminar_hpc.controller.weights import Weights
+from laminar_hpc.controller.weights.weight_ids import Weights
 from laminar_hpc.data.pretrained import recorded_name
 from laminar_hpc.line.agent_line import orders
 from laminar_hpc.line.channel import SAME_VERSION

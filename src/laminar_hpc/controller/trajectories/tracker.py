@@ -9,10 +9,10 @@ all scored is finished, gets more samples (policies.sampling), or is given up (p
 
 from collections.abc import Callable
 
-from laminar_hpc.controller.group_table import GroupTable
-from laminar_hpc.controller.groups import Counts, Group, SampleState
-from laminar_hpc.controller.owners import Owners
-from laminar_hpc.controller.upcoming import Upcoming
+from laminar_hpc.controller.trajectories.group_table import GroupTable
+from laminar_hpc.controller.trajectories.groups import Counts, Group, SampleState
+from laminar_hpc.controller.trajectories.owners import Owners
+from laminar_hpc.controller.trajectories.upcoming import Upcoming
 from laminar_hpc.data.prompts import Prompt
 from laminar_hpc.line.messages.data import PromptGroup, Sample, ScorePart, Trajectory
 from laminar_hpc.line.messages.rollouts import Lost

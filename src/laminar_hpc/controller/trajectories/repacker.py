@@ -7,11 +7,11 @@ Called by the controller's tick every `pipeline.repack_seconds`, and once more a
 import time
 from dataclasses import dataclass
 
-from laminar_hpc.controller.migration import Migration
-from laminar_hpc.controller.replicas import Replicas
+from laminar_hpc.controller.fleet.replicas import Replicas
 from laminar_hpc.controller.shared import Shared
-from laminar_hpc.controller.tracker import TrajectoryTracker
-from laminar_hpc.controller.weights import Weights
+from laminar_hpc.controller.trajectories.migration import Migration
+from laminar_hpc.controller.trajectories.tracker import TrajectoryTracker
+from laminar_hpc.controller.weights.weight_ids import Weights
 from laminar_hpc.line.messages.data import ReplicaLoad
 from laminar_hpc.policies import admission, repack
 from laminar_hpc.policies.moves import room
