@@ -8,11 +8,12 @@ import sys
 import pytest
 import torch
 
-from laminar_hpc.cluster import devices, world
+from laminar_hpc.cluster import devices
 from laminar_hpc.cluster.devices import devices_of, present, use_devices
 from laminar_hpc.cluster.roles import RoleOfRank, assign_roles
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import RunConfig
+from laminar_hpc.trainer import world
 from laminar_hpc.weights.links.transport import End, choose, end_here
 
 

@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from laminar_hpc.cluster.world import init_trainer_world
 from laminar_hpc.line.context import RoleContext
 from laminar_hpc.line.messages.training import Checkpointed, Restored, TrainerDone
 from laminar_hpc.policies.metrics import merged
@@ -26,6 +25,7 @@ from laminar_hpc.trainer.megatron.policy import MegatronPolicy
 from laminar_hpc.trainer.progress import Progress
 from laminar_hpc.trainer.publishing.publisher import Publisher
 from laminar_hpc.trainer.step.learner import Learner
+from laminar_hpc.trainer.world import init_trainer_world
 
 _READS = 4  # batches of one step whose responses cannot all be read, then the disk is to be looked at
 

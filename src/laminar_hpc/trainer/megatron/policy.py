@@ -3,7 +3,7 @@ directory, runs it, and writes it back.
 
 trainer/step/learner.py trains through it, trainer/publishing/ packs its canonical tensors,
 trainer/checkpoint.py reads its state. The same code runs on GPUs and, under trainer/megatron/cpu.py's shim,
-on the CPU. Needs the trainer world (cluster/world.py) to be there.
+on the CPU. Needs the trainer world (trainer/world.py) to be there.
 """
 
 import functools
