@@ -179,7 +179,7 @@ setup(
         **{name: ["*.json", "*.jsonl", "*.jinja", "*.safetensors"] for name in examples},
         **{name: ["*.sbatch", "*.sh"] for name in slurm},
         "laminar_hpc.report": ["*.css", "*.js"],
-        "laminar_hpc.project": ["template/**/*"],
+        "laminar_hpc.launch.project": ["template/**/*"],
     },
     include_package_data=False,
     ext_modules=[migration, sums],
@@ -192,7 +192,7 @@ setup(
         "test": pins("dev"),
     },
     entry_points={
-        "console_scripts": ["laminar = laminar_hpc.cli:main"],
+        "console_scripts": ["laminar = laminar_hpc.launch.cli:main"],
         "sglang.srt.platforms": ["laminar_cpu = laminar_hpc.engine.sglang.plugin.platform:activate"],
         "sglang.srt.plugins": ["laminar_port = laminar_hpc.engine.sglang.plugin.hooks:register"],
     },

@@ -107,7 +107,7 @@ def train(
     print(f"  {name}: laminar train {' '.join(words)}", file=sys.stderr, flush=True)
     with open(log, "wb") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "laminar_hpc.cli", "train", *words],
+            [sys.executable, "-m", "laminar_hpc.launch.cli", "train", *words],
             cwd=ROOT,
             stdout=output,
             stderr=subprocess.STDOUT,

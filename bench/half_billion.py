@@ -135,7 +135,7 @@ class Peaks(threading.Thread):
                 return name
         if "laminar_hpc" in words:
             return self.roles[int(process.environ().get("RANK", "0"))]
-        return "laminar train" if any(word.endswith("laminar_hpc.cli") for word in words) else "others"
+        return "laminar train" if any(word.endswith("laminar_hpc.launch.cli") for word in words) else "others"
 
 
 def seconds(run: Run, kind: str, pick: type = max) -> float | None:

@@ -74,7 +74,7 @@ class Roles:
 
     def end(self) -> int:
         """Asks the run to stop, then waits for its roles. How many had to be ended."""
-        command = [sys.executable, "-m", "laminar_hpc.cli", "stop", str(self.run_dir)]
+        command = [sys.executable, "-m", "laminar_hpc.launch.cli", "stop", str(self.run_dir)]
         command = [*self._inside("controller"), *command]
         subprocess.run(command, check=False, capture_output=True, timeout=60)
         until, late = time.monotonic() + 120, 0

@@ -19,7 +19,7 @@ from slurm_cluster import SlurmCluster
 
 from laminar_hpc.cluster.lock_owner import read_owner
 from laminar_hpc.cluster.run_lock import LOCK_FILE
-from laminar_hpc.jobs.ending import last_word
+from laminar_hpc.launch.slurm.ending import last_word
 
 JOBS = ("controller", "trainer", "rollout")
 _JOB_NAMES = {"laminar-control": "controller", "laminar-trainer": "trainer", "laminar-rollouts": "rollout"}
@@ -67,7 +67,16 @@ class SlurmRun:
         again = ["resume=auto"] if self.submissions else []
         array = f"--rollouts=--array=0-{self.rollouts - 1} --exclude=n1,n2 --cpus-per-task=3"
         output = f"--slurm=--output={self.cluster.folder}/{self.name}-%x-%A_%a.log"
-        command = [sys.executable, "-m", "laminar_hpc.cli", "submit", "--apart", *_OPTIONS, array, output]
+        command = [
+            sys.executable,
+            "-m",
+            "laminar_hpc.launch.cli",
+            "submit",
+            "--apart",
+            *_OPTIONS,
+            array,
+            output,
+        ]
         words = [f"run_dir={self.run_dir}", *self.words, *again]
         self.said = self.cluster.command(*command, *words, seconds=180, **self._settings())
         if self.spare:
@@ -160,7 +169,7 @@ class SlurmRun:
 
     def end(self) -> int:
         """`laminar stop`, then waits for the jobs. How many had to be cancelled."""
-        command = [sys.executable, "-m", "laminar_hpc.cli", "stop", str(self.run_dir)]
+        command = [sys.executable, "-m", "laminar_hpc.launch.cli", "stop", str(self.run_dir)]
         subprocess.run(command, check=False, capture_output=True, timeout=120)
         until = time.monotonic() + END_SECONDS
         while (left := self.elements()) and time.monotonic() < until:

@@ -18,5 +18,5 @@ python -m laminar_hpc.cluster.run_lock "$run_dir"     # a live run is left alone
 # all roles would refuse the same: this one says it
 laminar train run_dir="$run_dir" "$@" dry_run=true >/dev/null || exit $?
 
-exec python -m laminar_hpc.cluster.launch_role controller 1 relay "${LANES:-1}" rollout "${ROLLOUTS:-1}" \
+exec python -m laminar_hpc.launch.launch_role controller 1 relay "${LANES:-1}" rollout "${ROLLOUTS:-1}" \
   trainer "${TRAINERS:-1}" run_dir="$run_dir" "$@" </dev/null

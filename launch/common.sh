@@ -8,7 +8,7 @@ if [ -d "$root/.venv" ]; then PATH=$root/.venv/bin:$PATH; fi
 
 start_role() {
   local role=$1 processes=$2 run_dir=$3; shift 3
-  exec python -m laminar_hpc.cluster.launch_role "$role" "$processes" run_dir="$run_dir" "$@"
+  exec python -m laminar_hpc.launch.launch_role "$role" "$processes" run_dir="$run_dir" "$@"
 }
 
 usage() { sed -n '2,/^[^#]/{/^#/s/^# \{0,1\}//p}' "$0"; exit 2; }

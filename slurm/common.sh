@@ -8,7 +8,7 @@
 #   jobs/again.JOB.RESTARTS       it has ended in order and has more to do, so it is requeued
 #   jobs/queued.trainer           Slurm has the trainers' job in its queue: the controller, which removes the file, waits for it
 #   jobs/failed, jobs/ended       the run has failed, or is complete or was stopped by the user: nobody waits for another job
-# What runs on the nodes is `python -m laminar_hpc.jobs.node`: it reads `end` and writes the last two.
+# What runs on the nodes is `python -m laminar_hpc.launch.slurm.node`: it reads `end` and writes the last two.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/site.sh"
 
@@ -191,7 +191,7 @@ start_step() { # ROLE COMPONENT [overrides]   COMPONENT of a heterogeneous job, 
   nodes=SLURM_JOB_NUM_NODES${group:+_HET_GROUP_$group} cpus=SLURM_CPUS_PER_TASK${group:+_HET_GROUP_$group}
   srun ${group:+--het-group="$group"} -N "${!nodes}" -n "${!nodes}" --ntasks-per-node=1 --cpu-bind=none \
     ${!cpus:+--cpus-per-task="${!cpus}"} --kill-on-bad-exit="$([ "$part" = rollouts ]; echo $?)" \
-    ${SRUN[@]+"${SRUN[@]}"} ${CONTAINER[@]+"${CONTAINER[@]}"} python -m laminar_hpc.jobs.node "$part" "$@" &
+    ${SRUN[@]+"${SRUN[@]}"} ${CONTAINER[@]+"${CONTAINER[@]}"} python -m laminar_hpc.launch.slurm.node "$part" "$@" &
   steps[$part]=$!
 }
 

@@ -41,7 +41,7 @@ unpacked() {
 }
 environment() {
   "$PYTHON" -m venv --without-pip "$VENV" || return 1
-  printf '#!%s\nimport sys\nfrom laminar_hpc.cli import main\nsys.exit(main())\n' "$VENV/bin/python" >"$VENV/bin/laminar"
+  printf '#!%s\nimport sys\nfrom laminar_hpc.launch.cli import main\nsys.exit(main())\n' "$VENV/bin/python" >"$VENV/bin/laminar"
   chmod +x "$VENV/bin/laminar"
   "$PYTHON" - "$REPOSITORY/src" "$SITE" "$("$VENV/bin/python" -c 'import site; print(site.getsitepackages()[0])')" <<'PROGRAM'
 """The order of packages: the checkout's, the carried ones, then the target's own."""

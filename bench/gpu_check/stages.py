@@ -65,8 +65,8 @@ STAGES = (
     Stage(
         "doctor",
         60,
-        "-m laminar_hpc.cli doctor",
-        "-m laminar_hpc.cli doctor",
+        "-m laminar_hpc.launch.cli doctor",
+        "-m laminar_hpc.launch.cli doctor",
         "do what the lines with FAIL say",
         figures=False,
     ),

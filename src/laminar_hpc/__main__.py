@@ -1,4 +1,4 @@
-"""What an agent (cluster/launch.py), or the user's own torchrun, starts: rank -> role -> run.
+"""What an agent (launch/launch.py), or the user's own torchrun, starts: rank -> role -> run.
 
     torchrun --nproc-per-node=4 -m laminar_hpc experiment=demo            one world with all roles
     torchrun --nproc-per-node=1 -m laminar_hpc role=relay run_dir=...     a torchrun per role
@@ -22,8 +22,6 @@ from pathlib import Path
 
 from laminar_hpc.cluster.devices import use_devices
 from laminar_hpc.cluster.gpu_memory import check_gpus, gigabytes_of_gpus
-from laminar_hpc.cluster.leaving import leave_at_once, watch_signals
-from laminar_hpc.cluster.placement import place
 from laminar_hpc.cluster.processes import die_with_parent, machine_name
 from laminar_hpc.cluster.roles import RoleOfRank
 from laminar_hpc.config.check import check, derive, derived_values, missing_inputs
@@ -32,6 +30,8 @@ from laminar_hpc.config.load import load_config
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.controller.ending import close_completed, finish
 from laminar_hpc.data.pretrained import follow, prepare_rank
+from laminar_hpc.launch.leaving import leave_at_once, watch_signals
+from laminar_hpc.launch.placement import place
 from laminar_hpc.line.address import keep_to_loopback, launch_id
 from laminar_hpc.line.agent_line import FAILED_ELSEWHERE, PERMANENT, REFUSED, RankReport, report
 from laminar_hpc.line.channel import RUN_FAILED, Channel, GangReplaced, StopReceived, Terminated

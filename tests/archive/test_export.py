@@ -11,8 +11,8 @@ import yaml
 
 from helpers.emulated.archive_run import archive
 from helpers.emulated.short_run import record
-from laminar_hpc import cli
 from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.launch import cli
 from laminar_hpc.report import rundata, summary
 from laminar_hpc.store import old_steps
 from laminar_hpc.store.archive import files

@@ -20,8 +20,8 @@ import yaml
 from helpers import checkpoint_files
 from helpers.emulated import archive_run as emulated_run
 from helpers.emulated import short_run
-from laminar_hpc import cli
 from laminar_hpc.config.errors import Refused
+from laminar_hpc.launch import cli
 from laminar_hpc.observability.jsonl import Appender
 from laminar_hpc.store import old_steps
 from laminar_hpc.store.archive import files, table

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from laminar_hpc import cli
 from laminar_hpc.cluster import folders
 from laminar_hpc.cluster.shared_memory import SHM, Note, noted, present
-from laminar_hpc.doctor import command, machine
-from laminar_hpc.doctor.findings import CheckTable
 from laminar_hpc.engine import leftovers
+from laminar_hpc.launch import cli
+from laminar_hpc.launch.doctor import command, machine
+from laminar_hpc.launch.doctor.findings import CheckTable
 
 # Makes a segment and waits, as one of SGLang's processes does; no resource tracker survives a session that is
 # killed.

@@ -8,8 +8,8 @@ import pytest
 from helpers import checkpoint_files
 from laminar_hpc.config.errors import Refused
 from laminar_hpc.config.schema import RunConfig
+from laminar_hpc.launch.supervisor import nothing_to_start
 from laminar_hpc.store.signatures import Key, objection, own_key, read_key
-from laminar_hpc.supervisor import nothing_to_start
 
 
 def config_of(run_dir: Path, **checkpoint: object) -> RunConfig:

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from laminar_hpc import supervisor
-from laminar_hpc.cluster import launch
 from laminar_hpc.config.schema import RunConfig
+from laminar_hpc.launch import launch, supervisor
 from laminar_hpc.line.agent_line import PERMANENT
 
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from laminar_hpc import cli
-from laminar_hpc.completion import candidates
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.load import load_config
+from laminar_hpc.launch import cli
+from laminar_hpc.launch.completion import candidates
 
 
 def printed(capsys, *words: str) -> str:
@@ -162,7 +162,7 @@ def test_candidates_for_completion(line, expected):
 
 def test_bash_completes(tmp_path):
     """The script that bash evaluates hands the line to the installed command and takes its candidates."""
-    (tmp_path / "laminar").write_text(f'#!/bin/sh\nexec {sys.executable} -m laminar_hpc.cli "$@"\n')
+    (tmp_path / "laminar").write_text(f'#!/bin/sh\nexec {sys.executable} -m laminar_hpc.launch.cli "$@"\n')
     (tmp_path / "laminar").chmod(0o755)
     asks = (
         'eval "$(laminar --completion bash)"; COMP_LINE="$1" COMP_POINT=${#1}; _laminar; '

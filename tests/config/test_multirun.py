@@ -10,11 +10,11 @@ import time
 
 import pytest
 
-from laminar_hpc import cli, multirun
 from laminar_hpc.cluster.processes import process_is_alive
 from laminar_hpc.config.errors import LaminarError, Refused
 from laminar_hpc.config.load import keys_of, load_config
-from laminar_hpc.multirun import alternatives, combinations, run_here, submit
+from laminar_hpc.launch import cli, multirun
+from laminar_hpc.launch.multirun import alternatives, combinations, run_here, submit
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_runs_follow_each_other_and_a_failure_shows(program, capfd):
     assert run_here(made) == 1
     calls = (program / "words").read_text().splitlines()
     assert [f"seed={seed}" in call for seed, call in enumerate(calls, 1)] == [True] * 3
-    assert all(call.startswith("-m laminar_hpc.cli train experiment=demo") for call in calls)
+    assert all(call.startswith("-m laminar_hpc.launch.cli train experiment=demo") for call in calls)
     header, *rows = [line.split() for line in capfd.readouterr().out.splitlines()][-4:]
     assert header[:5] == ["combination", "exit", "steps", "before", "after"]
     assert [row[:5] for row in rows] == [
@@ -141,7 +141,7 @@ PYTHON = sys.executable
 ALONE = """
 import sys
 from pathlib import Path
-from laminar_hpc.multirun import Combination, run_here
+from laminar_hpc.launch.multirun import Combination, run_here
 sys.executable = sys.argv[1]
 run_here([Combination("one", ("experiment=demo",), Path("r"))])
 """

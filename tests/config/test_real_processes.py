@@ -14,16 +14,16 @@ import pytest
 
 from helpers.stand_ins import STAND_IN
 from laminar_hpc import __main__ as rank_main
-from laminar_hpc import __version__, cli
-from laminar_hpc.cluster import ranks
-from laminar_hpc.cluster.launch import Agent
+from laminar_hpc import __version__
 from laminar_hpc.config.load import load_config
-from laminar_hpc.supervisor import WholeRun
+from laminar_hpc.launch import cli, ranks
+from laminar_hpc.launch.launch import Agent
+from laminar_hpc.launch.supervisor import WholeRun
 
 
 def laminar(*words: str, **environment: str) -> tuple[list[str], list[str], int]:
     """Lines of stdout and of stderr, and the exit code, of a real process."""
-    command = [sys.executable, "-m", "laminar_hpc.cli", *words]
+    command = [sys.executable, "-m", "laminar_hpc.launch.cli", *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     return done.stdout.splitlines(), done.stderr.splitlines(), done.returncode
 

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from helpers.refusals import refusal
-from laminar_hpc import cli
+from laminar_hpc.launch import cli
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ HEARTBEAT = 3.0
 STUCK = """
 import ctypes, os, sys
 from pathlib import Path
-from laminar_hpc.cluster.leaving import leave_at_once
+from laminar_hpc.launch.leaving import leave_at_once
 from laminar_hpc.line.channel import Channel
 from laminar_hpc.line.messages.membership import Hello
 channel = Channel(Path(sys.argv[1]), Hello("trainer", 1, "stuck", os.getpid(), "elsewhere"), 30, 30)

@@ -250,7 +250,7 @@ def test_trainers_leave_a_run_that_goes_on(tmp_path: Path, store: Store) -> None
 
 def test_trainers_are_lost_while_the_run_stops(tmp_path: Path, store: Store) -> None:
     """Promise: a run that was to stop, and has lost its trainers, ends at once; what had asked it to stop
-    decides whether its jobs are requeued (jobs/ending.py)."""
+    decides whether its jobs are requeued (launch/slurm/ending.py)."""
     entry = Entry(tmp_path, store)
     entry.hello("a"), entry.hello("x", index=1)
     entry.shared.state.gang = "a"

@@ -17,6 +17,7 @@ from laminar_hpc.config.errors import Refused
 from laminar_hpc.config.load import load_config
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.controller.beginning import take_run_dir
+from laminar_hpc.launch.supervisor import nothing_to_start
 from laminar_hpc.line.messages.membership import Hello
 from laminar_hpc.line.waiting import sign_of, who_waits
 from laminar_hpc.store import rundir
@@ -35,7 +36,6 @@ from laminar_hpc.store.rundir import (
 )
 from laminar_hpc.store.store import Store
 from laminar_hpc.store.store_check import check_store
-from laminar_hpc.supervisor import nothing_to_start
 
 FILE = "heldout"  # the label of the demo's held-out file
 

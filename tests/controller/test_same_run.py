@@ -14,12 +14,12 @@ from laminar_hpc.controller.run import run
 from laminar_hpc.controller.trajectories.tracker import TrajectoryTracker
 from laminar_hpc.data.prompts import Prompt
 from laminar_hpc.emulation.launch import prepare
+from laminar_hpc.launch.supervisor import nothing_to_start
 from laminar_hpc.line.address import ADDRESS_FILE
 from laminar_hpc.policies.admission import quota
 from laminar_hpc.policies.sampling import GroupSize
 from laminar_hpc.store.same_run import check_same_prompts, refuse_changes
 from laminar_hpc.store.store import Store
-from laminar_hpc.supervisor import nothing_to_start
 
 PROMPTS = [Prompt(f"{i}+1=", [i, 7], {"n": i}) for i in range(5)]
 

@@ -6,10 +6,10 @@ import shlex
 from collections.abc import Iterator
 
 from helpers.paths import ROOT
-from laminar_hpc import cli
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.load import keys_of
 from laminar_hpc.config.peers import ROWS, TRL
+from laminar_hpc.launch import cli
 
 PAGES = sorted(
     path

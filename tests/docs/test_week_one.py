@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from helpers.paths import ROOT
-from laminar_hpc import cli, project
+from laminar_hpc.launch import cli, project
 
 PAGE = (ROOT / "docs/week_one.md").read_text()
 

@@ -106,7 +106,7 @@ class Machines:
         """`laminar launch`, its output in `out`."""
         with open(out, "a") as file:
             return self.on_login_node(
-                *[sys.executable, "-m", "laminar_hpc.cli", "launch", f"--hosts={self.hosts}"],
+                *[sys.executable, "-m", "laminar_hpc.launch.cli", "launch", f"--hosts={self.hosts}"],
                 f"--ssh=-F {self.config}",
                 *words,
                 stdout=file,

@@ -2,8 +2,8 @@
 
 import pytest
 
-from laminar_hpc import cli
 from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.launch import cli
 
 
 def refusal(*words: str) -> list[str]:

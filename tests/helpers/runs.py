@@ -29,7 +29,7 @@ class Run:
         command = [
             sys.executable,
             "-m",
-            "laminar_hpc.cli",
+            "laminar_hpc.launch.cli",
             "train",
             *(SHORT if short else [experiment]),
             f"run_dir={run_dir}",

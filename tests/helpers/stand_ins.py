@@ -1,12 +1,12 @@
-"""Ranks that are programs of a test: where laminar_hpc.cluster.ranks._RANK is STAND_IN, the first word of a
+"""Ranks that are programs of a test: where laminar_hpc.launch.ranks._RANK is STAND_IN, the first word of a
 group is the Python code that its ranks run."""
 
 import sys
 from pathlib import Path
 
-from laminar_hpc.cluster.launch_role import RoleGroup
-from laminar_hpc.cluster.ranks import Ranks
 from laminar_hpc.config.schema import RunConfig
+from laminar_hpc.launch.launch_role import RoleGroup
+from laminar_hpc.launch.ranks import Ranks
 from laminar_hpc.line.agent_line import RankOrders
 from laminar_hpc.policies.restarts import Restarts
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from laminar_hpc.jobs.connections import Launcher
-from laminar_hpc.jobs.hosts import Host, Part
+from laminar_hpc.launch.slurm.connections import Launcher
+from laminar_hpc.launch.slurm.hosts import Host, Part
 
 CONTROLLER = Part(Host("n1", 0), controller=True)
 TRAINERS = Part(Host("n2", 0), trainers=(0, 1))
@@ -50,7 +50,7 @@ def run(launcher: Launcher, go: Path) -> int:
     ],
 )
 def test_who_is_told_what(controller, trainers, replicas, code, said, tmp_path, capfd) -> None:
-    """The table of jobs/connections.py: a run ends in order where its trainers have failed, goes on where
+    """The table of launch/slurm/connections.py: a run ends in order where its trainers have failed, goes on where
     replicas or a connection have, and no process is left where it cannot go on or has not begun."""
     go = tmp_path / "go"
     all_begun = f"{BEGIN} while [ ! -e {go} ]; do sleep 0.05; done;"
@@ -94,8 +94,8 @@ import sys
 from functools import partial
 from pathlib import Path
 from laminar_hpc.cluster import ranks
-from laminar_hpc.cluster.launch import Agent
-from laminar_hpc.jobs.host import Orders, Output
+from laminar_hpc.launch.launch import Agent
+from laminar_hpc.launch.slurm.host import Orders, Output
 from helpers.stand_ins import one_rank
 output, orders = Output(Path(sys.argv[1])), Orders(sys.argv[2] == "tied")
 ranks._RANK = ("bash", "-c")

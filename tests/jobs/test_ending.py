@@ -13,10 +13,16 @@ import pytest
 
 from helpers.paths import ROOT
 from helpers.stand_ins import JOINED, STAND_IN, one_rank
-from laminar_hpc.cluster import launch, ranks
-from laminar_hpc.jobs.ending import Ended, controller_since, has_more_to_do, lead_seconds, seconds_to_go_on
-from laminar_hpc.jobs.machine_number import MachineNumber
-from laminar_hpc.jobs.node import Node, Place
+from laminar_hpc.launch import launch, ranks
+from laminar_hpc.launch.slurm.ending import (
+    Ended,
+    controller_since,
+    has_more_to_do,
+    lead_seconds,
+    seconds_to_go_on,
+)
+from laminar_hpc.launch.slurm.machine_number import MachineNumber
+from laminar_hpc.launch.slurm.node import Node, Place
 from laminar_hpc.line.address import ADDRESS_FILE
 from laminar_hpc.store.run_end import goes_on
 
@@ -79,7 +85,7 @@ def test_a_node_that_has_not_begun_yet_leaves_term_to_the_script(tmp_path: Path)
     code = """
 import os, signal
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.jobs import node
+from laminar_hpc.launch.slurm import node
 
 def told(seconds):
     os.kill(os.getpid(), signal.SIGTERM)
@@ -205,7 +211,7 @@ def test_the_reason_of_a_stop_is_what_happened(
     of the time."""
     (tmp_path / "jobs").mkdir()
     place, said = Place("controller", 0, 1, tmp_path, "5.0", None), list[str]()
-    monkeypatch.setattr("laminar_hpc.jobs.node.spare_of", lambda _: "")
+    monkeypatch.setattr("laminar_hpc.launch.slurm.node.spare_of", lambda _: "")
     group = one_rank("controller", tmp_path, f"{JOINED}{CHILD}")
 
     def ask(run_dir: Path, reason: str, seconds: float) -> bool:

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from laminar_hpc import cli
 from laminar_hpc.cluster.devices import devices_of
 from laminar_hpc.cluster.roles import RoleOfRank
 from laminar_hpc.cluster.run_lock import RunLock
@@ -18,10 +17,11 @@ from laminar_hpc.config.directories import conf_directory
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.load import group_names, load_config
 from laminar_hpc.config.schema import RunConfig
-from laminar_hpc.jobs import submit
-from laminar_hpc.jobs.layout import layout
-from laminar_hpc.jobs.node import Place, local_store, parts
-from laminar_hpc.jobs.patience import patience
+from laminar_hpc.launch import cli
+from laminar_hpc.launch.slurm import submit
+from laminar_hpc.launch.slurm.layout import layout
+from laminar_hpc.launch.slurm.node import Place, local_store, parts
+from laminar_hpc.launch.slurm.patience import patience
 
 FOLDER = conf_directory() / "experiment"
 EXPERIMENTS = group_names(FOLDER)

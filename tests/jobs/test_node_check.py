@@ -9,11 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from laminar_hpc import cli
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.jobs.check import rows
-from laminar_hpc.jobs.network import INTERFACE, addresses, await_own_address, own_address
-from laminar_hpc.jobs.probe import Seen, ask_clock, serve_clock, storage
+from laminar_hpc.launch import cli
+from laminar_hpc.launch.slurm.check import rows
+from laminar_hpc.launch.slurm.network import INTERFACE, addresses, await_own_address, own_address
+from laminar_hpc.launch.slurm.probe import Seen, ask_clock, serve_clock, storage
 
 
 def node(number: int, **changes: object) -> Seen:

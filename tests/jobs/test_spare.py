@@ -11,18 +11,18 @@ import msgspec
 import pytest
 
 from helpers.stand_ins import JOINED, STAND_IN, one_rank
-from laminar_hpc.cluster import launch, ranks
-from laminar_hpc.cluster.launch_role import RoleGroup
 from laminar_hpc.cluster.lock_owner import Owner
 from laminar_hpc.cluster.run_lock import LOCK_FILE, refuse_if_held
 from laminar_hpc.config.errors import LaminarError, Refused
 from laminar_hpc.config.load import load_config
 from laminar_hpc.controller import beginning
 from laminar_hpc.controller.run import hear
-from laminar_hpc.jobs import node
-from laminar_hpc.jobs.ending import is_final
-from laminar_hpc.jobs.node import Place, run_node
-from laminar_hpc.jobs.spare import spare_of
+from laminar_hpc.launch import launch, ranks
+from laminar_hpc.launch.launch_role import RoleGroup
+from laminar_hpc.launch.slurm import node
+from laminar_hpc.launch.slurm.ending import is_final
+from laminar_hpc.launch.slurm.node import Place, run_node
+from laminar_hpc.launch.slurm.spare import spare_of
 from laminar_hpc.line.agent_line import VARIABLE
 from laminar_hpc.line.endings import StopReceived
 from laminar_hpc.line.waiting import Sign
@@ -226,7 +226,7 @@ def test_a_controller_leaves_the_run_to_a_spare(
     """Promise (docs/architecture.md#failure-domains): when only its own job is to end, no other job is; its
     controller, which has taken the lock, ends, the lock is free for the spare, and the job is requeued, to be
     the spare."""
-    monkeypatch.setattr("laminar_hpc.jobs.spare._TOLD_AS_WELL_SECONDS", 0.0)
+    monkeypatch.setattr("laminar_hpc.launch.slurm.spare._TOLD_AS_WELL_SECONDS", 0.0)
     sign_of_a_spare(tmp_path)
     place = Place("controller", 0, 1, tmp_path, "7.0", None)
     holder = one_rank("controller", tmp_path, HOLDER, str(tmp_path), str(place.file("end")))

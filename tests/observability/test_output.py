@@ -199,7 +199,7 @@ def test_a_forked_process_speaks_too(tmp_path):
     os.close(write_end)
 
 
-@pytest.mark.parametrize("module", ["laminar_hpc.cli", "laminar_hpc"])
+@pytest.mark.parametrize("module", ["laminar_hpc.launch.cli", "laminar_hpc"])
 def test_words_of_a_command_line_do_not_steer_the_terminal(module):
     """Promise: an error that quotes what it was given shows it with escapes, from commands and from ranks."""
     words = [

@@ -6,8 +6,8 @@ import time
 import pytest
 
 from helpers import synthetic
-from laminar_hpc import cli
 from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.launch import cli
 from laminar_hpc.line.messages.data import ReplicaLoad
 from laminar_hpc.observability import jsonl
 from laminar_hpc.observability.trace import Trace

@@ -8,7 +8,7 @@ import pytest
 
 from helpers import synthetic
 from helpers.made import Made
-from laminar_hpc import cli
+from laminar_hpc.launch import cli
 from laminar_hpc.line.messages.data import VersionSpan
 from laminar_hpc.observability.trace import TraceSpan
 from laminar_hpc.report import document, rundata, summary, turn_table

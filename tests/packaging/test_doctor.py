@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from laminar_hpc.doctor import machine, packages
+from laminar_hpc.launch.doctor import machine, packages
 
 TOPICS = (
     "python|compiler|torch|GPUs|megatron-core|triton|transformers|sglang|CUDA compiler|KV migration|apex|"

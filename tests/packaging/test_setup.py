@@ -172,7 +172,7 @@ for words in (["experiment=demo"], ["experiment=tools"], ["--config-dir", "conf"
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert {"laminar_hpc/_kv.abi3.so", "laminar_hpc/_sums.abi3.so"} <= names
     for line in (
-        "laminar = laminar_hpc.cli:main",
+        "laminar = laminar_hpc.launch.cli:main",
         "laminar_cpu = laminar_hpc.engine.sglang.plugin",
         "laminar_port = laminar_hpc.engine.sglang.plugin",
     ):

@@ -46,7 +46,7 @@ def test_a_run_and_its_resume_use_one_commit(hub: Hub, tmp_path: Path):
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    printed = start("laminar_hpc.cli", "train", *words, "steps=2")
+    printed = start("laminar_hpc.launch.cli", "train", *words, "steps=2")
     assert (
         "downloading 1.8 MB" in printed
         and sum(line.startswith("sample ") for line in printed.splitlines()) == 4

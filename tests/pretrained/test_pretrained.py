@@ -270,7 +270,7 @@ def test_the_command_line(hub: Hub):
     command = [
         sys.executable,
         "-m",
-        "laminar_hpc.cli",
+        "laminar_hpc.launch.cli",
         "train",
         "experiment=demo",
         f"model.path={REPO}",
@@ -298,7 +298,14 @@ def test_the_command_line(hub: Hub):
 def test_ctrl_c_ends_a_download_at_once(hub: Hub):
     """Promise: no wait for the file under way, which may take an hour."""
     hub.seconds_per_part = 3.0
-    command = [sys.executable, "-m", "laminar_hpc.cli", "train", "experiment=demo", f"model.path={REPO}"]
+    command = [
+        sys.executable,
+        "-m",
+        "laminar_hpc.launch.cli",
+        "train",
+        "experiment=demo",
+        f"model.path={REPO}",
+    ]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert "downloading" in process.stdout.readline()

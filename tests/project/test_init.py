@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from laminar_hpc import cli, project
 from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.launch import cli, project
 
-COMMAND = [sys.executable, "-m", "laminar_hpc.cli"]
+COMMAND = [sys.executable, "-m", "laminar_hpc.launch.cli"]
 
 
 @pytest.fixture(scope="module")

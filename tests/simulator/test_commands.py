@@ -14,12 +14,12 @@ import psutil
 import pytest
 
 from helpers.paths import ROOT
-from laminar_hpc import cli
-from laminar_hpc.cli import COMMANDS
 from laminar_hpc.config.directories import conf_directory
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.load import load_config
 from laminar_hpc.config.system_schema import PipelineConfig
+from laminar_hpc.launch import cli
+from laminar_hpc.launch.cli import COMMANDS
 from laminar_hpc.simulator import command
 from laminar_hpc.simulator.rules import PIPELINES, Rules
 from laminar_hpc.simulator.schema import WorkloadConfig
@@ -97,7 +97,7 @@ def test_the_first_example_of_the_help_is_done_within_a_minute_and_says_how_far_
     example = next(iter(COMMANDS["sim"].examples))
     assert f"`{example}`" in (ROOT / "README.md").read_text()
     _, *words = shlex.split(example)
-    program = [sys.executable, "-m", "laminar_hpc.cli", *words, f"out_dir={tmp_path}"]
+    program = [sys.executable, "-m", "laminar_hpc.launch.cli", *words, f"out_dir={tmp_path}"]
     with subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         spent, said = [], []
         for line in process.stderr:

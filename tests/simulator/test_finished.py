@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from laminar_hpc import cli
 from laminar_hpc.config.check import check
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.load import load_config
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.emulation.launch import Emulation, prepare
+from laminar_hpc.launch import cli
 from laminar_hpc.observability.trace import TraceSpan
 from laminar_hpc.report.rundata import Consumed, Run, RunLaunch
 from laminar_hpc.simulator.constants import DEFAULT

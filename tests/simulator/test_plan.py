@@ -8,11 +8,11 @@ import subprocess
 import pytest
 import yaml
 
-from laminar_hpc import cli
 from laminar_hpc.config.check import check
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.load import load_config
 from laminar_hpc.config.memory import USABLE
+from laminar_hpc.launch import cli
 from laminar_hpc.simulator import plan, plan_command
 from laminar_hpc.simulator.plan import (
     Candidate,

@@ -7,7 +7,7 @@ import math
 import pytest
 import yaml
 
-from laminar_hpc import cli
+from laminar_hpc.launch import cli
 from laminar_hpc.simulator.clock import Clock
 from laminar_hpc.simulator.constants import DEFAULT
 from laminar_hpc.simulator.plan import search

@@ -61,5 +61,5 @@ def test_each_part_is_started_in_its_container(three_nodes, tmp_path: Path) -> N
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 2
     calls = [line.split()[:4] for line in (image / "calls").read_text().splitlines()]
     roles = ("controller", "rollouts", "trainer")
-    assert sorted(calls) == [["python", "-m", "laminar_hpc.jobs.node", role] for role in roles]
+    assert sorted(calls) == [["python", "-m", "laminar_hpc.launch.slurm.node", role] for role in roles]
     assert list((image / "inside/store").rglob("*.sqlite*")) and not Path("/inside").exists()

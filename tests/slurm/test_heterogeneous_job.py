@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 def submit(cluster, run_dir: Path, *words: str) -> str:
     """The job of the demo, by the shipped script as it is."""
-    command = [sys.executable, "-m", "laminar_hpc.cli", "submit", "experiment=demo", "--hetjob"]
+    command = [sys.executable, "-m", "laminar_hpc.launch.cli", "submit", "experiment=demo", "--hetjob"]
     options = f"--slurm=--output={cluster.folder}/%j.out --time=60"
     environment = {"OMP_NUM_THREADS": "1", "STORE_DIR": str(run_dir.parent / "store")}
     said = cluster.command(

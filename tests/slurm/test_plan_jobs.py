@@ -97,7 +97,7 @@ def test_a_plan_is_submitted_by_its_file(slurm_cluster, tmp_path: Path) -> None:
     file, _ = planned(tmp_path)
     run_dir = tmp_path / "run"
     options = f"--slurm=--output={slurm_cluster.folder}/%A.out --time=60 --mem=1000 --oversubscribe"
-    command = [sys.executable, "-m", "laminar_hpc.cli", "submit", f"--plan={file}", "--apart", options]
+    command = [sys.executable, "-m", "laminar_hpc.launch.cli", "submit", f"--plan={file}", "--apart", options]
     said = slurm_cluster.command(
         *command, *SMALL, f"run_dir={run_dir}", "steps=4", seconds=120, **environment()
     )

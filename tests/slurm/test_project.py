@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from laminar_hpc import project
+from laminar_hpc.launch import project
 
 pytestmark = pytest.mark.slurm
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from helpers.runs import steps_done
-from laminar_hpc.cli import COMMANDS
+from laminar_hpc.launch.cli import COMMANDS
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(1200)]
 RUN_SECONDS = 600  # start-up of SGLang servers on a busy machine, then a few steps
@@ -21,7 +21,15 @@ def submit(cluster, run_dir: Path, *words: str) -> dict[str, str]:
     """The jobs of the demo, by their scripts' names."""
     assert "submit" in COMMANDS
     options = f"--slurm=--output={cluster.folder}/%A.out {SHARED}", "--controller=--cpus-per-task=1"
-    command = [sys.executable, "-m", "laminar_hpc.cli", "submit", "experiment=demo", "--apart", *options]
+    command = [
+        sys.executable,
+        "-m",
+        "laminar_hpc.launch.cli",
+        "submit",
+        "experiment=demo",
+        "--apart",
+        *options,
+    ]
     environment = {"OMP_NUM_THREADS": "1", "STORE_DIR": str(run_dir.parent / "store")}
     said = cluster.command(*command, f"run_dir={run_dir}", *SMALL, *words, seconds=120, **environment)
     lines = [line.split() for line in said.splitlines() if line.startswith("submitted")]
@@ -38,7 +46,7 @@ def check_end(cluster, run_dir: Path, jobs: dict[str, str], steps: int) -> None:
     for name, job in jobs.items():
         assert cluster.wait(job, RUN_SECONDS) == "COMPLETED", f"{name}: {cluster.output(job)[-3000:]}"
     assert json.loads((run_dir / "summary.json").read_text())["steps"] == steps
-    audit = [sys.executable, "-m", "laminar_hpc.cli", "audit", str(run_dir)]
+    audit = [sys.executable, "-m", "laminar_hpc.launch.cli", "audit", str(run_dir)]
     done = subprocess.run(audit, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -107,7 +115,7 @@ def test_a_complete_run_is_not_requeued(slurm_cluster, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     jobs = submit(slurm_cluster, run_dir, "steps=1000")
     slurm_cluster.poll(lambda: steps_done(run_dir) >= 2, RUN_SECONDS, "two steps", jobs["control"])
-    slurm_cluster.command(sys.executable, "-m", "laminar_hpc.cli", "stop", str(run_dir))
+    slurm_cluster.command(sys.executable, "-m", "laminar_hpc.launch.cli", "stop", str(run_dir))
     for job in jobs.values():
         assert slurm_cluster.wait(job, RUN_SECONDS) == "COMPLETED", slurm_cluster.output(job)[-3000:]
         assert restarts(slurm_cluster, job) == 0

@@ -53,7 +53,7 @@ def test_a_stopped_job_goes_on_when_submitted_again(slurm_cluster, tmp_path: Pat
     slurm_cluster.poll(lambda: again in slurm_cluster.output(first), RUN_SECONDS, "its next life", first)
     before = steps_done(run_dir)
     slurm_cluster.poll(lambda: steps_done(run_dir) > before, RUN_SECONDS, "a step of it", first)
-    slurm_cluster.command(sys.executable, "-m", "laminar_hpc.cli", "stop", str(run_dir))
+    slurm_cluster.command(sys.executable, "-m", "laminar_hpc.launch.cli", "stop", str(run_dir))
     assert slurm_cluster.wait(first, 120) == "COMPLETED", slurm_cluster.output(first)[-3000:]
     done = steps_done(run_dir)
     assert 2 <= done < 1000
@@ -67,7 +67,7 @@ def test_a_stopped_job_goes_on_when_submitted_again(slurm_cluster, tmp_path: Pat
 def test_a_sweep_is_a_job_for_each_combination(slurm_cluster, tmp_path: Path) -> None:
     """`laminar train --multirun --slurm` submits what `slurm/` has, and each job's run is in the folder that
     the command named."""
-    command = [sys.executable, "-m", "laminar_hpc.cli", "train", "--multirun"]
+    command = [sys.executable, "-m", "laminar_hpc.launch.cli", "train", "--multirun"]
     options = f"--slurm=--nodes=2 --output={slurm_cluster.folder}/%j.out"
     words = ["experiment=demo", "steps=1,2", f"run_dir={tmp_path}/run"]
     environment = {"NPROC_PER_NODE": "2", "OMP_NUM_THREADS": "1"}

@@ -14,7 +14,7 @@ def test_two_nodes_are_looked_at_together(slurm_cluster, tmp_path: Path) -> None
     """Promise: within a minute each node has reached the first one, compared clocks and versions, tried the
     shared folder, and passed a tensor on; nothing is left in the folder."""
     started = time.monotonic()
-    command = f"{sys.executable} -m laminar_hpc.cli slurm check {tmp_path}"
+    command = f"{sys.executable} -m laminar_hpc.launch.cli slurm check {tmp_path}"
     job = slurm_cluster.submit("--nodes=2", "--wrap", command, OMP_NUM_THREADS="1")
     state = slurm_cluster.wait(job, 120)
     text = slurm_cluster.output(job)

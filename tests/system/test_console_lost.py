@@ -17,7 +17,7 @@ from helpers.runs import SHORT, assert_clean, metrics
 from laminar_hpc.store import checkpoints
 
 TRAIN = "laminar train"
-LAMINAR = [sys.executable, "-m", "laminar_hpc.cli", "train"]
+LAMINAR = [sys.executable, "-m", "laminar_hpc.launch.cli", "train"]
 # what generates does not matter here, and an emulated engine is there at once
 WORDS = [*SHORT, "evaluation.files=[]", "rollout.engine=emulated", "emulation.median_response_tokens=20"]
 

@@ -20,7 +20,7 @@ from laminar_hpc.config.directories import examples_directory
 def train(*words, seconds=60):
     """stderr lines and exit code of a `laminar train` that is to be refused."""
     done = subprocess.run(
-        [sys.executable, "-m", "laminar_hpc.cli", "train", *words],
+        [sys.executable, "-m", "laminar_hpc.launch.cli", "train", *words],
         capture_output=True,
         text=True,
         timeout=seconds,

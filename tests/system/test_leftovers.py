@@ -17,7 +17,7 @@ from laminar_hpc.cluster.shared_memory import noted
 
 
 def doctor(*words: str) -> list[str]:
-    program = [sys.executable, "-m", "laminar_hpc.cli", "doctor", *words]
+    program = [sys.executable, "-m", "laminar_hpc.launch.cli", "doctor", *words]
     lines = subprocess.run(
         program, capture_output=True, text=True, timeout=60, check=False
     ).stdout.splitlines()

@@ -65,7 +65,7 @@ def test_nothing_is_lost_while_there_is_no_controller(tmp_path):
         assert all(f"{role} 0 (pid {ranks[role]} of" in refusal for role in ("relay", "trainer"))
         assert sorted(path.name for path in tmp_path.iterdir()) == before
 
-        stop = [sys.executable, "-m", "laminar_hpc.cli", "stop", str(run_dir)]
+        stop = [sys.executable, "-m", "laminar_hpc.launch.cli", "stop", str(run_dir)]
         said = subprocess.run(stop, capture_output=True, text=True, env=environment, timeout=60, check=True)
         assert "has no controller now: the request waits there" in said.stdout
         assert start("controller", "resume=auto").wait(120) == 0

@@ -21,7 +21,7 @@ from laminar_hpc.cluster.run_lock import LOCK_FILE
 from laminar_hpc.line.agent_line import PERMANENT
 
 MAIN = [sys.executable, "-m", "laminar_hpc"]
-TRAIN = [sys.executable, "-m", "laminar_hpc.cli", "train"]
+TRAIN = [sys.executable, "-m", "laminar_hpc.launch.cli", "train"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
 TORCHRUN += ["--nproc-per-node=4"]
 ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}  # as torchrun starts the one rank of a role
@@ -291,7 +291,7 @@ def test_a_full_disk_is_waited_for_where_the_roles_are_apart(small_disk, tmp_pat
     run_dir, log = small_disk / "run", tmp_path / "console"
 
     def launch(role: str) -> subprocess.Popen:
-        command = [sys.executable, "-m", "laminar_hpc.cluster.launch_role", role, "1", *words(run_dir)]
+        command = [sys.executable, "-m", "laminar_hpc.launch.launch_role", role, "1", *words(run_dir)]
         with open(log, "ab") as file:
             return subprocess.Popen(command, stdout=file, stderr=file)
 

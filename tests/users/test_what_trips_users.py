@@ -21,7 +21,6 @@ import pytest
 
 from helpers.paths import ROOT
 from laminar_hpc import __main__ as rank_main
-from laminar_hpc import cli
 from laminar_hpc.cluster.processes import oom_kills
 from laminar_hpc.config.check import check, pipeline_text
 from laminar_hpc.config.errors import LaminarError
@@ -30,7 +29,8 @@ from laminar_hpc.config.models import model_config
 from laminar_hpc.controller.trajectories.evaluations import Evaluations
 from laminar_hpc.controller.weights.probes import Probes
 from laminar_hpc.data.prompts import Prompt
-from laminar_hpc.doctor import packages
+from laminar_hpc.launch import cli
+from laminar_hpc.launch.doctor import packages
 
 
 def dry_run(capsys, *words: str) -> str:

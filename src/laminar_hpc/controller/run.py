@@ -212,7 +212,7 @@ def run(
             reason = f"failed: {state.failure}" if state.failure else state.stopping or "done"
             controller.metrics.write("end", reason=reason, step=state.trainer_step)
         except BaseException as error:
-            # the others wait for the next one, which is started when there is room (cluster/launch_role.py)
+            # the others wait for the next one, which is started when there is room (launch/launch_role.py)
             dies = config.role != "all" and is_full_disk(error)
             if controller is not None and lock.is_sure and not dies:
                 state = controller.state  # a job that was told of its end is requeued all the same
@@ -232,7 +232,7 @@ def run(
 
 def hear(number: int, received: list[str]) -> None:
     """A signal. TERM is for this process only where no agent of a Slurm job says what it means: that may
-    leave the run to a spare (jobs/spare.py)."""
+    leave the run to a spare (launch/slurm/spare.py)."""
     if number != signal.SIGTERM or not orders().deaf_to_term:
         received.append(signal.Signals(number).name)
 

@@ -1,4 +1,4 @@
-"""What an agent (cluster/launch.py) and the ranks that it forks tell each other: orders at the start in one
+"""What an agent (launch/launch.py) and the ranks that it forks tell each other: orders at the start in one
 environment variable, reports through a file in memory, and exit codes. A rank that a user's own torchrun
 starts has neither orders nor anybody to report to.
 """

@@ -1,6 +1,6 @@
 """Signs of those who wait: files that they renew, so that their life is seen from any machine. Roles that
 have lost their controller and wait for the next one show theirs in `run_dir/waiting/`, for whoever starts or
-stops a run without a live controller; spare controllers in `run_dir/jobs/` (jobs/spare.py).
+stops a run without a live controller; spare controllers in `run_dir/jobs/` (launch/slurm/spare.py).
 
 Trainers whose job waits in Slurm's queue can show none: the script of the controller's job does
 (slurm/common.sh), by a file that it writes again and again (`are_queued`).

@@ -7,7 +7,7 @@ Ctrl-C): nothing that it has in hand is lost.
             controller as Unfinished
          -> the last scores, for a moment -> Goodbye
 
-Owned by worker.py. All of it takes less than `LEAVE_SECONDS` of cluster/leaving.py, after which the process
+Owned by worker.py. All of it takes less than `LEAVE_SECONDS` of launch/leaving.py, after which the process
 ends by itself, and than the 30 s that Slurm leaves between TERM and KILL.
 """
 

@@ -3,7 +3,7 @@ one's lock of the run (cluster/run_lock.py) any more. One that starts again afte
 until it is clear that the lock which it has left is renewed no more. It has its imports done by then.
 
 While it waits it shows a sign, so that a controller whose job is to end alone can leave the run to it
-(jobs/spare.py).
+(launch/slurm/spare.py).
 """
 
 import math

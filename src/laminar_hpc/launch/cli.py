@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from laminar_hpc import __version__
-from laminar_hpc.command import CONFIG_DIR, KEYS, PLAN, Subcommand, elsewhere, flag, value
 from laminar_hpc.config.errors import LaminarError, did_you_mean, of_the_system, print_lines
+from laminar_hpc.launch.command import CONFIG_DIR, KEYS, PLAN, Subcommand, elsewhere, flag, value
 from laminar_hpc.observability.output import guard
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def stop(options: "Namespace") -> int:
 
     guard()  # a terminal that is gone does not fail it
     run_dir, wish = options.words[0], "to finish its step, checkpoint and leave"
-    if request_stop(Path(run_dir), "laminar stop"):  # jobs/ending.py knows it by this reason
+    if request_stop(Path(run_dir), "laminar stop"):  # launch/slurm/ending.py knows it by this reason
         print(f"asked the job in {run_dir} {wish}")
     else:
         text = "has no controller now: the request waits there for the next one, which has it"
@@ -37,7 +37,7 @@ def stop(options: "Namespace") -> int:
 
 COMMANDS: dict[str, Subcommand] = {
     "train": Subcommand(
-        elsewhere("train_command"),
+        elsewhere("launch.train_command"),
         "check, then run the job on this machine and watch over it (a torchrun of all roles)",
         {
             "laminar train experiment=demo": "a small model learns sums on two CPU cores",
@@ -57,10 +57,10 @@ COMMANDS: dict[str, Subcommand] = {
             "--slurm": value("OPTIONS", "with --multirun: a Slurm job for each; OPTIONS are sbatch's", ""),
         },
         KEYS,
-        help=elsewhere("train_command", "more_help"),
+        help=elsewhere("launch.train_command", "more_help"),
     ),
     "init": Subcommand(
-        elsewhere("project"),
+        elsewhere("launch.project"),
         "a small project of your own: data, reward, experiment, a Slurm script",
         {"laminar init mine": "the folder mine/, with a README.md that goes on from there"},
         ("DIR",),
@@ -72,7 +72,7 @@ COMMANDS: dict[str, Subcommand] = {
         ("RUN_DIR",),
     ),
     "submit": Subcommand(
-        lambda options: elsewhere("jobs.submit")(options.given),
+        lambda options: elsewhere("launch.slurm.submit")(options.given),
         "check, then submit the run's Slurm jobs: trainers, controller, an array of rollouts",
         {
             "laminar submit experiment=cluster_64gpu_32b data.train=FILE reward.function=NAME": "",
@@ -96,7 +96,7 @@ COMMANDS: dict[str, Subcommand] = {
         KEYS,
     ),
     "launch": Subcommand(
-        lambda options: elsewhere("jobs.launch")(options.given),
+        lambda options: elsewhere("launch.slurm.launch")(options.given),
         "check, then run the job on several machines over ssh, without Slurm, and show its progress here",
         {
             "laminar launch --hosts hosts.txt experiment=mine": "hosts.txt: a line for each, NAME [gpus=N]",
@@ -115,7 +115,7 @@ COMMANDS: dict[str, Subcommand] = {
         KEYS,
     ),
     "slurm": Subcommand(
-        elsewhere("jobs.check"),
+        elsewhere("launch.slurm.check"),
         "look at all nodes of a Slurm allocation: network, clocks, limits, versions, GPUs, shared storage",
         {
             "laminar slurm check": "inside salloc or sbatch; exit code 1 if a row says FAIL",
@@ -189,7 +189,7 @@ COMMANDS: dict[str, Subcommand] = {
         lambda: elsewhere("simulator.settings", "help_of")("plan"),
     ),
     "doctor": Subcommand(
-        elsewhere("doctor.command"),
+        elsewhere("launch.doctor.command"),
         "what this machine can run, and what killed runs have left on it, which --clean removes",
         {
             "laminar doctor": "one line for each thing that a run needs; exit code 1 if one fails",
@@ -230,7 +230,7 @@ def main() -> None:
 
 def complete(name: str, arguments: list[str]) -> int:
     """`--completion bash` prints the script for bash, which asks with `--complete LINE`."""
-    from laminar_hpc import completion
+    from laminar_hpc.launch import completion
 
     if name == "--complete" and arguments:
         print("\n".join(completion.candidates(arguments[0], COMMANDS)))

@@ -1,7 +1,7 @@
 """`laminar launch --hosts FILE [OPTIONS] key=value ...`: a run over several machines without Slurm.
 
 Checks the run as `laminar train` does, prints an ssh line for each machine as it could be typed, starts them
-all, and shows the run's progress until its end. What runs on a machine is `python -m laminar_hpc.jobs.host`.
+all, and shows the run's progress until its end. What runs on a machine is `python -m laminar_hpc.launch.slurm.host`.
 """
 
 import os
@@ -18,10 +18,10 @@ from laminar_hpc.cluster import durable
 from laminar_hpc.cluster.processes import on_stop_signals
 from laminar_hpc.config.errors import LaminarError, Refused
 from laminar_hpc.config.options import split, with_absolute_config_dir
-from laminar_hpc.jobs.connections import Launcher
-from laminar_hpc.jobs.hosts import Host, Part, assign, read_hosts
-from laminar_hpc.jobs.layout import gpus_by_default
-from laminar_hpc.jobs.submit import OURS, look_around, plan_words
+from laminar_hpc.launch.slurm.connections import Launcher
+from laminar_hpc.launch.slurm.hosts import Host, Part, assign, read_hosts
+from laminar_hpc.launch.slurm.layout import gpus_by_default
+from laminar_hpc.launch.slurm.submit import OURS, look_around, plan_words
 from laminar_hpc.observability import console, output
 
 # a machine that does not answer for 20 s is gone; nobody is asked for a password
@@ -68,7 +68,7 @@ def main(arguments: list[str]) -> int:
     """Exit code as Launcher.run; 0 as well when nothing is left to do. Raises LaminarError for what is
     refused."""
     from laminar_hpc.data.pretrained import pinned_words
-    from laminar_hpc.train_command import prepare
+    from laminar_hpc.launch.train_command import prepare
 
     options, words = take_options(arguments)
     if not options.hosts or not words:
@@ -127,7 +127,7 @@ def command_of(
         f"run_dir={run_dir}",
         *settings,
     ]
-    start = shlex.join(["env", *variables, str(python), "-m", "laminar_hpc.jobs.host", *words])
+    start = shlex.join(["env", *variables, str(python), "-m", "laminar_hpc.launch.slurm.host", *words])
     return [
         "ssh",
         "-T",

@@ -15,7 +15,7 @@ from laminar_hpc.config.options import take_config_dir
 from laminar_hpc.config.words import Keys
 
 if TYPE_CHECKING:
-    from laminar_hpc.command import Subcommand
+    from laminar_hpc.launch.command import Subcommand
 
 # readline replaces only what stands behind the last = or : of the word
 SCRIPT = r"""_laminar() {

@@ -135,7 +135,7 @@ def run_here(every: Sequence[Combination]) -> int:
             break
         print(console.line("multirun", f"{number} of {len(every)}  {each.label}"), flush=True)
         begin = time.monotonic()
-        command = [sys.executable, "-m", "laminar_hpc.cli", "train", *each.all_words]
+        command = [sys.executable, "-m", "laminar_hpc.launch.cli", "train", *each.all_words]
         running.append(subprocess.Popen(command, preexec_fn=die_with_parent))
         if stopped:  # it came while the process was being made
             running[-1].send_signal(stopped[-1])

@@ -5,7 +5,7 @@
     me@10.0.0.2      gpus=8
 
 The controller is on the first machine. The trainers fill the first ones in equal shares, as in a Slurm job
-(jobs/layout.py); relays and replicas are on those behind them.
+(launch/slurm/layout.py); relays and replicas are on those behind them.
 """
 
 import math
@@ -16,7 +16,7 @@ from pathlib import Path
 from laminar_hpc.config.check import Derived
 from laminar_hpc.config.errors import LaminarError, Refused
 from laminar_hpc.config.schema import RunConfig
-from laminar_hpc.jobs.layout import shares_gpus, trainers_per_node
+from laminar_hpc.launch.slurm.layout import shares_gpus, trainers_per_node
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ def main(options: Namespace) -> int:
         )
     output.guard()
     if options.multirun:
-        from laminar_hpc import multirun
+        from laminar_hpc.launch import multirun
 
         every = multirun.combinations(words, lambda chosen: prepare(chosen, lambda _: None)[1])
         if options.slurm is None or load_config(every[0].words).dry_run:
@@ -132,10 +132,10 @@ def start(config: RunConfig, derived: Derived, words: list[str]) -> int:
 
     output.keep_in(Path(config.run_dir))
     refuse_if_held(Path(config.run_dir))
-    from laminar_hpc import supervisor
     from laminar_hpc.controller.trajectories.rewards import check_rewards
     from laminar_hpc.data.pretrained import download_model
     from laminar_hpc.data.prompts import wrong_first_rows
+    from laminar_hpc.launch import supervisor
     from laminar_hpc.observability.wandb_mirror import check_wandb
 
     if supervisor.nothing_to_start(config):

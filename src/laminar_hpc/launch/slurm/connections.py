@@ -18,9 +18,9 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from laminar_hpc.cluster.launch import REPEAT_SECONDS
 from laminar_hpc.cluster.processes import die_with_parent
-from laminar_hpc.jobs.hosts import Part
+from laminar_hpc.launch.launch import REPEAT_SECONDS
+from laminar_hpc.launch.slurm.hosts import Part
 from laminar_hpc.line.agent_line import REFUSED
 
 _LOOK_SECONDS = 0.1

@@ -8,9 +8,9 @@ runs have left in shared memory and in the folder for temporary files.
 
 from argparse import Namespace
 
-from laminar_hpc.doctor import machine, packages
-from laminar_hpc.doctor.findings import CheckResult, CheckTable, ok, report, size_text
 from laminar_hpc.engine import leftovers
+from laminar_hpc.launch.doctor import machine, packages
+from laminar_hpc.launch.doctor.findings import CheckResult, CheckTable, ok, report, size_text
 
 CHECKS = CheckTable([*packages.CHECKS, *machine.CHECKS])
 

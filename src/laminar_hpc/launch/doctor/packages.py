@@ -12,7 +12,7 @@ from functools import cache, partial
 from pathlib import Path
 
 from laminar_hpc.compat import cuda_toolkit
-from laminar_hpc.doctor.findings import CheckTable, Verdict, fail, ok, warn
+from laminar_hpc.launch.doctor.findings import CheckTable, Verdict, fail, ok, warn
 
 CHECKS = CheckTable()
 

@@ -1,8 +1,8 @@
 """The agent of a machine: it forks the ranks of its part of a run, waits for them, and starts those again
 that may be.
 
-`laminar train` (supervisor.py), the scripts of launch/ (launch_role.py), each node of a Slurm job
-(jobs/node.py) and each machine that `laminar launch` reaches by ssh (jobs/host.py) are one. They differ in
+`laminar train` (launch/supervisor.py), the scripts of launch/ (launch_role.py), each node of a Slurm job
+(launch/slurm/node.py) and each machine that `laminar launch` reaches by ssh (launch/slurm/host.py) are one. They differ in
 what they start, and in where their orders come from: signals, a file, or the connection.
 """
 
@@ -17,12 +17,12 @@ from functools import partial
 from pathlib import Path
 
 from laminar_hpc.cluster.folders import ENGINE_FOLDER_PREFIX, remove_abandoned, remove_dead_slots
-from laminar_hpc.cluster.leaving import LEAVES
-from laminar_hpc.cluster.ranks import Life, Ranks
 from laminar_hpc.cluster.run_lock import refuse_if_held
 from laminar_hpc.config.errors import LaminarError, Refused
 from laminar_hpc.config.schema import RunConfig
-from laminar_hpc.jobs.ending import BY_THE_USER
+from laminar_hpc.launch.leaving import LEAVES
+from laminar_hpc.launch.ranks import Life, Ranks
+from laminar_hpc.launch.slurm.ending import BY_THE_USER
 from laminar_hpc.line.address import read_address
 from laminar_hpc.line.agent_line import PERMANENT, REFUSED, RankOrders
 from laminar_hpc.line.stop import request_stop

@@ -1,6 +1,6 @@
 """One machine's part of a run without Slurm, as `laminar launch` starts it over ssh:
 
-    python -m laminar_hpc.jobs.host --controller --trainers=0/2 --replicas=2 run_dir=... [overrides]
+    python -m laminar_hpc.launch.slurm.host --controller --trainers=0/2 --replicas=2 run_dir=... [overrides]
 
 Starts the machine's processes of these roles, each as launch/ROLE.sh would, and waits until all have ended.
 What they say goes to the standard output while somebody reads it, and to RUN_DIR/logs/host-NAME.log. Lines on
@@ -23,13 +23,13 @@ from functools import partial
 from pathlib import Path
 
 from laminar_hpc import __version__
-from laminar_hpc.cluster.launch import Agent
-from laminar_hpc.cluster.launch_role import RolePart
 from laminar_hpc.config.errors import LaminarError, Refused, print_lines
 from laminar_hpc.config.load import load_config
-from laminar_hpc.jobs.machine_number import MachineNumber
-from laminar_hpc.jobs.network import INTERFACE, addresses, own_address, use_interface
-from laminar_hpc.jobs.node import Place, parts
+from laminar_hpc.launch.launch import Agent
+from laminar_hpc.launch.launch_role import RolePart
+from laminar_hpc.launch.slurm.machine_number import MachineNumber
+from laminar_hpc.launch.slurm.network import INTERFACE, addresses, own_address, use_interface
+from laminar_hpc.launch.slurm.node import Place, parts
 from laminar_hpc.line.agent_line import REFUSED, RankOrders
 from laminar_hpc.observability import console, output
 
@@ -131,7 +131,7 @@ def check_here(run_dir: Path, launch: str) -> None:
 
 
 def parsed(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    parser = argparse.ArgumentParser("python -m laminar_hpc.jobs.host", allow_abbrev=False)
+    parser = argparse.ArgumentParser("python -m laminar_hpc.launch.slurm.host", allow_abbrev=False)
     parser.add_argument("--controller", action="store_true")
     parser.add_argument("--trainers", default="")
     parser.add_argument("--replicas", default="")

@@ -1,6 +1,6 @@
 """Groups of one role, and the agent of the scripts of launch/:
 
-    python -m laminar_hpc.cluster.launch_role ROLE PROCESSES [ROLE PROCESSES ...] run_dir=... [overrides]
+    python -m laminar_hpc.launch.launch_role ROLE PROCESSES [ROLE PROCESSES ...] run_dir=... [overrides]
 
 Each rollout is a group of its own, so that the death of one ends no other. A death is one line on who died,
 how, and what starting it again can do. Controller and trainers are started again here while the run goes on,
@@ -13,12 +13,12 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from laminar_hpc import cli
-from laminar_hpc.cluster.launch import Agent, WorkerGroup
 from laminar_hpc.cluster.processes import on_stop_signals
-from laminar_hpc.cluster.ranks import Ranks
 from laminar_hpc.config.errors import LaminarError, print_lines
 from laminar_hpc.config.load import load_config
+from laminar_hpc.launch import cli
+from laminar_hpc.launch.launch import Agent, WorkerGroup
+from laminar_hpc.launch.ranks import Ranks
 from laminar_hpc.line.agent_line import FAILED_ELSEWHERE, RankOrders
 from laminar_hpc.observability import console, output
 from laminar_hpc.policies.restarts import Restarts

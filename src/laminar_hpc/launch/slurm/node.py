@@ -1,6 +1,6 @@
 """One node's part of a Slurm job, as slurm/common.sh starts it by srun:
 
-    python -m laminar_hpc.jobs.node trainer|controller|rollouts|all [overrides]
+    python -m laminar_hpc.launch.slurm.node trainer|controller|rollouts|all [overrides]
 
 Is the agent of the node: it starts the ranks of that role, as launch/ROLE.sh would (`all`: the node's part of
 one world), and waits until all have ended. The job's folder RUN_DIR/jobs holds what its nodes and its script
@@ -23,15 +23,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from laminar_hpc.cluster.launch import Agent, WorkerGroup
-from laminar_hpc.cluster.launch_role import RolePart
 from laminar_hpc.cluster.processes import die_with_parent, on_stop_signals
-from laminar_hpc.cluster.ranks import Ranks
 from laminar_hpc.config.errors import LaminarError, print_lines
 from laminar_hpc.config.file_systems import NETWORK_FILE_SYSTEMS, file_system
 from laminar_hpc.config.load import load_config
 from laminar_hpc.config.schema import RunConfig
-from laminar_hpc.jobs.ending import (
+from laminar_hpc.launch.launch import Agent, WorkerGroup
+from laminar_hpc.launch.launch_role import RolePart
+from laminar_hpc.launch.ranks import Ranks
+from laminar_hpc.launch.slurm.ending import (
     Ended,
     controller_since,
     has_more_to_do,
@@ -39,9 +39,9 @@ from laminar_hpc.jobs.ending import (
     is_near,
     seconds_to_go_on,
 )
-from laminar_hpc.jobs.machine_number import MachineNumber
-from laminar_hpc.jobs.network import await_own_address, use_interface
-from laminar_hpc.jobs.spare import hand_over, spare_of
+from laminar_hpc.launch.slurm.machine_number import MachineNumber
+from laminar_hpc.launch.slurm.network import await_own_address, use_interface
+from laminar_hpc.launch.slurm.spare import hand_over, spare_of
 from laminar_hpc.line.agent_line import REFUSED, RankOrders
 from laminar_hpc.line.stop import ask_trainers_to_leave
 from laminar_hpc.observability import console, output
@@ -75,7 +75,7 @@ class Place:
         given = os.environ
         if role not in ROLES or "RUN_DIR" not in given or "LAMINAR_LIFE" not in given:
             raise LaminarError(
-                f"python -m laminar_hpc.jobs.node {role}: this is for the scripts of slurm/; use "
+                f"python -m laminar_hpc.launch.slurm.node {role}: this is for the scripts of slurm/; use "
                 "`laminar submit ...`, or sbatch with one of them"
             )
         end = given.get("LAMINAR_JOB_END", "")

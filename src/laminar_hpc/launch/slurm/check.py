@@ -1,4 +1,4 @@
-"""`laminar slurm check [FOLDER]`, inside an allocation: starts jobs/probe.py on all its nodes and judges what
+"""`laminar slurm check [FOLDER]`, inside an allocation: starts launch/slurm/probe.py on all its nodes and judges what
 they saw. One row for each thing, with the nodes that differ, and a cure. Less than a minute."""
 
 import os
@@ -12,8 +12,17 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.doctor.findings import CheckResult, CheckTable, Verdict, fail, ok, report, size_text, warn
-from laminar_hpc.jobs.probe import Seen, read_seen
+from laminar_hpc.launch.doctor.findings import (
+    CheckResult,
+    CheckTable,
+    Verdict,
+    fail,
+    ok,
+    report,
+    size_text,
+    warn,
+)
+from laminar_hpc.launch.slurm.probe import Seen, read_seen
 
 _SECONDS = 55.0  # for all nodes
 _SKEW_SECONDS = 2.0  # heartbeats are judged by each machine's own clock, files by the file server's
@@ -63,7 +72,7 @@ def look(folder: Path) -> tuple[int, list[Seen], str]:
 def probe_all(nodes: int, folder: Path, name: str) -> str:
     """Runs the probe on each node; what srun has said, in one line."""
     each = ["-N", str(nodes), "-n", str(nodes), "--ntasks-per-node=1", "--cpu-bind=none", "--overlap"]
-    command = ["srun", *each, sys.executable, "-m", "laminar_hpc.jobs.probe", str(folder), name]
+    command = ["srun", *each, sys.executable, "-m", "laminar_hpc.launch.slurm.probe", str(folder), name]
     running = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     try:
         error = running.communicate(timeout=_SECONDS)[1]

@@ -1,6 +1,6 @@
 """What one node of an allocation sees, for `laminar slurm check`, which starts this on all of them:
 
-    srun ... python -m laminar_hpc.jobs.probe FOLDER NAME
+    srun ... python -m laminar_hpc.launch.slurm.probe FOLDER NAME
 
 Node 0 answers the others at a port (FOLDER/NAME/head says where), so that each measures its way there and
 its clock against the head's. Then all meet in a gloo group and pass a tensor around. The findings are one
@@ -25,8 +25,8 @@ from laminar_hpc import __version__
 from laminar_hpc.cluster import durable
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.file_systems import file_system
-from laminar_hpc.doctor.packages import gpus, installed
-from laminar_hpc.jobs.network import addresses, await_file, own_address, use_interface
+from laminar_hpc.launch.doctor.packages import gpus, installed
+from laminar_hpc.launch.slurm.network import addresses, await_file, own_address, use_interface
 
 MEET_SECONDS = 15.0  # for the head to say where it is, and for all to meet
 _ROUNDS = 20  # of asking for the head's clock; the fastest counts

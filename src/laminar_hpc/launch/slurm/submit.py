@@ -18,9 +18,9 @@ from laminar_hpc.config.directories import shipped_directory
 from laminar_hpc.config.errors import LaminarError, Refused
 from laminar_hpc.config.options import split, with_absolute_config_dir
 from laminar_hpc.config.schema import RunConfig
-from laminar_hpc.jobs.ending import LEAD_SECONDS, lead_seconds
-from laminar_hpc.jobs.layout import Job, gpus_by_default, layout
-from laminar_hpc.jobs.patience import patience, slurm_configuration
+from laminar_hpc.launch.slurm.ending import LEAD_SECONDS, lead_seconds
+from laminar_hpc.launch.slurm.layout import Job, gpus_by_default, layout
+from laminar_hpc.launch.slurm.patience import patience, slurm_configuration
 from laminar_hpc.observability import console
 from laminar_hpc.store import checkpoints
 
@@ -84,7 +84,7 @@ def main(arguments: list[str]) -> int:
     """Exit code 0 when all are submitted, or nothing is left to do. Raises LaminarError for what is refused,
     and where sbatch refuses one."""
     from laminar_hpc.data.pretrained import pinned_words
-    from laminar_hpc.train_command import prepare
+    from laminar_hpc.launch.train_command import prepare
 
     options, words = take_options(arguments)
     if not words:
@@ -120,10 +120,10 @@ def look_around(config: RunConfig) -> bool:
     """Whether there is something to start on several machines. Raises LaminarError for what a run lacks, for
     a live run in its folder, and for an earlier one there unless it is to go on; fetches the model, which the
     machines may not be able to."""
-    from laminar_hpc import supervisor
     from laminar_hpc.controller.trajectories.rewards import check_rewards
     from laminar_hpc.data.pretrained import download_model
-    from laminar_hpc.train_command import lacking, of_inputs
+    from laminar_hpc.launch import supervisor
+    from laminar_hpc.launch.train_command import lacking, of_inputs
 
     run_dir = Path(config.run_dir)
     refuse_if_held(run_dir)
