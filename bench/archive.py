@@ -19,8 +19,8 @@ from pathlib import Path
 import common
 import numpy as np
 
-from laminar_hpc.export import rows as exported
 from laminar_hpc.line.messages.data import Trajectory, VersionSpan
+from laminar_hpc.report.export import rows as exported
 from laminar_hpc.store.archive import files
 from laminar_hpc.store.payload.layout import Response, drawn, pack, packed_digest
 from laminar_hpc.store.payload.whole import Whole

@@ -28,7 +28,6 @@ from laminar_hpc.config.check import check, derive, derived_values, missing_inpu
 from laminar_hpc.config.errors import LaminarError, PermanentFailure, Refused
 from laminar_hpc.config.load import load_config
 from laminar_hpc.config.schema import RunConfig
-from laminar_hpc.controller.ending import close_completed, finish
 from laminar_hpc.data.pretrained import follow, prepare_rank
 from laminar_hpc.launch.leaving import leave_at_once, watch_signals
 from laminar_hpc.launch.placement import place
@@ -38,6 +37,7 @@ from laminar_hpc.line.channel import RUN_FAILED, Channel, GangReplaced, StopRece
 from laminar_hpc.line.context import RoleContext
 from laminar_hpc.line.messages.membership import UNNUMBERED, Failure, Hello
 from laminar_hpc.observability import console, output
+from laminar_hpc.report.ending import close_completed, finish
 from laminar_hpc.store.full_disk import full_disk_text
 from laminar_hpc.store.rundir import completed_step, was_restarted
 

@@ -6,7 +6,7 @@ from contextlib import closing
 import pytest
 
 from helpers.emulated.archive_run import EmulatedRun
-from laminar_hpc.export import rows
+from laminar_hpc.report.export import rows
 from laminar_hpc.store import archiver
 from laminar_hpc.store.archive import files
 from laminar_hpc.store.audit import records as audited

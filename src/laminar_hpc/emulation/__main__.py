@@ -25,8 +25,8 @@ def main(role: str, run_dir: str, *numbers: str) -> None:
     own = role == "fleet" and len(numbers) > 2
     config = read_config(Path(numbers[2]) if own else Path(run_dir) / "config.yaml")
     if role == "controller":
-        from laminar_hpc.controller.ending import finish
         from laminar_hpc.controller.run import run
+        from laminar_hpc.report.ending import finish
 
         machine = machine_name(config.relay.shm_dir)
         run(config, 1, machine, lambda text: print(text, flush=True), lambda: None, finish)

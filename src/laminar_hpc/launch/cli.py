@@ -145,7 +145,7 @@ COMMANDS: dict[str, Subcommand] = {
         {"--json": value("PATH", "write the same as a file")},
     ),
     "export": Subcommand(
-        elsewhere("export.command"),
+        elsewhere("report.export.command"),
         "write a run's scored trajectories into one file, for pandas, datasets or other tools",
         {
             "laminar export runs/demo --out demo.jsonl": "a line each: prompt, response, reward, step, ...",

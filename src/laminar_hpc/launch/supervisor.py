@@ -15,11 +15,11 @@ from laminar_hpc.cluster.roles import assign_roles
 from laminar_hpc.cluster.run_lock import refuse_if_held
 from laminar_hpc.config.check import derive
 from laminar_hpc.config.schema import RunConfig
-from laminar_hpc.controller.ending import close_completed
 from laminar_hpc.launch.launch import Agent, WorkerGroup
 from laminar_hpc.launch.ranks import Ranks
 from laminar_hpc.observability import console, jsonl
 from laminar_hpc.policies.restarts import Restarts
+from laminar_hpc.report.ending import close_completed
 from laminar_hpc.store import checkpoints
 from laminar_hpc.store.rundir import journal_folder, note_restart, store_directory, try_out
 from laminar_hpc.store.same_run import refuse_changes

@@ -14,7 +14,7 @@ import pyarrow as pa
 from tokenizers import Tokenizer
 
 from laminar_hpc.config.errors import LaminarError, Refused
-from laminar_hpc.export import rows
+from laminar_hpc.report.export import rows
 from laminar_hpc.store.archive import table
 from laminar_hpc.store.payload.layout import DamagedResponse
 from laminar_hpc.store.read_only import connect_read_only
