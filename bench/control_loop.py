@@ -46,7 +46,6 @@ from laminar_hpc.controller import snapshot
 from laminar_hpc.controller.beginning import start_up
 from laminar_hpc.controller.collector import collect_rarely
 from laminar_hpc.controller.loop import Controller
-from laminar_hpc.emulation.launch import prepare
 from laminar_hpc.line.messages.chain import RelayHas
 from laminar_hpc.line.messages.data import Message, PromptGroup, ReplicaLoad, Sample
 from laminar_hpc.line.messages.membership import Hello, Ping
@@ -61,6 +60,7 @@ from laminar_hpc.line.messages.rollouts import (
 )
 from laminar_hpc.line.messages.training import Batch, Continue, Restored, StepDone, TakeBatch
 from laminar_hpc.line.messages.wire import encode
+from laminar_hpc.simulator.emulation.launch import prepare
 from laminar_hpc.store import status
 
 GROUPS, SAMPLES, BOUND = 8192, 16, 3  # BOUND steps ahead of the trainer
@@ -285,7 +285,9 @@ def under_load(seconds: float, folder: Path | None) -> dict[str, float]:
     numbers = [str(number) for number in (REPLICAS, RATE, TOKENS, seconds)]
     with open(root / "controller.log", "wb") as log:
         controller = psutil.Popen(
-            [sys.executable, "-m", "laminar_hpc.emulation", "controller", run_dir], stdout=log, stderr=log
+            [sys.executable, "-m", "laminar_hpc.simulator.emulation", "controller", run_dir],
+            stdout=log,
+            stderr=log,
         )
         crowd = subprocess.Popen(
             [sys.executable, Path(__file__).with_name("control_crowd.py"), run_dir, *numbers],

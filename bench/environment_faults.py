@@ -40,13 +40,13 @@ from laminar_hpc.cluster.processes import die_with_parent
 from laminar_hpc.config.load import read_config
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.data.tokens import TextDecoder
-from laminar_hpc.emulation.fleet import EmulatedReplica
-from laminar_hpc.emulation.launch import Emulation
-from laminar_hpc.engine.emulated.engine import EmulatedEngine
 from laminar_hpc.environments.reward_pool import RewardPool
 from laminar_hpc.report import rundata
 from laminar_hpc.report.rundata import Run
 from laminar_hpc.rollout.in_flight import State
+from laminar_hpc.simulator.emulated.engine import EmulatedEngine
+from laminar_hpc.simulator.emulation.fleet import EmulatedReplica
+from laminar_hpc.simulator.emulation.launch import Emulation
 from laminar_hpc.store.audit.checks import audit
 from laminar_hpc.store.audit.records import read
 from laminar_hpc.store.payload.whole import Whole, wholes

@@ -31,11 +31,11 @@ import common
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.load import load_config
 from laminar_hpc.config.schema import RunConfig
-from laminar_hpc.emulation.launch import Emulation, prepare
-from laminar_hpc.engine.emulated.responses import response_length
 from laminar_hpc.launch import cli
 from laminar_hpc.observability import jsonl
 from laminar_hpc.simulator import plan_command
+from laminar_hpc.simulator.emulated.responses import response_length
+from laminar_hpc.simulator.emulation.launch import Emulation, prepare
 from laminar_hpc.simulator.plan import Candidate, Plan, describe, search
 from laminar_hpc.simulator.schema import PlanConfig
 from laminar_hpc.simulator.settings import load_plan

@@ -33,10 +33,10 @@ from pathlib import Path
 
 import common
 
-from laminar_hpc.emulation.launch import Emulation, prepare
 from laminar_hpc.policies.repack import ReplicaView, plan
 from laminar_hpc.report import rundata
 from laminar_hpc.simulator.constants import DEFAULT, PROMPT_TOKENS
+from laminar_hpc.simulator.emulation.launch import Emulation, prepare
 from laminar_hpc.simulator.rules import PIPELINES
 from laminar_hpc.simulator.run import simulate
 from laminar_hpc.simulator.schema import WorkloadConfig

@@ -1,7 +1,7 @@
 """Replicas that wait as batches do, for bench/environments.py: waiting_fleet.py RUN_DIR FIRST COUNT.
 
 All that a replica generates waits for the slowest tool of each turn before anybody's next turn begins. The
-rest is the product's: `laminar_hpc.emulation`.
+rest is the product's: `laminar_hpc.simulator.emulation`.
 """
 
 import asyncio
@@ -11,7 +11,6 @@ from pathlib import Path
 
 from laminar_hpc.cluster.processes import die_with_parent
 from laminar_hpc.config.load import read_config
-from laminar_hpc.emulation import fleet
 from laminar_hpc.environments.turns.conversation import ToolResult
 from laminar_hpc.environments.turns.session import Session
 from laminar_hpc.rollout import worker
@@ -19,6 +18,7 @@ from laminar_hpc.rollout.batch import Turn
 from laminar_hpc.rollout.episodes import Episodes
 from laminar_hpc.rollout.in_flight import Outcome, TrajectoryInFlight
 from laminar_hpc.rollout.turn_calls import Found, TurnCalls
+from laminar_hpc.simulator.emulation import fleet
 
 
 class BatchCalls(TurnCalls):

@@ -12,8 +12,8 @@ from laminar_hpc.config.check import check, warnings
 from laminar_hpc.config.errors import Refused
 from laminar_hpc.config.load import load_config, read_config
 from laminar_hpc.config.schema import RENAMED, RunConfig
-from laminar_hpc.emulation.constants import unknown_constants
 from laminar_hpc.engine.sglang.command_line import argument_names, refused_arguments
+from laminar_hpc.simulator.emulation.constants import unknown_constants
 from laminar_hpc.simulator.tables import GPUS, MODELS
 
 NOT_OURS = (

@@ -21,7 +21,6 @@ from laminar_hpc.cluster.lock_owner import Owner
 from laminar_hpc.cluster.run_lock import LOCK_FILE
 from laminar_hpc.config.load import dump_config
 from laminar_hpc.config.schema import RunConfig
-from laminar_hpc.emulation.launch import prepare
 from laminar_hpc.line.address import ADDRESS_FILE
 from laminar_hpc.line.messages.data import Trajectory
 from laminar_hpc.line.messages.membership import Failure
@@ -42,6 +41,7 @@ from laminar_hpc.line.waiting import who_waits
 from laminar_hpc.observability import jsonl
 from laminar_hpc.policies.metrics import batch_metrics
 from laminar_hpc.rollout.partial_response import tokens_of
+from laminar_hpc.simulator.emulation.launch import prepare
 
 
 def trajectories_of(batch: Batch) -> list[Trajectory]:

@@ -13,11 +13,11 @@ from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.controller.run import run
 from laminar_hpc.controller.trajectories.tracker import TrajectoryTracker
 from laminar_hpc.data.prompts import Prompt
-from laminar_hpc.emulation.launch import prepare
 from laminar_hpc.launch.supervisor import nothing_to_start
 from laminar_hpc.line.address import ADDRESS_FILE
 from laminar_hpc.policies.admission import quota
 from laminar_hpc.policies.sampling import GroupSize
+from laminar_hpc.simulator.emulation.launch import prepare
 from laminar_hpc.store.same_run import check_same_prompts, refuse_changes
 from laminar_hpc.store.store import Store
 

@@ -13,7 +13,7 @@ from helpers.models.chats import SEPARATED, save, vocabulary_size
 from helpers.paths import HELPERS
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.data.tokens import TextDecoder
-from laminar_hpc.engine.emulated import responses
+from laminar_hpc.simulator.emulated import responses
 
 AGENTS = HELPERS / "environments/agents_by_url.py"
 ROW = """

@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 
 from helpers.emulated.turning import several_turns
-from laminar_hpc.engine.emulated.engine import EmulatedEngine
 from laminar_hpc.engine.interface import sampling_parameters
+from laminar_hpc.simulator.emulated.engine import EmulatedEngine
 
 
 async def test_a_later_turn_finds_what_its_engine_has_generated(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ import pytest
 from helpers.control.sabotage import FAULTS, Saboteur, sabotaged
 from helpers.emulated.stand import Shuffler, Stand, assert_every_one_ended_once, small_config
 from laminar_hpc.controller.trajectories import migration
-from laminar_hpc.engine.emulated.engine import EmulatedEngine
 from laminar_hpc.rollout import migration as replica_migration
+from laminar_hpc.simulator.emulated.engine import EmulatedEngine
 
 PHASE_SECONDS, AGAIN_SECONDS, HANG_SECONDS = 1.0, 0.2, 1.5
 

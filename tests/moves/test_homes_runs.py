@@ -13,9 +13,9 @@ from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.controller.loop import Controller
 from laminar_hpc.data.tokens import TextDecoder
-from laminar_hpc.emulation.fleet import EmulatedReplica
 from laminar_hpc.line.messages.moves import Answer
 from laminar_hpc.rollout.worker import RolloutWorker
+from laminar_hpc.simulator.emulation.fleet import EmulatedReplica
 from laminar_hpc.store.payload.whole import Whole
 
 TOOLBOX = """

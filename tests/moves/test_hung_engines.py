@@ -4,9 +4,9 @@ import time
 
 from helpers.emulated.stand import Stand, assert_every_one_ended_once, small_config
 from laminar_hpc.controller.loop import Controller
-from laminar_hpc.engine.emulated.engine import EmulatedEngine
 from laminar_hpc.report import rundata, summary
 from laminar_hpc.rollout import engine_watch
+from laminar_hpc.simulator.emulated.engine import EmulatedEngine
 
 
 def test_an_engine_that_hangs_is_replaced(tmp_path, monkeypatch):

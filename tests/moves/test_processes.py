@@ -9,8 +9,8 @@ import psutil
 import pytest
 
 from helpers.emulated.stand import assert_every_one_ended_once, small_config
-from laminar_hpc.emulation.launch import Emulation
 from laminar_hpc.report import rundata
+from laminar_hpc.simulator.emulation.launch import Emulation
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

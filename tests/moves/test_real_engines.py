@@ -20,13 +20,13 @@ from helpers.engines.pair import fill_slot, make_model, reference
 from laminar_hpc.config.models import WEIGHTS_FILE
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.controller.trajectories import migration
-from laminar_hpc.emulation import stage
 from laminar_hpc.engine.sglang.server import SglangServer
 from laminar_hpc.line.channel import StopReceived
 from laminar_hpc.line.messages.chain import RelayHas
 from laminar_hpc.line.messages.membership import Stop
 from laminar_hpc.report import rundata, summary
 from laminar_hpc.rollout import migration as replica_migration
+from laminar_hpc.simulator.emulation import stage
 from laminar_hpc.store.payload.whole import Whole, wholes
 from laminar_hpc.store.stored import stored_trajectories
 from laminar_hpc.weights.kernels.sums import tensor_sums

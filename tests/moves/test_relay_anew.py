@@ -12,7 +12,6 @@ import pytest
 from helpers.emulated.stand import small_config
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import RunConfig
-from laminar_hpc.engine.emulated.weights import weights_file
 from laminar_hpc.engine.factory import engine_factory
 from laminar_hpc.environments.reward_pool import RewardPool
 from laminar_hpc.line.context import RoleContext
@@ -24,6 +23,7 @@ from laminar_hpc.rollout import weight_loader
 from laminar_hpc.rollout.engine_lives import EngineLives
 from laminar_hpc.rollout.weight_loader import WeightLoader
 from laminar_hpc.rollout.worker import RolloutWorker
+from laminar_hpc.simulator.emulated.weights import weights_file
 from laminar_hpc.weights.manifest import layout
 from laminar_hpc.weights.slots import SlotReader, SlotWriter
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 from helpers.emulated.stand import Stand, assert_every_one_ended_once, small_config
 from laminar_hpc.config.schema import RunConfig
-from laminar_hpc.emulation import stage
 from laminar_hpc.line.messages.publication import WeightId
 from laminar_hpc.line.messages.training import Restored
 from laminar_hpc.report import rundata
+from laminar_hpc.simulator.emulation import stage
 from laminar_hpc.store.checkpoints import newest_gang
 
 

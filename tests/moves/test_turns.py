@@ -17,11 +17,11 @@ from helpers.models.chats import vocabulary_size
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.data.tokens import TextDecoder
-from laminar_hpc.emulation.fleet import EmulatedReplica
-from laminar_hpc.engine.emulated import responses
 from laminar_hpc.environments.turns.ahead import Ahead
 from laminar_hpc.environments.turns.session import Session
 from laminar_hpc.observability.trace import read_spans
+from laminar_hpc.simulator.emulated import responses
+from laminar_hpc.simulator.emulation.fleet import EmulatedReplica
 from laminar_hpc.store.payload.whole import Whole
 
 TOOLBOX = """

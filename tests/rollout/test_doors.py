@@ -19,4 +19,4 @@ def test_the_role_names_no_engine():
     }
     engine = {name for name in modules if name.startswith("laminar_hpc.engine.")}
     assert {name.split(".")[2] for name in engine} == {"interface", "factory"}
-    assert not [name for name in modules if name.startswith("laminar_hpc.emulation")]
+    assert not [name for name in modules if name.startswith("laminar_hpc.simulator.emulation")]

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from laminar_hpc.config.system_schema import TrainerConfig
-from laminar_hpc.emulation.launch import prepare
-from laminar_hpc.engine.emulated.engine import EmulatedEngine
 from laminar_hpc.simulator.constants import DEFAULT
 from laminar_hpc.simulator.cost import engine_costs
+from laminar_hpc.simulator.emulated.engine import EmulatedEngine
+from laminar_hpc.simulator.emulation.launch import prepare
 from laminar_hpc.simulator.replica import SimulatedReplica
 from laminar_hpc.simulator.request import EngineAdmission, SimulatedRequest
 from laminar_hpc.simulator.schema import WorkloadConfig

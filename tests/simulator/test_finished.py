@@ -14,11 +14,11 @@ from laminar_hpc.config.check import check
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.load import load_config
 from laminar_hpc.config.schema import RunConfig
-from laminar_hpc.emulation.launch import Emulation, prepare
 from laminar_hpc.launch import cli
 from laminar_hpc.observability.trace import TraceSpan
 from laminar_hpc.report.rundata import Consumed, Run, RunLaunch
 from laminar_hpc.simulator.constants import DEFAULT
+from laminar_hpc.simulator.emulation.launch import Emulation, prepare
 from laminar_hpc.simulator.finished import command as finished
 from laminar_hpc.simulator.finished.changes import GAIN_MIN, best_of_each, best_together, changed
 from laminar_hpc.simulator.finished.decode import (

@@ -9,7 +9,7 @@ from laminar_hpc.engine.interface import Engine, EngineFactory
 # By name: the emulated engine stands on the simulator, above this room. Neither is loaded before it is used.
 _ENGINES = {
     "sglang": "laminar_hpc.engine.sglang.server:SglangServer",
-    "emulated": "laminar_hpc.engine.emulated.engine:EmulatedEngine",
+    "emulated": "laminar_hpc.simulator.emulated.engine:EmulatedEngine",
 }
 
 

@@ -75,8 +75,8 @@ def prepare(words: Sequence[str], say: Callable[[str], None]) -> tuple[RunConfig
     """(as the words have it, with the model's files resolved, what follows). Raises Refused for whatever can
     be refused without a look at this machine, and then for what is wrong with rows and rewards too."""
     from laminar_hpc.data.pretrained import resolve_model
-    from laminar_hpc.emulation.constants import unknown_constants
     from laminar_hpc.engine.sglang.command_line import refused_arguments
+    from laminar_hpc.simulator.emulation.constants import unknown_constants
     from laminar_hpc.weights.hf import read_shape
 
     loaded = config = load_config(words, of_inputs)

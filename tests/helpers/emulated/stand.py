@@ -25,15 +25,15 @@ from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.controller import run as controller_run
 from laminar_hpc.controller.beginning import Begun
 from laminar_hpc.controller.loop import Controller
-from laminar_hpc.emulation import stage
-from laminar_hpc.emulation.fleet import EmulatedReplica, NewWorker, new_worker
-from laminar_hpc.emulation.launch import prepare
-from laminar_hpc.engine.emulated import responses
 from laminar_hpc.environments import preflight
 from laminar_hpc.environments.reward_pool import RewardPool
 from laminar_hpc.line.hub import Hub
 from laminar_hpc.line.messages.data import Trajectory
 from laminar_hpc.line.messages.membership import UNNUMBERED
+from laminar_hpc.simulator.emulated import responses
+from laminar_hpc.simulator.emulation import stage
+from laminar_hpc.simulator.emulation.fleet import EmulatedReplica, NewWorker, new_worker
+from laminar_hpc.simulator.emulation.launch import prepare
 from laminar_hpc.store.payload.whole import Whole, wholes
 from laminar_hpc.store.rundir import prepare as prepare_run_dir
 from laminar_hpc.store.stored import stored_trajectories

@@ -1,4 +1,4 @@
-"""One process of an emulated run: `python -m laminar_hpc.emulation ROLE RUN_DIR [NUMBERS]`; the settings are
+"""One process of an emulated run: `python -m laminar_hpc.simulator.emulation ROLE RUN_DIR [NUMBERS]`; the settings are
 in RUN_DIR/config.yaml.
 
 controller RUN_DIR             the real one
@@ -31,11 +31,11 @@ def main(role: str, run_dir: str, *numbers: str) -> None:
         machine = machine_name(config.relay.shm_dir)
         run(config, 1, machine, lambda text: print(text, flush=True), lambda: None, finish)
     elif role == "stage":
-        from laminar_hpc.emulation import stage
+        from laminar_hpc.simulator.emulation import stage
 
         stage.run(config, float(numbers[0]))
     else:
-        from laminar_hpc.emulation import fleet
+        from laminar_hpc.simulator.emulation import fleet
 
         asyncio.run(fleet.run(config, int(numbers[0]), int(numbers[1])))
 

@@ -9,11 +9,11 @@ them fit into one process.
 from pathlib import Path
 
 from laminar_hpc.config.schema import RunConfig
-from laminar_hpc.engine.emulated import kv_wire
-from laminar_hpc.engine.emulated.decoding import EmulatedDecoding, EmulatedRequest
-from laminar_hpc.engine.emulated.weights import weights_file
 from laminar_hpc.engine.interface import Sums, TensorLayout
 from laminar_hpc.engine.kv.errors import KvRefused
+from laminar_hpc.simulator.emulated import kv_wire
+from laminar_hpc.simulator.emulated.decoding import EmulatedDecoding, EmulatedRequest
+from laminar_hpc.simulator.emulated.weights import weights_file
 from laminar_hpc.weights.manifest import MANIFEST_FILE, decode_manifest
 
 _WIRE_SECONDS = 30.0  # maximum time for one frame to cross

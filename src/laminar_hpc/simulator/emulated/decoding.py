@@ -14,7 +14,6 @@ from types import SimpleNamespace
 from laminar_hpc.config.models import model_config
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.data.tokens import load_tokenizer, stop_token_ids
-from laminar_hpc.engine.emulated import responses
 from laminar_hpc.engine.interface import (
     UNKNOWN_WEIGHTS,
     EngineDied,
@@ -27,6 +26,7 @@ from laminar_hpc.engine.interface import (
 from laminar_hpc.line.messages.data import VersionSpan
 from laminar_hpc.simulator.constants import DEFAULT
 from laminar_hpc.simulator.cost import engine_costs
+from laminar_hpc.simulator.emulated import responses
 from laminar_hpc.simulator.replica import INFINITY, SimulatedReplica
 from laminar_hpc.simulator.request import EngineAdmission, SimulatedRequest
 from laminar_hpc.simulator.tables import GPUS, MODELS

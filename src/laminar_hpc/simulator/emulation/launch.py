@@ -67,7 +67,7 @@ class Emulation:
             begin += count
 
     def start(self, role: str, *numbers: str) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "laminar_hpc.emulation", role, str(self.run_dir), *numbers]
+        command = [sys.executable, "-m", "laminar_hpc.simulator.emulation", role, str(self.run_dir), *numbers]
         return subprocess.Popen(
             command, stdout=self.log, stderr=self.log, env={**os.environ, "OMP_NUM_THREADS": "1"}
         )

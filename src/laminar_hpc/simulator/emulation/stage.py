@@ -18,7 +18,6 @@ import numpy as np
 
 from laminar_hpc.cluster.processes import machine_name
 from laminar_hpc.config.schema import RunConfig
-from laminar_hpc.engine.emulated.weights import weights_file
 from laminar_hpc.line.channel import Channel, StopReceived
 from laminar_hpc.line.messages.chain import EpochProposed, RelayHas
 from laminar_hpc.line.messages.data import TOKEN_BYTES, Message, Trajectory
@@ -35,6 +34,7 @@ from laminar_hpc.line.messages.training import (
     TrainerDone,
 )
 from laminar_hpc.policies.metrics import batch_metrics, reward_means
+from laminar_hpc.simulator.emulated.weights import weights_file
 from laminar_hpc.weights.manifest import Manifest, layout
 from laminar_hpc.weights.slots import SlotWriter
 
