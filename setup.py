@@ -73,8 +73,8 @@ def wants_cuda() -> bool:
 
 
 def cuda_toolkit() -> ModuleType:
-    """src/laminar_hpc/compat/cuda_toolkit.py, by its path: the package is not installed yet."""
-    path = HERE / "src/laminar_hpc/compat/cuda_toolkit.py"
+    """src/laminar_hpc/machine/compat/cuda_toolkit.py, by its path: the package is not installed yet."""
+    path = HERE / "src/laminar_hpc/machine/compat/cuda_toolkit.py"
     spec = importlib.util.spec_from_file_location("cuda_toolkit", path)
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)

@@ -29,8 +29,6 @@ import torch
 
 from laminar_hpc.__main__ import main as run_rank
 from laminar_hpc.__main__ import redirect_output
-from laminar_hpc.cluster.folders import claim, remove_abandoned
-from laminar_hpc.cluster.processes import die_with_parent
 from laminar_hpc.config.check import derive
 from laminar_hpc.config.load import load_config
 from laminar_hpc.controller.fleet.members import Members
@@ -40,9 +38,11 @@ from laminar_hpc.line.channel import Channel, StopReceived
 from laminar_hpc.line.context import RoleContext
 from laminar_hpc.line.hub import Hub
 from laminar_hpc.line.messages.membership import Hello
-from laminar_hpc.observability import jsonl
-from laminar_hpc.observability.metrics import MetricsWriter
-from laminar_hpc.observability.trace import Trace
+from laminar_hpc.machine.files import jsonl
+from laminar_hpc.machine.files.folders import claim, remove_abandoned
+from laminar_hpc.machine.observability.metrics import MetricsWriter
+from laminar_hpc.machine.observability.trace import Trace
+from laminar_hpc.machine.processes import die_with_parent
 from laminar_hpc.policies.sampling import GroupSize
 from laminar_hpc.store.store import Store
 from laminar_hpc.trainer.canonical.exchange import Exchange

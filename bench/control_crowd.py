@@ -18,7 +18,6 @@ from pathlib import Path
 
 import zmq
 
-from laminar_hpc.cluster.processes import die_with_parent
 from laminar_hpc.line.address import ControllerAddress, read_address
 from laminar_hpc.line.dealer import PING_SECONDS, connect
 from laminar_hpc.line.delivery import Header, Receiver, Sender, decode_header, encode_header
@@ -37,6 +36,7 @@ from laminar_hpc.line.messages.rollouts import (
 from laminar_hpc.line.messages.training import Batch, Continue, Restored, StepDone, TakeBatch
 from laminar_hpc.line.messages.wire import decode, encode
 from laminar_hpc.line.spool import Spool
+from laminar_hpc.machine.processes import die_with_parent
 
 PER_MACHINE = 8  # rollouts, beside a relay
 BEGIN_SECONDS = 120.0  # until the load is measured

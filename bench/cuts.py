@@ -29,7 +29,7 @@ import common
 from network import Network, missing
 from roles import ROLES, Roles, audited, customize_roles, steps_done
 
-from laminar_hpc.observability import jsonl
+from laminar_hpc.machine.files import jsonl
 
 PAIRS = (("controller", "trainer"), ("controller", "relay"), ("controller", "rollout"), ("trainer", "relay"))
 COLUMNS = ("pair", "seconds", "cuts")

@@ -26,7 +26,7 @@ import torch
 from chain_roles import ChainRun, RandomModel
 from network import Network, missing
 
-from laminar_hpc.observability import trace
+from laminar_hpc.machine.observability import trace
 from laminar_hpc.weights.kernels.sums import tensor_sums
 from laminar_hpc.weights.stream import Span
 

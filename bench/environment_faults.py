@@ -36,11 +36,11 @@ from pathlib import Path
 import common
 
 import environments
-from laminar_hpc.cluster.processes import die_with_parent
 from laminar_hpc.config.load import read_config
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.data.tokens import TextDecoder
 from laminar_hpc.environments.reward_pool import RewardPool
+from laminar_hpc.machine.processes import die_with_parent
 from laminar_hpc.report import rundata
 from laminar_hpc.report.rundata import Run
 from laminar_hpc.rollout.in_flight import State

@@ -24,10 +24,10 @@ import psutil
 import torch
 from shapes import TOKENIZER_FILES, tensors
 
-from laminar_hpc.cluster.roles import assign_roles
 from laminar_hpc.config.check import count_parameters
 from laminar_hpc.config.load import load_config
 from laminar_hpc.config.models import WEIGHTS_FILE
+from laminar_hpc.machine.roles import assign_roles
 from laminar_hpc.report.rundata import Run
 from laminar_hpc.weights.manifest import Manifest, layout, safetensors_header
 

@@ -31,8 +31,8 @@ from pathlib import Path
 import common
 import torch
 
-from laminar_hpc.cluster.processes import die_with_parent
 from laminar_hpc.engine.sglang.plugin.load_slot import load_slot
+from laminar_hpc.machine.processes import die_with_parent
 from laminar_hpc.weights.kernels.slices import LocalSlice
 from laminar_hpc.weights.kernels.sums import tensor_sums
 from laminar_hpc.weights.links.links import Link, Posted

@@ -28,7 +28,7 @@ from pathlib import Path
 import common
 import torch
 
-import laminar_hpc.compat.torchvision  # noqa: F401  (before transformers)
+import laminar_hpc.machine.compat.torchvision  # noqa: F401  (before transformers)
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.engine.interface import sampling_parameters
 from laminar_hpc.engine.sglang.server import SglangServer

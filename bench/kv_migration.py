@@ -74,7 +74,7 @@ def main() -> None:
 
 def stock_pool(tokens: int):
     """SGLang's own pool on the CPU, filled with random numbers, with room for twice the tokens."""
-    from laminar_hpc.compat.torchvision import declare_schemas
+    from laminar_hpc.machine.compat.torchvision import declare_schemas
 
     os.environ.setdefault("SGLANG_PLATFORM", "laminar_cpu")
     declare_schemas()

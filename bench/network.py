@@ -10,8 +10,8 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from laminar_hpc.cluster.processes import process_is_alive
 from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.machine.processes import process_is_alive
 
 _PREFIX = "laminar-net-"
 _NOBODY = "02:00:00:00:00:01"  # the hardware address of none of them

@@ -7,7 +7,7 @@ import sqlite3
 import statistics
 from itertools import pairwise
 
-from laminar_hpc.observability.trace import TraceSpan
+from laminar_hpc.machine.observability.trace import TraceSpan
 from laminar_hpc.report.idle import busy
 from laminar_hpc.report.rundata import Run
 

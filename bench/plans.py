@@ -32,7 +32,7 @@ from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.load import load_config
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.launch import cli
-from laminar_hpc.observability import jsonl
+from laminar_hpc.machine.files import jsonl
 from laminar_hpc.simulator import plan_command
 from laminar_hpc.simulator.emulated.responses import response_length
 from laminar_hpc.simulator.emulation.launch import Emulation, prepare

@@ -85,7 +85,7 @@ def child(options: argparse.Namespace, part: str, size: str, folder: Path) -> di
 def make_model(directory: Path, size: str) -> None:
     import torch
 
-    import laminar_hpc.compat.torchvision  # noqa: F401 (before transformers)
+    import laminar_hpc.machine.compat.torchvision  # noqa: F401 (before transformers)
 
     from transformers import Qwen2Config, Qwen2ForCausalLM  # isort: skip
 
@@ -264,7 +264,7 @@ async def pull(options: argparse.Namespace, size: str) -> dict:
     import torch
 
     from laminar_hpc.engine.sglang.server import SglangServer
-    from laminar_hpc.observability.trace import Trace
+    from laminar_hpc.machine.observability.trace import Trace
     from laminar_hpc.rollout.engine_lives import EngineLives
     from laminar_hpc.rollout.weight_loader import WeightLoader
     from laminar_hpc.weights.hf import TensorReader

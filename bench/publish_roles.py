@@ -60,14 +60,14 @@ def relay_wait(pipe: object, timeout: float) -> object | None:
 def context(config: object, role: str, index: int, line: Line, folder: Path) -> object:
     from laminar_hpc.line.context import RoleContext
     from laminar_hpc.line.messages.membership import Welcome
-    from laminar_hpc.observability.trace import Trace
+    from laminar_hpc.machine.observability.trace import Trace
 
     welcome = Welcome(f"bench-{folder.name}-{role}{index}")
     return RoleContext(config, role, index, "here", folder, line, welcome, Trace(folder, role, index))
 
 
 def relay_main(config: object, index: int, pipe: object, folder: Path) -> None:
-    from laminar_hpc.cluster.processes import die_with_parent
+    from laminar_hpc.machine.processes import die_with_parent
     from laminar_hpc.weights.relay import run
 
     die_with_parent()

@@ -29,9 +29,9 @@ import torch
 from chain_roles import ChainRun, enter
 from network import Network, missing
 
-from laminar_hpc.cluster.processes import die_with_parent
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.observability import trace
+from laminar_hpc.machine.observability import trace
+from laminar_hpc.machine.processes import die_with_parent
 from laminar_hpc.policies.chain import best_chunks, broadcast_seconds, chunk_bytes
 from laminar_hpc.weights.kernels.sums import tensor_sums
 from laminar_hpc.weights.links.links import Link

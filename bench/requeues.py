@@ -30,7 +30,7 @@ from roles import audited, steps_done
 from slurm_cluster import SlurmCluster, missing
 from slurm_jobs import SlurmRun
 
-from laminar_hpc.observability import jsonl
+from laminar_hpc.machine.files import jsonl
 from laminar_hpc.report import rundata
 from laminar_hpc.report.rundata import Run
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import common
 import psutil
 
-from laminar_hpc.observability import jsonl
+from laminar_hpc.machine.files import jsonl
 from laminar_hpc.store.audit.checks import audit
 from laminar_hpc.store.audit.records import read
 

@@ -32,7 +32,7 @@ from roles import audited, steps_done
 from slurm_cluster import SlurmCluster, missing
 from slurm_jobs import SlurmRun
 
-from laminar_hpc.observability.trace import TraceSpan
+from laminar_hpc.machine.observability.trace import TraceSpan
 from laminar_hpc.report import rundata, summary
 from laminar_hpc.report.rundata import Run
 

@@ -17,9 +17,9 @@ import psutil
 from roles import ENGINE, below, is_engine, is_rank, steps_done
 from slurm_cluster import SlurmCluster
 
-from laminar_hpc.cluster.lock_owner import read_owner
-from laminar_hpc.cluster.run_lock import LOCK_FILE
 from laminar_hpc.launch.slurm.ending import last_word
+from laminar_hpc.machine.locks.lock_owner import read_owner
+from laminar_hpc.machine.locks.run_lock import LOCK_FILE
 
 JOBS = ("controller", "trainer", "rollout")
 _JOB_NAMES = {"laminar-control": "controller", "laminar-trainer": "trainer", "laminar-rollouts": "rollout"}

@@ -101,7 +101,7 @@ def make_batch(vocabulary: int, seed: int) -> list:
 
 def measure(options: argparse.Namespace, threads: int) -> list[dict]:
     """Repeats of (our steps, their steps) in turns, after one step of each to warm up."""
-    import laminar_hpc.compat.torchvision  # noqa: F401 (before transformers)
+    import laminar_hpc.machine.compat.torchvision  # noqa: F401 (before transformers)
     from laminar_hpc.config.schema import RunConfig
 
     config = RunConfig()

@@ -9,10 +9,10 @@ import logging
 import sys
 from pathlib import Path
 
-from laminar_hpc.cluster.processes import die_with_parent
 from laminar_hpc.config.load import read_config
 from laminar_hpc.environments.turns.conversation import ToolResult
 from laminar_hpc.environments.turns.session import Session
+from laminar_hpc.machine.processes import die_with_parent
 from laminar_hpc.rollout import worker
 from laminar_hpc.rollout.batch import Turn
 from laminar_hpc.rollout.episodes import Episodes

@@ -13,7 +13,7 @@ set -euo pipefail
 . "$(dirname "$0")/common.sh"
 need_run_dir "$@"
 run_dir=$1; shift
-python -m laminar_hpc.cluster.run_lock "$run_dir"     # a live run is left alone
+python -m laminar_hpc.machine.locks.run_lock "$run_dir"     # a live run is left alone
 
 # all roles would refuse the same: this one says it
 laminar train run_dir="$run_dir" "$@" dry_run=true >/dev/null || exit $?

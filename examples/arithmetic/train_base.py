@@ -11,7 +11,7 @@ transformers:
   working pays.
 """
 
-import laminar_hpc.compat.torchvision  # noqa: F401  (first: lets transformers import under CPU torch)
+import laminar_hpc.machine.compat.torchvision  # noqa: F401  (first: lets transformers import under CPU torch)
 
 # isort: split
 import argparse

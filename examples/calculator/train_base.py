@@ -10,7 +10,7 @@ transformers:
   calling pays, and calling on until nothing is left to be worked out.
 """
 
-import laminar_hpc.compat.torchvision  # noqa: F401  (first: lets transformers import under CPU torch)
+import laminar_hpc.machine.compat.torchvision  # noqa: F401  (first: lets transformers import under CPU torch)
 
 # isort: split
 import argparse

@@ -20,10 +20,6 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
-from laminar_hpc.cluster.devices import use_devices
-from laminar_hpc.cluster.gpu_memory import check_gpus, gigabytes_of_gpus
-from laminar_hpc.cluster.processes import die_with_parent, machine_name
-from laminar_hpc.cluster.roles import RoleOfRank
 from laminar_hpc.config.check import check, derive, derived_values, missing_inputs
 from laminar_hpc.config.errors import LaminarError, PermanentFailure, Refused
 from laminar_hpc.config.load import load_config
@@ -36,7 +32,11 @@ from laminar_hpc.line.agent_line import FAILED_ELSEWHERE, PERMANENT, REFUSED, Ra
 from laminar_hpc.line.channel import RUN_FAILED, Channel, GangReplaced, StopReceived, Terminated
 from laminar_hpc.line.context import RoleContext
 from laminar_hpc.line.messages.membership import UNNUMBERED, Failure, Hello
-from laminar_hpc.observability import console, output
+from laminar_hpc.machine.devices import use_devices
+from laminar_hpc.machine.gpu_memory import check_gpus, gigabytes_of_gpus
+from laminar_hpc.machine.observability import console, output
+from laminar_hpc.machine.processes import die_with_parent, machine_name
+from laminar_hpc.machine.roles import RoleOfRank
 from laminar_hpc.report.ending import close_completed, finish
 from laminar_hpc.store.full_disk import full_disk_text
 from laminar_hpc.store.rundir import completed_step, was_restarted
@@ -128,7 +128,7 @@ def run_worker(
 
     channel.when_failed = fail
     try:
-        trace_class = importlib.import_module("laminar_hpc.observability.trace").Trace
+        trace_class = importlib.import_module("laminar_hpc.machine.observability.trace").Trace
         module = importlib.import_module(_WORKERS[mine.role])
         trace = trace_class(run_dir, mine.role, mine.index)
         config = follow(config, channel.welcome.model)

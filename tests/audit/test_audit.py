@@ -16,7 +16,7 @@ from helpers.control.script import Script
 from helpers.emulated import short_run
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.launch import cli
-from laminar_hpc.observability.jsonl import Appender
+from laminar_hpc.machine.files.jsonl import Appender
 from laminar_hpc.report import rundata, sections
 from laminar_hpc.store.audit.checks import SHOWN, CheckResult, audit
 from laminar_hpc.store.audit.records import read

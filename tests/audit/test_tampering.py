@@ -22,7 +22,7 @@ from helpers.emulated import archive_run as emulated_run
 from helpers.emulated import short_run
 from laminar_hpc.config.errors import Refused
 from laminar_hpc.launch import cli
-from laminar_hpc.observability.jsonl import Appender
+from laminar_hpc.machine.files.jsonl import Appender
 from laminar_hpc.store import old_steps
 from laminar_hpc.store.archive import files, table
 from laminar_hpc.store.audit import origins, sealed, steps

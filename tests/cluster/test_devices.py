@@ -8,11 +8,11 @@ import sys
 import pytest
 import torch
 
-from laminar_hpc.cluster import devices
-from laminar_hpc.cluster.devices import devices_of, present, use_devices
-from laminar_hpc.cluster.roles import RoleOfRank, assign_roles
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import RunConfig
+from laminar_hpc.machine import devices
+from laminar_hpc.machine.devices import devices_of, present, use_devices
+from laminar_hpc.machine.roles import RoleOfRank, assign_roles
 from laminar_hpc.trainer import world
 from laminar_hpc.weights.links.transport import End, choose, end_here
 
@@ -108,8 +108,8 @@ def test_what_is_present(monkeypatch):
         assert present() == names
     code = """
 import os
-from laminar_hpc.cluster.devices import use_devices
-from laminar_hpc.cluster.roles import assign_roles
+from laminar_hpc.machine.devices import use_devices
+from laminar_hpc.machine.roles import assign_roles
 from laminar_hpc.config.schema import RunConfig
 here = assign_roles(1, 2, 1, 5)
 use_devices(RunConfig(), here, here[-1])

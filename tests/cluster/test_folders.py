@@ -5,11 +5,11 @@ import signal
 import subprocess
 import sys
 
-from laminar_hpc.cluster.folders import OWNER_FILE, claim, remove_abandoned
+from laminar_hpc.machine.files.folders import OWNER_FILE, claim, remove_abandoned
 
 CLAIM_AND_DIE = """
 import os, pathlib, signal, sys
-from laminar_hpc.cluster.folders import claim
+from laminar_hpc.machine.files.folders import claim
 claim(pathlib.Path(sys.argv[1]))
 os.kill(os.getpid(), signal.SIGKILL)
 """

@@ -14,7 +14,7 @@ from helpers.stand_ins import STAND_IN, one_rank
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.launch import launch, launch_role, ranks
 from laminar_hpc.line.agent_line import REFUSED, RankOrders
-from laminar_hpc.observability.metrics import MetricsWriter
+from laminar_hpc.machine.observability.metrics import MetricsWriter
 from laminar_hpc.store.full_disk import NO_ROOM, full_disk_text, is_full_disk, put
 from laminar_hpc.store.store import Store
 

@@ -10,12 +10,12 @@ from types import SimpleNamespace
 import pytest
 
 from helpers.stand_ins import STAND_IN, one_rank
-from laminar_hpc.cluster.run_lock import RunLock
 from laminar_hpc.launch import launch, launch_role, ranks
 from laminar_hpc.launch.launch import Agent
 from laminar_hpc.launch.slurm import node
 from laminar_hpc.line import stop
 from laminar_hpc.line.address import new_address, write_address
+from laminar_hpc.machine.locks.run_lock import RunLock
 
 
 @pytest.mark.parametrize(("lives", "store_id"), [(True, "s"), (True, ""), (False, "s")])

@@ -8,7 +8,7 @@ import time
 
 import psutil
 
-from laminar_hpc.cluster.loop_watch import LoopWatch
+from laminar_hpc.machine.loop_watch import LoopWatch
 
 BLOCKED = """
 import asyncio, time
@@ -35,7 +35,7 @@ asyncio.run(role.watched(SimpleNamespace(context=context, run=run)))
 
 GOES_ON = """
 import sys, time
-from laminar_hpc.cluster.loop_watch import LoopWatch
+from laminar_hpc.machine.loop_watch import LoopWatch
 watch = LoopWatch("the loop", 0.5, 0.5, lambda text: print(text, flush=True))
 print("goes", flush=True)
 while True:

@@ -8,7 +8,7 @@ import pytest
 CODE = """
 import resource
 resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard}))
-from laminar_hpc.cluster.open_files import allow_connections
+from laminar_hpc.machine.files.open_files import allow_connections
 from laminar_hpc.config.errors import LaminarError
 try:
     allow_connections({others}, meshes={meshes})

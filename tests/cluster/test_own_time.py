@@ -15,13 +15,13 @@ import pytest
 import zmq
 from aiohttp import web
 
-from laminar_hpc.cluster.own_time import own_time, within
 from laminar_hpc.engine.sglang.http_client import HttpClient
 from laminar_hpc.engine.sglang.plugin import protocol
 from laminar_hpc.engine.sglang.port_client import PortClient
 from laminar_hpc.environments.http_reward import HttpReward
 from laminar_hpc.environments.sandbox import local
 from laminar_hpc.environments.workers.protocol import Call, Spec
+from laminar_hpc.machine.own_time import own_time, within
 
 STOOD = 3.0  # seconds for which the loop is held; each limit is shorter
 
@@ -48,7 +48,7 @@ async def test_time_in_which_the_loop_stood_is_nobodys() -> None:
 
 WAITS = """
 import asyncio, sys
-from laminar_hpc.cluster.own_time import within
+from laminar_hpc.machine.own_time import within
 
 async def main():
     reader = asyncio.StreamReader()

@@ -6,14 +6,14 @@ from collections import Counter
 
 import pytest
 
-from laminar_hpc.cluster.devices import devices_of, gpus_per_node
-from laminar_hpc.cluster.roles import Gpus, RoleOfRank, assign_roles
 from laminar_hpc.config.check import Derived, derive
 from laminar_hpc.config.directories import conf_directory
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.load import group_names, load_config
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.launch.placement import place
+from laminar_hpc.machine.devices import devices_of, gpus_per_node
+from laminar_hpc.machine.roles import Gpus, RoleOfRank, assign_roles
 
 FOLDER = conf_directory() / "experiment"
 EXPERIMENTS = group_names(FOLDER)

@@ -2,10 +2,10 @@
 
 import pytest
 
-from laminar_hpc.cluster.roles import RoleOfRank, assign_roles
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.launch.placement import place
+from laminar_hpc.machine.roles import RoleOfRank, assign_roles
 
 
 def names(*layout):

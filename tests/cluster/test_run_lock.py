@@ -14,17 +14,17 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from laminar_hpc.cluster import run_lock
-from laminar_hpc.cluster.lease import LEASE_SHARE, Lease
-from laminar_hpc.cluster.lock_owner import Owner, read_owner
-from laminar_hpc.cluster.processes import process_world
-from laminar_hpc.cluster.run_lock import LOCK_FILE, LockLost, RunLock, refuse_if_held
 from laminar_hpc.config.errors import Refused
+from laminar_hpc.machine.locks import run_lock
+from laminar_hpc.machine.locks.lease import LEASE_SHARE, Lease
+from laminar_hpc.machine.locks.lock_owner import Owner, read_owner
+from laminar_hpc.machine.locks.run_lock import LOCK_FILE, LockLost, RunLock, refuse_if_held
+from laminar_hpc.machine.processes import process_world
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from laminar_hpc.cluster.run_lock import RunLock
+from laminar_hpc.machine.locks.run_lock import RunLock
 from laminar_hpc.config.errors import Refused
 folder, go = Path(sys.argv[1]), Path(sys.argv[2])
 print("ready", flush=True)

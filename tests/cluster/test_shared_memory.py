@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from laminar_hpc.cluster import folders
-from laminar_hpc.cluster.shared_memory import SHM, Note, noted, present
 from laminar_hpc.engine import leftovers
 from laminar_hpc.launch import cli
 from laminar_hpc.launch.doctor import command, machine
 from laminar_hpc.launch.doctor.findings import CheckTable
+from laminar_hpc.machine.files import folders
+from laminar_hpc.machine.files.shared_memory import SHM, Note, noted, present
 
 # Makes a segment and waits, as one of SGLang's processes does; no resource tracker survives a session that is
 # killed.
@@ -30,7 +30,7 @@ sys.stdin.read()
 """
 CLAIM_AND_DIE = """
 import os, pathlib, signal, sys
-from laminar_hpc.cluster.folders import claim
+from laminar_hpc.machine.files.folders import claim
 claim(pathlib.Path(sys.argv[1]))
 os.kill(os.getpid(), signal.SIGKILL)
 """

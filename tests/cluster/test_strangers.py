@@ -16,7 +16,6 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from laminar_hpc.cluster import open_files
 from laminar_hpc.line.address import read_address
 from laminar_hpc.line.channel import Channel
 from laminar_hpc.line.delivery import DeliveryError, Header, decode_header, encode_header
@@ -24,6 +23,7 @@ from laminar_hpc.line.messages.data import PromptGroup
 from laminar_hpc.line.messages.membership import Hello, Ping
 from laminar_hpc.line.messages.rollouts import Grant, Scored
 from laminar_hpc.line.messages.wire import decode, encode
+from laminar_hpc.machine.files import open_files
 
 # A controller's end with the limit of open files that shells have, hard too.
 SERVED = """

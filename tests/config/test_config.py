@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from laminar_hpc.compat.torchvision import declare_schemas
 from laminar_hpc.config.check import check, check_machine, derive
 from laminar_hpc.config.directories import conf_directory
 from laminar_hpc.config.errors import LaminarError
@@ -25,6 +24,7 @@ from laminar_hpc.config.rewards import reward_functions
 from laminar_hpc.config.schema import RewardFunction
 from laminar_hpc.config.system_schema import TrainerConfig
 from laminar_hpc.launch import cli
+from laminar_hpc.machine.compat.torchvision import declare_schemas
 
 MODEL = {
     "architectures": ["Qwen2ForCausalLM"],

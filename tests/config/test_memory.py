@@ -5,8 +5,6 @@ from dataclasses import replace
 
 import pytest
 
-from laminar_hpc.cluster.gpu_memory import check_gpus, host_memory_warning, parse_smi
-from laminar_hpc.cluster.roles import assign_roles
 from laminar_hpc.config.check import check, derive, memory_need
 from laminar_hpc.config.directories import conf_directory
 from laminar_hpc.config.errors import LaminarError
@@ -22,6 +20,8 @@ from laminar_hpc.config.models import (
     trainer_bytes,
 )
 from laminar_hpc.config.system_schema import TrainerConfig
+from laminar_hpc.machine.gpu_memory import check_gpus, host_memory_warning, parse_smi
+from laminar_hpc.machine.roles import assign_roles
 
 GPU_EXPERIMENTS = sorted(
     path.stem

@@ -10,11 +10,11 @@ import time
 
 import pytest
 
-from laminar_hpc.cluster.processes import process_is_alive
 from laminar_hpc.config.errors import LaminarError, Refused
 from laminar_hpc.config.load import keys_of, load_config
 from laminar_hpc.launch import cli, multirun
 from laminar_hpc.launch.multirun import alternatives, combinations, run_here, submit
+from laminar_hpc.machine.processes import process_is_alive
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from helpers.refusals import refusal
-from laminar_hpc.compat.torchvision import declare_schemas
 from laminar_hpc.config import peers
 from laminar_hpc.config.bounds import all_fields
 from laminar_hpc.config.check import check, warnings
@@ -19,6 +18,7 @@ from laminar_hpc.config.load import load_config
 from laminar_hpc.config.models import missing_files
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.environments.workers.functions import load_function
+from laminar_hpc.machine.compat.torchvision import declare_schemas
 
 THEIRS = {
     "data.train_batch_size=64": "data.train_batch_size: verl's name; here it is algorithm.prompts_per_step",

@@ -16,9 +16,6 @@ import pytest
 from helpers.control.crew import Crew, Relay, Rollout, Trainer
 from helpers.paths import HELPERS
 from helpers.runs import assert_clean
-from laminar_hpc.cluster.folders import slots_root
-from laminar_hpc.cluster.lock_owner import Owner
-from laminar_hpc.cluster.run_lock import LOCK_FILE
 from laminar_hpc.config.load import dump_config
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.line.address import ADDRESS_FILE
@@ -38,7 +35,10 @@ from laminar_hpc.line.messages.training import (
 )
 from laminar_hpc.line.stop import left_request, request_stop
 from laminar_hpc.line.waiting import who_waits
-from laminar_hpc.observability import jsonl
+from laminar_hpc.machine.files import jsonl
+from laminar_hpc.machine.files.folders import slots_root
+from laminar_hpc.machine.locks.lock_owner import Owner
+from laminar_hpc.machine.locks.run_lock import LOCK_FILE
 from laminar_hpc.policies.metrics import batch_metrics
 from laminar_hpc.rollout.partial_response import tokens_of
 from laminar_hpc.simulator.emulation.launch import prepare

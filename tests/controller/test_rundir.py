@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from helpers import checkpoint_files
-from laminar_hpc.cluster.run_lock import RunLock
 from laminar_hpc.config.errors import Refused
 from laminar_hpc.config.load import load_config
 from laminar_hpc.config.schema import RunConfig
@@ -20,6 +19,7 @@ from laminar_hpc.controller.beginning import take_run_dir
 from laminar_hpc.launch.supervisor import nothing_to_start
 from laminar_hpc.line.messages.membership import Hello
 from laminar_hpc.line.waiting import sign_of, who_waits
+from laminar_hpc.machine.locks.run_lock import RunLock
 from laminar_hpc.store import rundir
 from laminar_hpc.store.checkpoints import checkpoint_path
 from laminar_hpc.store.journal import Journal

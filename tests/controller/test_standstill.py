@@ -4,14 +4,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-from laminar_hpc.cluster.run_lock import RunLock
 from laminar_hpc.config.system_schema import ClusterConfig
 from laminar_hpc.controller.standstill import hung_seconds
+from laminar_hpc.machine.locks.run_lock import RunLock
 
 BLOCKS = """
 import sys, threading
 from pathlib import Path
-from laminar_hpc.cluster.run_lock import RunLock
+from laminar_hpc.machine.locks.run_lock import RunLock
 from laminar_hpc.config.system_schema import ClusterConfig
 from laminar_hpc.controller import standstill
 standstill.hung_seconds = lambda cluster: 0.5

@@ -5,9 +5,9 @@ import json
 
 import pytest
 
-from laminar_hpc.compat.torchvision import declare_schemas
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.data.chat_template import as_messages, load_chat_template
+from laminar_hpc.machine.compat.torchvision import declare_schemas
 
 TEMPLATE = """{{- bos_token }}
 {%- for message in messages %}

@@ -13,10 +13,10 @@ import psutil
 import pytest
 
 from helpers.processes import living
-from laminar_hpc.cluster.folders import SANDBOX_FOLDER_PREFIX
 from laminar_hpc.environments.isolation import seccomp, tiers
 from laminar_hpc.environments.sandbox import Limits, Result, Sandbox, SandboxFailed
 from laminar_hpc.environments.sandbox.output import BoundedOutput
+from laminar_hpc.machine.files.folders import SANDBOX_FOLDER_PREFIX
 
 SECRET = "a secret of the rollout"
 LIMITS = Limits(memory_bytes=1 << 30, processes=24, output_bytes=4096, box_bytes=8 << 20, file_bytes=4 << 20)

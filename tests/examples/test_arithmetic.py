@@ -1,6 +1,6 @@
 """The shipped arithmetic example: its committed data, its base model and its reward."""
 
-import laminar_hpc.compat.torchvision  # noqa: F401  (first: lets transformers import under CPU torch)
+import laminar_hpc.machine.compat.torchvision  # noqa: F401  (first: lets transformers import under CPU torch)
 from helpers.paths import EXAMPLES
 
 # isort: split

@@ -1,7 +1,7 @@
 """The shipped calculator example: its committed data, its base model with its chat template, its tool and its
 reward."""
 
-import laminar_hpc.compat.torchvision  # noqa: F401  (first: lets transformers import under CPU torch)
+import laminar_hpc.machine.compat.torchvision  # noqa: F401  (first: lets transformers import under CPU torch)
 from helpers.paths import EXAMPLES
 
 # isort: split

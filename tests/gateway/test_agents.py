@@ -24,7 +24,7 @@ from laminar_hpc.environments.turns.model import check_first_token
 from laminar_hpc.line.context import RoleContext
 from laminar_hpc.line.messages.data import Partial, PromptGroup, VersionSpan
 from laminar_hpc.line.messages.membership import Welcome
-from laminar_hpc.observability.trace import Trace
+from laminar_hpc.machine.observability.trace import Trace
 from laminar_hpc.rollout.agents import AgentEpisodes
 from laminar_hpc.rollout.in_flight import Outcome, TrajectoryInFlight
 from laminar_hpc.rollout.partial_response import logprobs_of, tokens_of

@@ -14,13 +14,13 @@ from test_agents import END, Rollout, saying, with_agents
 
 from helpers.models.chats import vocabulary_size
 from helpers.paths import HELPERS
-from laminar_hpc.cluster.processes import process_is_alive
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.rules import broken_rules
 from laminar_hpc.config.schema import EnvironmentConfig, RunConfig
 from laminar_hpc.environments.run_prompts import load_run_prompts
 from laminar_hpc.environments.turns.pool import EnvironmentPool
 from laminar_hpc.environments.verifiers.rows import run_rows
+from laminar_hpc.machine.processes import process_is_alive
 from laminar_hpc.rollout.in_flight import Outcome, TrajectoryInFlight
 
 ENVIRONMENT = {"verifiers": "guessing", "python": sys.executable}

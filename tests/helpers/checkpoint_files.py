@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from laminar_hpc.cluster import durable
 from laminar_hpc.config.schema import RunConfig
+from laminar_hpc.machine.files import durable
 from laminar_hpc.store import checkpoints
 from laminar_hpc.store.signatures import own_key
 

@@ -17,8 +17,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from helpers.made import Made, stored
 from laminar_hpc.line.messages.data import ScorePart, VersionSpan
-from laminar_hpc.observability import jsonl
-from laminar_hpc.observability.trace import Trace
+from laminar_hpc.machine.files import jsonl
+from laminar_hpc.machine.observability.trace import Trace
 from laminar_hpc.store.store import Store
 
 CHARACTERS = "0123456789+=;>"

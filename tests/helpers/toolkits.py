@@ -7,7 +7,7 @@ import zipfile
 from pathlib import Path
 
 from helpers.paths import ROOT
-from laminar_hpc.compat import cuda_toolkit
+from laminar_hpc.machine.compat import cuda_toolkit
 
 PACKAGES = "nvidia-cuda-nvcc nvidia-cuda-crt nvidia-nvvm nvidia-cuda-cccl nvidia-cuda-runtime ninja".split()
 

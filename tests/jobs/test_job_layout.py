@@ -9,9 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from laminar_hpc.cluster.devices import devices_of
-from laminar_hpc.cluster.roles import RoleOfRank
-from laminar_hpc.cluster.run_lock import RunLock
 from laminar_hpc.config.check import derive
 from laminar_hpc.config.directories import conf_directory
 from laminar_hpc.config.errors import LaminarError
@@ -22,6 +19,9 @@ from laminar_hpc.launch.slurm import submit
 from laminar_hpc.launch.slurm.layout import layout
 from laminar_hpc.launch.slurm.node import Place, local_store, parts
 from laminar_hpc.launch.slurm.patience import patience
+from laminar_hpc.machine.devices import devices_of
+from laminar_hpc.machine.locks.run_lock import RunLock
+from laminar_hpc.machine.roles import RoleOfRank
 
 FOLDER = conf_directory() / "experiment"
 EXPERIMENTS = group_names(FOLDER)

@@ -11,8 +11,6 @@ import msgspec
 import pytest
 
 from helpers.stand_ins import JOINED, STAND_IN, one_rank
-from laminar_hpc.cluster.lock_owner import Owner
-from laminar_hpc.cluster.run_lock import LOCK_FILE, refuse_if_held
 from laminar_hpc.config.errors import LaminarError, Refused
 from laminar_hpc.config.load import load_config
 from laminar_hpc.controller import beginning
@@ -26,6 +24,8 @@ from laminar_hpc.launch.slurm.spare import spare_of
 from laminar_hpc.line.agent_line import VARIABLE
 from laminar_hpc.line.endings import StopReceived
 from laminar_hpc.line.waiting import Sign
+from laminar_hpc.machine.locks.lock_owner import Owner
+from laminar_hpc.machine.locks.run_lock import LOCK_FILE, refuse_if_held
 from laminar_hpc.store.turn import await_turn
 
 
@@ -213,7 +213,7 @@ def test_a_spare_whose_time_is_over_as_well_is_none(tmp_path: Path) -> None:
 HOLDER = f"""{JOINED}
 import sys, time
 from pathlib import Path
-from laminar_hpc.cluster.run_lock import RunLock
+from laminar_hpc.machine.locks.run_lock import RunLock
 lock = RunLock([Path(sys.argv[1])], print)
 Path(sys.argv[2]).write_text("now")
 time.sleep(1000)

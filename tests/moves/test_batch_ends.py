@@ -18,7 +18,7 @@ from laminar_hpc.line.messages.data import Message, Partial, PromptGroup, Sample
 from laminar_hpc.line.messages.membership import Welcome
 from laminar_hpc.line.messages.moves import Import, Imported, MoveCommit, MoveFailed, Reserve, Reserved
 from laminar_hpc.line.messages.rollouts import Grant, Increment, Lost
-from laminar_hpc.observability.trace import Trace
+from laminar_hpc.machine.observability.trace import Trace
 from laminar_hpc.rollout.batch import LocalBatch
 from laminar_hpc.rollout.engine_lives import EngineLives
 from laminar_hpc.rollout.in_flight import granted

@@ -15,7 +15,7 @@ from laminar_hpc.line.messages.data import PromptGroup, Sample
 from laminar_hpc.line.messages.membership import Failure
 from laminar_hpc.line.messages.rollouts import Generated, Grant, Lost, Scored
 from laminar_hpc.line.messages.training import Restored, TrainerDone
-from laminar_hpc.observability import jsonl
+from laminar_hpc.machine.files import jsonl
 
 PROBLEMS = 4
 

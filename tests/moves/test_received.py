@@ -6,12 +6,12 @@ import pytest
 
 from helpers.control.script import Script
 from helpers.emulated.stand import small_config
-from laminar_hpc.cluster.run_lock import LockLost
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.line.messages.membership import Failure, Stop
 from laminar_hpc.line.messages.publication import NewWeightId, WeightId
 from laminar_hpc.line.messages.training import Checkpointed
-from laminar_hpc.observability import jsonl
+from laminar_hpc.machine.files import jsonl
+from laminar_hpc.machine.locks.run_lock import LockLost
 from laminar_hpc.store.store import Store
 
 

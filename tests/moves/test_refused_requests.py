@@ -5,7 +5,7 @@ from pathlib import Path
 from helpers.control.script import scripted
 from helpers.made import trajectory
 from laminar_hpc.line.messages.rollouts import Generated, Scored
-from laminar_hpc.observability import jsonl
+from laminar_hpc.machine.files import jsonl
 
 
 def test_the_first_refused_request_is_said_once(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from laminar_hpc.line.context import RoleContext
 from laminar_hpc.line.messages.data import Message, Partial, PromptGroup, Sample
 from laminar_hpc.line.messages.membership import Welcome
 from laminar_hpc.line.messages.rollouts import Grant, NotLoaded, RequestWork, WeightsOpened
-from laminar_hpc.observability.trace import Trace
+from laminar_hpc.machine.observability.trace import Trace
 from laminar_hpc.rollout import weight_loader
 from laminar_hpc.rollout.engine_lives import EngineLives
 from laminar_hpc.rollout.weight_loader import WeightLoader

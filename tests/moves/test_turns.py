@@ -19,7 +19,7 @@ from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.data.tokens import TextDecoder
 from laminar_hpc.environments.turns.ahead import Ahead
 from laminar_hpc.environments.turns.session import Session
-from laminar_hpc.observability.trace import read_spans
+from laminar_hpc.machine.observability.trace import read_spans
 from laminar_hpc.simulator.emulated import responses
 from laminar_hpc.simulator.emulation.fleet import EmulatedReplica
 from laminar_hpc.store.payload.whole import Whole

@@ -15,7 +15,7 @@ import pytest
 from helpers import synthetic
 from helpers.paths import BENCH
 from laminar_hpc.config.load import load_config
-from laminar_hpc.observability.trace import TraceSpan
+from laminar_hpc.machine.observability.trace import TraceSpan
 from laminar_hpc.report import rundata
 from laminar_hpc.store.store import Store
 
@@ -97,9 +97,9 @@ def test_a_run_that_fails_ends_the_bench_with_its_words(load, tmp_path):
 def test_the_model_made_on_the_fly_is_one_that_transformers_reads(load, tmp_path, monkeypatch):
     """Promise: the half-billion bench's directory has every tensor of a Qwen2 with a tied head, with sane
     values, and nothing else."""
-    from laminar_hpc.compat.torchvision import declare_schemas
     from laminar_hpc.config.check import count_parameters
     from laminar_hpc.config.directories import examples_directory
+    from laminar_hpc.machine.compat.torchvision import declare_schemas
 
     declare_schemas()
     from transformers import Qwen2ForCausalLM

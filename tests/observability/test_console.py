@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from helpers import synthetic
-from laminar_hpc.observability import console
+from laminar_hpc.machine.observability import console
 from laminar_hpc.report import summary
 
 

@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 from helpers.paths import ROOT
-from laminar_hpc.observability.trace import KINDS
+from laminar_hpc.machine.observability.trace import KINDS
 from laminar_hpc.report import summary
 
 DOCS = ROOT / "docs"

@@ -2,8 +2,8 @@
 
 import pytest
 
-from laminar_hpc.observability import jsonl
-from laminar_hpc.observability.trace import Trace
+from laminar_hpc.machine.files import jsonl
+from laminar_hpc.machine.observability.trace import Trace
 from laminar_hpc.report import rundata
 from laminar_hpc.report.idle import idle_fraction, overlap, training_windows, union
 from laminar_hpc.report.timeline import accounts

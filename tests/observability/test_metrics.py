@@ -3,8 +3,8 @@
 import resource
 from pathlib import Path
 
-from laminar_hpc.observability import jsonl
-from laminar_hpc.observability.metrics import MetricsWriter
+from laminar_hpc.machine.files import jsonl
+from laminar_hpc.machine.observability.metrics import MetricsWriter
 
 
 def steps(run_dir: Path) -> list[int]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from laminar_hpc.observability import output
+from laminar_hpc.machine.observability import output
 
 LINES = 300
 

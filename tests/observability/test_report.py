@@ -10,8 +10,8 @@ from helpers import synthetic
 from helpers.made import Made
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.launch import cli
-from laminar_hpc.observability import jsonl
-from laminar_hpc.observability.trace import Trace
+from laminar_hpc.machine.files import jsonl
+from laminar_hpc.machine.observability.trace import Trace
 from laminar_hpc.report import document, rundata, samples, timeline, trajectory_page
 
 SECTIONS = [

@@ -8,7 +8,7 @@ from helpers import synthetic
 from helpers.synthetic import EPOCH
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.launch import cli
-from laminar_hpc.observability import jsonl
+from laminar_hpc.machine.files import jsonl
 from laminar_hpc.report import document, rundata, summary
 from laminar_hpc.store.audit.checks import audit
 from laminar_hpc.store.audit.records import read

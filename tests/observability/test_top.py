@@ -9,8 +9,8 @@ from helpers import synthetic
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.launch import cli
 from laminar_hpc.line.messages.data import ReplicaLoad
-from laminar_hpc.observability import jsonl
-from laminar_hpc.observability.trace import Trace
+from laminar_hpc.machine.files import jsonl
+from laminar_hpc.machine.observability.trace import Trace
 from laminar_hpc.report import top
 from laminar_hpc.report.live import RunFollower
 from laminar_hpc.store import status

@@ -10,10 +10,10 @@ import threading
 import pytest
 from tensorboardX.proto.event_pb2 import Event
 
-from laminar_hpc.cluster.run_lock import LockLost
-from laminar_hpc.observability import jsonl
-from laminar_hpc.observability.metrics import MetricsWriter, curves
-from laminar_hpc.observability.trace import Trace, read_spans
+from laminar_hpc.machine.files import jsonl
+from laminar_hpc.machine.locks.run_lock import LockLost
+from laminar_hpc.machine.observability.metrics import MetricsWriter, curves
+from laminar_hpc.machine.observability.trace import Trace, read_spans
 
 
 def test_a_span_is_in_the_file_when_it_ends(tmp_path):
@@ -154,7 +154,7 @@ def test_metrics_import_no_torch():
         "import sys, tempfile, pathlib;"
         "from laminar_hpc.observability import console, trace;"
         "from laminar_hpc.report import document, summary;"
-        "from laminar_hpc.observability.metrics import MetricsWriter;"
+        "from laminar_hpc.machine.observability.metrics import MetricsWriter;"
         "w = MetricsWriter(pathlib.Path(tempfile.mkdtemp()));"
         "w.write('step', step=1, loss=1.0); w.close(); sys.exit('torch' in sys.modules)"
     )

@@ -10,7 +10,7 @@ from helpers import synthetic
 from helpers.made import Made
 from laminar_hpc.launch import cli
 from laminar_hpc.line.messages.data import VersionSpan
-from laminar_hpc.observability.trace import TraceSpan
+from laminar_hpc.machine.observability.trace import TraceSpan
 from laminar_hpc.report import document, rundata, summary, turn_table
 from laminar_hpc.report.rundata import Consumed
 

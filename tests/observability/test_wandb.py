@@ -13,15 +13,15 @@ import pytest
 from laminar_hpc.config.check import check
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.load import load_config
-from laminar_hpc.observability.wandb_mirror import check_wandb, without_key
+from laminar_hpc.machine.observability.wandb_mirror import check_wandb, without_key
 
 KEY = "0123456789abcdef0123456789abcdef01234567"  # of the form that wandb's keys have
 
 PROGRAM = """
 import sys
 from pathlib import Path
-from laminar_hpc.observability.metrics import MetricsWriter
-from laminar_hpc.observability.wandb_mirror import WandbMirror
+from laminar_hpc.machine.observability.metrics import MetricsWriter
+from laminar_hpc.machine.observability.wandb_mirror import WandbMirror
 
 run_dir = Path(sys.argv[1])
 config = {"steps": 3, "model": {"path": "m"}}

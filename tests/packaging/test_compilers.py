@@ -11,7 +11,7 @@ import triton
 
 from helpers.paths import ROOT, TESTS
 from helpers.toolkits import toolkit
-from laminar_hpc.compat import cuda_toolkit
+from laminar_hpc.machine.compat import cuda_toolkit
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 BUILD = [sys.executable, "setup.py", "-q", "build_ext", "--build-lib"]
@@ -106,7 +106,7 @@ except RuntimeError as error:
 UNITS = """
 import ctypes, os, sys
 sys.path.insert(0, {folder!r})
-import laminar_hpc.compat.torchvision, tvm_ffi
+import laminar_hpc.machine.compat.torchvision, tvm_ffi
 import torch
 from helpers.engines import resolved_arguments
 sys.meta_path.append(resolved_arguments.KernelPackages())

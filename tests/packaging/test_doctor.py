@@ -84,7 +84,7 @@ def test_transformers_imports_beside_a_cpu_torch() -> None:
     """torchvision's published wheel cannot load its compiled part here; after our declaration, made twice,
     all the rest imports."""
     program = (
-        "import laminar_hpc.compat.torchvision as bridge; bridge.declare_schemas();"
+        "import laminar_hpc.machine.compat.torchvision as bridge; bridge.declare_schemas();"
         "import torchvision; from transformers import AutoImageProcessor, Qwen2ForCausalLM"
     )
     subprocess.run(

@@ -16,14 +16,14 @@ import pytest
 
 from helpers.engines.pair import engine_config, make_model
 from helpers.processes import ended
-from laminar_hpc.cluster.folders import ENGINE_FOLDER_PREFIX, OWNER_FILE
-from laminar_hpc.cluster.shared_memory import noted
-from laminar_hpc.compat import cuda_toolkit
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.engine import leftovers
 from laminar_hpc.engine.interface import EngineDied
 from laminar_hpc.engine.sglang.process import FOREIGN_VARIABLES, EngineProcess, hold_port, last_log_line
 from laminar_hpc.engine.sglang.server import SglangServer
+from laminar_hpc.machine.compat import cuda_toolkit
+from laminar_hpc.machine.files.folders import ENGINE_FOLDER_PREFIX, OWNER_FILE
+from laminar_hpc.machine.files.shared_memory import noted
 
 PARENT = """
 import asyncio, json, sys

@@ -12,7 +12,7 @@ from helpers.processes import LoopThread
 from helpers.trainer.tiny import FAMILIES, VOCAB, make_model, transformers_model
 from laminar_hpc.engine.interface import sampling_parameters
 from laminar_hpc.engine.sglang.server import SglangServer
-from laminar_hpc.observability.trace import Trace
+from laminar_hpc.machine.observability.trace import Trace
 from laminar_hpc.rollout.engine_lives import EngineLives
 from laminar_hpc.rollout.weight_loader import WeightLoader
 from laminar_hpc.weights.probe import probe_sequences

@@ -14,7 +14,7 @@ from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.models import WEIGHTS_FILE
 from laminar_hpc.engine.sglang.plugin import protocol
 from laminar_hpc.engine.sglang.server import SglangServer
-from laminar_hpc.observability.trace import Trace
+from laminar_hpc.machine.observability.trace import Trace
 from laminar_hpc.rollout import weight_loader
 from laminar_hpc.rollout.engine_lives import EngineLives
 from laminar_hpc.rollout.weight_loader import EngineOverflows, SlotRefused, SumsDiffer, WeightLoader

@@ -14,7 +14,6 @@ from safetensors.torch import load_file, save_file
 from helpers.engines.moving import decoding, detached, in_its_middle
 from helpers.engines.pair import engine_config, file_sums, fill_slot, hf_logprobs, make_model, reference
 from helpers.processes import LoopThread, ended
-from laminar_hpc.cluster.shared_memory import noted
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.models import WEIGHTS_FILE
 from laminar_hpc.engine.interface import EngineDied, Generation, sampling_parameters
@@ -24,7 +23,8 @@ from laminar_hpc.engine.sglang.plugin.load_slot import load_slot
 from laminar_hpc.engine.sglang.plugin.protocol import TensorShard
 from laminar_hpc.engine.sglang.server import SglangServer
 from laminar_hpc.engine.sglang.shards import whole_sums, whole_tensors
-from laminar_hpc.observability.trace import Trace
+from laminar_hpc.machine.files.shared_memory import noted
+from laminar_hpc.machine.observability.trace import Trace
 from laminar_hpc.rollout import weight_loader
 from laminar_hpc.rollout.engine_lives import EngineLives
 from laminar_hpc.rollout.weight_loader import WeightLoader

@@ -34,7 +34,7 @@ from laminar_hpc.line.messages.rollouts import (
     ScoreOrder,
     WeightsOpened,
 )
-from laminar_hpc.observability.trace import read_spans
+from laminar_hpc.machine.observability.trace import read_spans
 from laminar_hpc.rollout import worker
 from laminar_hpc.rollout.in_flight import Outcome, TrajectoryInFlight, granted
 from laminar_hpc.rollout.partial_response import columns, tokens_of

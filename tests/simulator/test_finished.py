@@ -15,7 +15,7 @@ from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.load import load_config
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.launch import cli
-from laminar_hpc.observability.trace import TraceSpan
+from laminar_hpc.machine.observability.trace import TraceSpan
 from laminar_hpc.report.rundata import Consumed, Run, RunLaunch
 from laminar_hpc.simulator.constants import DEFAULT
 from laminar_hpc.simulator.emulation.launch import Emulation, prepare

@@ -14,7 +14,7 @@ import pytest
 from laminar_hpc.config.schema import EnvironmentConfig
 from laminar_hpc.environments.turns.episode import TRIES
 from laminar_hpc.launch import cli
-from laminar_hpc.observability.trace import TraceSpan
+from laminar_hpc.machine.observability.trace import TraceSpan
 from laminar_hpc.policies.deadlines import FACTOR, FEWEST, HUNG_SECONDS
 from laminar_hpc.simulator.constants import DEFAULT
 from laminar_hpc.simulator.finished.courses import Played, taken

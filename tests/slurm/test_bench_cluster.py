@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from helpers.paths import BENCH
-from laminar_hpc.cluster.processes import process_is_alive
+from laminar_hpc.machine.processes import process_is_alive
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(600)]
 UP = """

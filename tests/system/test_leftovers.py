@@ -12,8 +12,8 @@ import psutil
 import pytest
 
 from helpers.runs import Run
-from laminar_hpc.cluster.folders import ENGINE_FOLDER_PREFIX, OWNER_FILE
-from laminar_hpc.cluster.shared_memory import noted
+from laminar_hpc.machine.files.folders import ENGINE_FOLDER_PREFIX, OWNER_FILE
+from laminar_hpc.machine.files.shared_memory import noted
 
 
 def doctor(*words: str) -> list[str]:

@@ -16,9 +16,9 @@ import pytest
 
 from helpers import checkpoint_files
 from helpers.runs import SHORT, Run, consumed, metrics, summary
-from laminar_hpc.cluster.lock_owner import read_owner
-from laminar_hpc.cluster.run_lock import LOCK_FILE
 from laminar_hpc.line.agent_line import PERMANENT
+from laminar_hpc.machine.locks.lock_owner import read_owner
+from laminar_hpc.machine.locks.run_lock import LOCK_FILE
 
 MAIN = [sys.executable, "-m", "laminar_hpc"]
 TRAIN = [sys.executable, "-m", "laminar_hpc.launch.cli", "train"]

@@ -17,9 +17,9 @@ import torch
 
 from helpers.paths import HELPERS, environment
 from helpers.trainer.checkpointing import Trainer
-from laminar_hpc.cluster.durable import sync_folder
 from laminar_hpc.config.errors import PermanentFailure
 from laminar_hpc.line.messages.membership import Welcome
+from laminar_hpc.machine.files.durable import sync_folder
 from laminar_hpc.store.checkpoints import checkpoint_path, fence, read_state, reading, steps
 from laminar_hpc.store.full_disk import NO_ROOM, full_disk_text
 from laminar_hpc.trainer.checkpointing.hf_files import HfFiles

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from helpers.trainer.checkpointing import Trainer
-from laminar_hpc.cluster.durable import FileSum
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.line.messages.membership import Welcome
+from laminar_hpc.machine.files.durable import FileSum
 from laminar_hpc.store import checkpoints
 from laminar_hpc.store.checkpoints import checkpoint_path, fence, read_state, steps
 from laminar_hpc.trainer.checkpointing import copies, in_flight

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from helpers.paths import HELPERS, environment
-from laminar_hpc.observability.trace import read_spans
+from laminar_hpc.machine.observability.trace import read_spans
 from laminar_hpc.store.checkpoints import checkpoint_path, read_state, steps
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() == 1, reason="two ranks of NCCL need two GPUs")

@@ -13,7 +13,7 @@ from helpers.trainer import tiny
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.line.context import RoleContext
 from laminar_hpc.line.messages.membership import Welcome
-from laminar_hpc.observability.trace import Trace
+from laminar_hpc.machine.observability.trace import Trace
 from laminar_hpc.trainer import loop
 from laminar_hpc.trainer.megatron.policy import MegatronPolicy
 from laminar_hpc.trainer.publishing.publisher import Publisher

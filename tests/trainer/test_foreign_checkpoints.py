@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from helpers.trainer.checkpointing import Trainer
-from laminar_hpc.cluster import durable
 from laminar_hpc.config.errors import PermanentFailure
+from laminar_hpc.machine.files import durable
 from laminar_hpc.store import signatures
 from laminar_hpc.store.checkpoints import steps
 

@@ -25,9 +25,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import laminar_hpc.compat.torchvision  # noqa: F401 (before transformers)
-from laminar_hpc.compat.optional import left_out
+import laminar_hpc.machine.compat.torchvision  # noqa: F401 (before transformers)
 from laminar_hpc.config.schema import AlgorithmConfig
+from laminar_hpc.machine.compat.optional import left_out
 from laminar_hpc.trainer.algorithms.advantages import token_advantages
 from laminar_hpc.trainer.algorithms.kl import kl_estimate
 from laminar_hpc.trainer.algorithms.objective import objective

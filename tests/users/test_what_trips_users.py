@@ -21,7 +21,6 @@ import pytest
 
 from helpers.paths import ROOT
 from laminar_hpc import __main__ as rank_main
-from laminar_hpc.cluster.processes import oom_kills
 from laminar_hpc.config.check import check, pipeline_text
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.load import load_config
@@ -31,6 +30,7 @@ from laminar_hpc.controller.weights.probes import Probes
 from laminar_hpc.data.prompts import Prompt
 from laminar_hpc.launch import cli
 from laminar_hpc.launch.doctor import packages
+from laminar_hpc.machine.processes import oom_kills
 
 
 def dry_run(capsys, *words: str) -> str:

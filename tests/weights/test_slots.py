@@ -9,10 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from laminar_hpc.cluster.folders import remove_dead_slots, slots_root
-from laminar_hpc.cluster.processes import process_world
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.engine import leftovers
+from laminar_hpc.machine.files.folders import remove_dead_slots, slots_root
+from laminar_hpc.machine.processes import process_world
 from laminar_hpc.weights.kernels.sums import add_sums, slice_sums, tensor_sums
 from laminar_hpc.weights.manifest import layout
 from laminar_hpc.weights.slots import SlotGone, SlotReader, SlotWriter

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.controller.shared import Shared
-from laminar_hpc.observability.console import line
+from laminar_hpc.machine.observability.console import line
 from laminar_hpc.store import checkpoints, put_back
 from laminar_hpc.store.archive import files
 from laminar_hpc.store.archiver import Archived, Archiver

@@ -5,17 +5,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from laminar_hpc.cluster.lock_owner import Watched
-from laminar_hpc.cluster.open_files import allow_connections
-from laminar_hpc.cluster.run_lock import RunLock, refuse_if_held
 from laminar_hpc.config.check import Derived, check, check_machine, derived_values, warnings
 from laminar_hpc.config.errors import Refused
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.line.address import read_address
 from laminar_hpc.line.agent_line import RankReport, orders, report
 from laminar_hpc.line.waiting import Sign
-from laminar_hpc.observability import console
-from laminar_hpc.observability.wandb_mirror import check_wandb
+from laminar_hpc.machine.files.open_files import allow_connections
+from laminar_hpc.machine.locks.lock_owner import Watched
+from laminar_hpc.machine.locks.run_lock import RunLock, refuse_if_held
+from laminar_hpc.machine.observability import console
+from laminar_hpc.machine.observability.wandb_mirror import check_wandb
 from laminar_hpc.store.recovery import own_era, retire, settle
 from laminar_hpc.store.rundir import (
     Start,

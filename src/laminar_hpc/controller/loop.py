@@ -22,7 +22,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from laminar_hpc.cluster.processes import process_is_alive
 from laminar_hpc.config.check import Derived
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.models import model_config
@@ -59,8 +58,9 @@ from laminar_hpc.line.messages.chain import RelayHas
 from laminar_hpc.line.messages.membership import Goodbye, Hello, Ping, Pong, Stop, StopRequest
 from laminar_hpc.line.messages.rollouts import Leaving
 from laminar_hpc.line.messages.wire import AnyMessage
-from laminar_hpc.observability.metrics import MetricsWriter
-from laminar_hpc.observability.trace import Trace
+from laminar_hpc.machine.observability.metrics import MetricsWriter
+from laminar_hpc.machine.observability.trace import Trace
+from laminar_hpc.machine.processes import process_is_alive
 from laminar_hpc.store import status
 from laminar_hpc.store.gone_writers import GoneWriters
 from laminar_hpc.store.store import Store

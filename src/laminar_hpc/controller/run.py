@@ -16,10 +16,6 @@ from contextlib import ExitStack, closing, suppress
 from functools import partial
 from pathlib import Path
 
-from laminar_hpc.cluster import durable
-from laminar_hpc.cluster.folders import slots_root
-from laminar_hpc.cluster.processes import on_stop_signals
-from laminar_hpc.cluster.run_lock import RunLock
 from laminar_hpc.config.errors import LaminarError, PermanentFailure, before_it_begins
 from laminar_hpc.config.load import dump_config
 from laminar_hpc.config.schema import RunConfig
@@ -43,11 +39,15 @@ from laminar_hpc.line.channel import RUN_FAILED
 from laminar_hpc.line.hub import Hub
 from laminar_hpc.line.stop import forget_request, left_request, request_is_left
 from laminar_hpc.line.waiting import are_queued, who_waits
-from laminar_hpc.observability import console
-from laminar_hpc.observability.durations import read_durations
-from laminar_hpc.observability.metrics import MetricsWriter
-from laminar_hpc.observability.trace import Trace
-from laminar_hpc.observability.wandb_mirror import WandbMirror
+from laminar_hpc.machine.files import durable
+from laminar_hpc.machine.files.folders import slots_root
+from laminar_hpc.machine.locks.run_lock import RunLock
+from laminar_hpc.machine.observability import console
+from laminar_hpc.machine.observability.durations import read_durations
+from laminar_hpc.machine.observability.metrics import MetricsWriter
+from laminar_hpc.machine.observability.trace import Trace
+from laminar_hpc.machine.observability.wandb_mirror import WandbMirror
+from laminar_hpc.machine.processes import on_stop_signals
 from laminar_hpc.policies.sampling import GroupSize, prompt_index
 from laminar_hpc.policies.stopping import stop_limit
 from laminar_hpc.store import status

@@ -10,8 +10,8 @@ from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.controller.fleet.members import Member, Members
 from laminar_hpc.line.messages.data import Message
 from laminar_hpc.line.messages.membership import Failure
-from laminar_hpc.observability import console
-from laminar_hpc.observability.metrics import MetricsWriter
+from laminar_hpc.machine.observability import console
+from laminar_hpc.machine.observability.metrics import MetricsWriter
 
 # of epochs, moves, local batches and attempts of evaluations that one controller may give; each begins behind
 # those of the controllers before it

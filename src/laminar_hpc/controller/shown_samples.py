@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.line.messages.training import BatchGroup
-from laminar_hpc.observability.console import line
+from laminar_hpc.machine.observability.console import line
 from laminar_hpc.store.payload.whole import Whole, wholes
 
 PROMPT_CHARACTERS, RESPONSE_CHARACTERS = 120, 320

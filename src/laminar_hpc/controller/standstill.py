@@ -12,10 +12,10 @@ import os
 import threading
 from collections.abc import Callable
 
-from laminar_hpc.cluster.loop_watch import LoopWatch
-from laminar_hpc.cluster.run_lock import RunLock
 from laminar_hpc.config.system_schema import ClusterConfig
-from laminar_hpc.observability import console
+from laminar_hpc.machine.locks.run_lock import RunLock
+from laminar_hpc.machine.loop_watch import LoopWatch
+from laminar_hpc.machine.observability import console
 
 log = logging.getLogger(__name__)
 _NAME = "the controller's loop"

@@ -37,7 +37,7 @@ from laminar_hpc.line.messages.training import (
     TakeBatch,
     TrainerDone,
 )
-from laminar_hpc.observability import console
+from laminar_hpc.machine.observability import console
 from laminar_hpc.policies import admission
 from laminar_hpc.store import checkpoints, put_back
 from laminar_hpc.store.archive import files

@@ -2,8 +2,8 @@
 folders, KV caches on the move.
 
 Every start of a relay or an engine removes it; `laminar doctor` lists it, and removes it with --clean. Only
-what provably belonged to dead processes of this user, container and boot counts (cluster/folders.py,
-cluster/shared_memory.py, engine/kv/offers.py).
+what provably belonged to dead processes of this user, container and boot counts (machine/files/folders.py,
+machine/files/shared_memory.py, engine/kv/offers.py).
 """
 
 import os
@@ -11,8 +11,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from laminar_hpc.cluster import folders, shared_memory
 from laminar_hpc.engine.kv import offers
+from laminar_hpc.machine.files import folders, shared_memory
 
 
 @dataclass(frozen=True)

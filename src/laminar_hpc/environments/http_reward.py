@@ -18,10 +18,10 @@ import random
 import aiohttp
 import msgspec
 
-from laminar_hpc.cluster.own_time import within
 from laminar_hpc.config.rewards import shown_url
 from laminar_hpc.environments.reward_styles import NotAReward, RewardFault
 from laminar_hpc.environments.workers.protocol import Call, Spec
+from laminar_hpc.machine.own_time import within
 
 # Seconds between tries; each is twice the one before, with up to half of it more at random.
 FIRST_PAUSE, MAX_PAUSE = 0.1, 2.0

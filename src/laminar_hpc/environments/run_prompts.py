@@ -13,7 +13,7 @@ from laminar_hpc.data.tokens import load_tokenizer
 from laminar_hpc.environments.turns.model import endless
 from laminar_hpc.environments.turns.preflight import prompt_render
 from laminar_hpc.environments.verifiers.rows import run_rows
-from laminar_hpc.observability import console
+from laminar_hpc.machine.observability import console
 
 
 def run_render(config: RunConfig) -> RowRender | None:

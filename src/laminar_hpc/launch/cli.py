@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from laminar_hpc import __version__
 from laminar_hpc.config.errors import LaminarError, did_you_mean, of_the_system, print_lines
 from laminar_hpc.launch.command import CONFIG_DIR, KEYS, PLAN, Subcommand, elsewhere, flag, value
-from laminar_hpc.observability.output import guard
+from laminar_hpc.machine.observability.output import guard
 
 if TYPE_CHECKING:
     from argparse import Namespace

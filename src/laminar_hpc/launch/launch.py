@@ -16,8 +16,6 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from laminar_hpc.cluster.folders import ENGINE_FOLDER_PREFIX, remove_abandoned, remove_dead_slots
-from laminar_hpc.cluster.run_lock import refuse_if_held
 from laminar_hpc.config.errors import LaminarError, Refused
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.launch.leaving import LEAVES
@@ -26,7 +24,10 @@ from laminar_hpc.launch.slurm.ending import BY_THE_USER
 from laminar_hpc.line.address import read_address
 from laminar_hpc.line.agent_line import PERMANENT, REFUSED, RankOrders
 from laminar_hpc.line.stop import request_stop
-from laminar_hpc.observability import console, jsonl
+from laminar_hpc.machine.files import jsonl
+from laminar_hpc.machine.files.folders import ENGINE_FOLDER_PREFIX, remove_abandoned, remove_dead_slots
+from laminar_hpc.machine.locks.run_lock import refuse_if_held
+from laminar_hpc.machine.observability import console
 from laminar_hpc.policies.restarts import Restarts
 from laminar_hpc.store.full_disk import NO_ROOM, ROOM_LOOK_SECONDS, has_room
 

@@ -13,14 +13,14 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from laminar_hpc.cluster.processes import on_stop_signals
 from laminar_hpc.config.errors import LaminarError, print_lines
 from laminar_hpc.config.load import load_config
 from laminar_hpc.launch import cli
 from laminar_hpc.launch.launch import Agent, WorkerGroup
 from laminar_hpc.launch.ranks import Ranks
 from laminar_hpc.line.agent_line import FAILED_ELSEWHERE, RankOrders
-from laminar_hpc.observability import console, output
+from laminar_hpc.machine.observability import console, output
+from laminar_hpc.machine.processes import on_stop_signals
 from laminar_hpc.policies.restarts import Restarts
 from laminar_hpc.store.run_end import goes_on
 

@@ -23,7 +23,6 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob, QuotedString, Transformer
 from hydra.errors import HydraException
 
-from laminar_hpc.cluster.processes import die_with_parent, on_stop_signals
 from laminar_hpc.config.bounds import shown
 from laminar_hpc.config.directories import shipped_directory
 from laminar_hpc.config.errors import LaminarError, Refused
@@ -31,7 +30,8 @@ from laminar_hpc.config.load import keys_of
 from laminar_hpc.config.options import split, take_config_dir
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.config.words import Keys
-from laminar_hpc.observability import console
+from laminar_hpc.machine.observability import console
+from laminar_hpc.machine.processes import die_with_parent, on_stop_signals
 
 _LABEL_MAX = 100  # characters of a folder's name, of 255 that a file system takes
 _COLUMNS = ("combination", "exit", "steps", "before", "after", "tok/s", "time", "folder")

@@ -2,11 +2,11 @@
 
 import os
 
-from laminar_hpc.cluster.devices import gpus_per_node
-from laminar_hpc.cluster.roles import RoleOfRank, assign_roles
 from laminar_hpc.config.check import derive
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import RunConfig
+from laminar_hpc.machine.devices import gpus_per_node
+from laminar_hpc.machine.roles import RoleOfRank, assign_roles
 
 
 def place(config: RunConfig) -> tuple[RoleOfRank, list[RoleOfRank], int]:

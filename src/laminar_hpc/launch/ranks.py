@@ -18,8 +18,8 @@ from pathlib import Path
 
 import msgspec
 
-from laminar_hpc.cluster.processes import die_with_parent
 from laminar_hpc.line.agent_line import VARIABLE, RankOrders, reported
+from laminar_hpc.machine.processes import die_with_parent
 
 _RANK = (sys.executable, "-m", "laminar_hpc")
 _FAILED_SECONDS = 30.0  # ranks whom the failure of another one has left behind are killed after this

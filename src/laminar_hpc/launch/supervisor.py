@@ -10,14 +10,15 @@ import sqlite3
 from contextlib import suppress
 from pathlib import Path
 
-from laminar_hpc.cluster.processes import on_stop_signals
-from laminar_hpc.cluster.roles import assign_roles
-from laminar_hpc.cluster.run_lock import refuse_if_held
 from laminar_hpc.config.check import derive
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.launch.launch import Agent, WorkerGroup
 from laminar_hpc.launch.ranks import Ranks
-from laminar_hpc.observability import console, jsonl
+from laminar_hpc.machine.files import jsonl
+from laminar_hpc.machine.locks.run_lock import refuse_if_held
+from laminar_hpc.machine.observability import console
+from laminar_hpc.machine.processes import on_stop_signals
+from laminar_hpc.machine.roles import assign_roles
 from laminar_hpc.policies.restarts import Restarts
 from laminar_hpc.report.ending import close_completed
 from laminar_hpc.store import checkpoints

@@ -27,7 +27,7 @@ from laminar_hpc.config.errors import LaminarError, Refused, said
 from laminar_hpc.config.load import group_names, load_config
 from laminar_hpc.config.options import with_absolute_config_dir
 from laminar_hpc.config.schema import RunConfig
-from laminar_hpc.observability import output
+from laminar_hpc.machine.observability import output
 
 
 def main(options: Namespace) -> int:
@@ -108,10 +108,10 @@ def of_inputs(config: RunConfig, lines: Sequence[str]) -> list[str]:
 
 def show(config: RunConfig, derived: Derived) -> None:
     """What `dry_run=true` prints. Raises LaminarError for what could not start on any machine of its kind."""
-    from laminar_hpc.cluster.gpu_memory import check_dry_run
     from laminar_hpc.controller.trajectories.rewards import check_rewards
     from laminar_hpc.environments.turns.model import endless
-    from laminar_hpc.observability import console
+    from laminar_hpc.machine.gpu_memory import check_dry_run
+    from laminar_hpc.machine.observability import console
 
     if lines := [*said(check_dry_run, config, derived), *said(check_rewards, config)]:
         raise Refused(lines)
@@ -128,7 +128,7 @@ def start(config: RunConfig, derived: Derived, words: list[str]) -> int:
             "laminar train starts all roles; for one role use torchrun "
             "-m laminar_hpc role=..., as the scripts in launch/ do"
         )
-    from laminar_hpc.cluster.run_lock import refuse_if_held
+    from laminar_hpc.machine.locks.run_lock import refuse_if_held
 
     output.keep_in(Path(config.run_dir))
     refuse_if_held(Path(config.run_dir))
@@ -136,7 +136,7 @@ def start(config: RunConfig, derived: Derived, words: list[str]) -> int:
     from laminar_hpc.data.pretrained import download_model
     from laminar_hpc.data.prompts import wrong_first_rows
     from laminar_hpc.launch import supervisor
-    from laminar_hpc.observability.wandb_mirror import check_wandb
+    from laminar_hpc.machine.observability.wandb_mirror import check_wandb
 
     if supervisor.nothing_to_start(config):
         return 0
@@ -164,9 +164,9 @@ def lacking(config: RunConfig) -> list[str]:
 
 def check_devices(config: RunConfig, derived: Derived) -> None:
     """Raises LaminarError when the ranks do not fit this machine's GPUs or their memory."""
-    from laminar_hpc.cluster.devices import check_present, devices_of, present
-    from laminar_hpc.cluster.gpu_memory import check_gpus, gigabytes_of_gpus, host_memory_warning
-    from laminar_hpc.cluster.roles import assign_roles
+    from laminar_hpc.machine.devices import check_present, devices_of, present
+    from laminar_hpc.machine.gpu_memory import check_gpus, gigabytes_of_gpus, host_memory_warning
+    from laminar_hpc.machine.roles import assign_roles
 
     check_present(config)
     here = assign_roles(

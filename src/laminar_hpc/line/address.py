@@ -12,8 +12,8 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from laminar_hpc.cluster.processes import parent_process
 from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.machine.processes import parent_process
 
 ADDRESS_FILE = "controller.json"
 

@@ -10,7 +10,7 @@ from laminar_hpc.line.messages.membership import Welcome
 
 if TYPE_CHECKING:
     from laminar_hpc.line.channel import Channel
-    from laminar_hpc.observability.trace import Trace
+    from laminar_hpc.machine.observability.trace import Trace
 
 
 @dataclass

@@ -7,13 +7,13 @@ import logging
 import time
 from pathlib import Path
 
-from laminar_hpc.cluster.processes import process_is_alive
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.line.address import ControllerAddress, read_address
 from laminar_hpc.line.agent_line import orders
 from laminar_hpc.line.endings import RUN_FAILED, ControllerLost, StopReceived
 from laminar_hpc.line.messages.membership import Hello
 from laminar_hpc.line.waiting import sign_of
+from laminar_hpc.machine.processes import process_is_alive
 
 log = logging.getLogger(__name__)
 _ASLEEP_SECONDS = 5.0  # between two looks: this process stood still, not the controller

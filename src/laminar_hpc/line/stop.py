@@ -11,7 +11,6 @@ from pathlib import Path
 
 import zmq
 
-from laminar_hpc.cluster import durable
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.line.address import ADDRESS_FILE, ControllerAddress, read_address
 from laminar_hpc.line.dealer import connect_secured
@@ -19,6 +18,7 @@ from laminar_hpc.line.delivery import Header, encode_header
 from laminar_hpc.line.messages.membership import StopRequest
 from laminar_hpc.line.messages.wire import encode
 from laminar_hpc.line.waiting import who_waits
+from laminar_hpc.machine.files import durable
 
 _LEFT = "stop_request"
 _LOOK_SECONDS = 2.0  # between two looks whether another controller has come

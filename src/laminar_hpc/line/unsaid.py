@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from laminar_hpc.cluster import durable
+from laminar_hpc.machine.files import durable
 
 _FOLDER = "unsaid"
 _LENGTH = 8  # bytes

@@ -5,7 +5,7 @@ stops a run without a live controller; spare controllers in `run_dir/jobs/` (lau
 Trainers whose job waits in Slurm's queue can show none: the script of the controller's job does
 (slurm/common.sh), by a file that it writes again and again (`are_queued`).
 
-A sign is judged as the lock of a run is (cluster/lock_owner.py): by its process on this machine, elsewhere by its
+A sign is judged as the lock of a run is (machine/locks/lock_owner.py): by its process on this machine, elsewhere by its
 renewal.
 """
 
@@ -16,8 +16,8 @@ from pathlib import Path
 
 import msgspec
 
-from laminar_hpc.cluster.lock_owner import Owner, Watched, is_alive, read_owner
 from laminar_hpc.line.messages.membership import Hello
+from laminar_hpc.machine.locks.lock_owner import Owner, Watched, is_alive, read_owner
 
 log = logging.getLogger(__name__)
 _RENEW_SECONDS = 2.0

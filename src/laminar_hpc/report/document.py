@@ -11,7 +11,7 @@ import time
 from argparse import Namespace
 from pathlib import Path
 
-from laminar_hpc.observability.console import count, duration, number
+from laminar_hpc.machine.observability.console import count, duration, number
 from laminar_hpc.report import rundata, sections, summary
 from laminar_hpc.report.page import page, tiles
 from laminar_hpc.report.rundata import Run

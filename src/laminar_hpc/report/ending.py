@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from laminar_hpc.config.schema import RunConfig
-from laminar_hpc.observability import console
+from laminar_hpc.machine.observability import console
 from laminar_hpc.store.rundir import completed_step
 
 

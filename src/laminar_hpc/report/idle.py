@@ -8,7 +8,7 @@ up and the evaluations before and after do not count.
 
 from collections.abc import Iterable, Sequence
 
-from laminar_hpc.observability.trace import BUSY, TraceSpan
+from laminar_hpc.machine.observability.trace import BUSY, TraceSpan
 from laminar_hpc.report.rundata import Run
 
 Interval = tuple[float, float]

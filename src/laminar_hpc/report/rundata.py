@@ -18,8 +18,8 @@ import msgspec
 
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.line.messages.training import BatchGroup
-from laminar_hpc.observability import jsonl
-from laminar_hpc.observability.trace import TraceSpan, read_spans
+from laminar_hpc.machine.files import jsonl
+from laminar_hpc.machine.observability.trace import TraceSpan, read_spans
 from laminar_hpc.store.archive import files
 from laminar_hpc.store.payload.layout import DamagedResponse
 from laminar_hpc.store.payload.whole import Whole, wholes

@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
-from laminar_hpc.observability.console import duration, value_text
+from laminar_hpc.machine.observability.console import duration, value_text
 from laminar_hpc.report import rewards, samples, summary, svg, timeline, turns
 from laminar_hpc.report.page import chart, figure, grid, keys, section
 from laminar_hpc.report.rundata import Run

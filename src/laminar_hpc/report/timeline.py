@@ -9,7 +9,7 @@ scripts both are still there. Time between launches is cut out.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from laminar_hpc.observability.trace import TraceSpan
+from laminar_hpc.machine.observability.trace import TraceSpan
 from laminar_hpc.report import svg
 from laminar_hpc.report.idle import busy, overlap, training_windows, union
 from laminar_hpc.report.rundata import Run

@@ -14,8 +14,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from laminar_hpc.observability.console import count, duration, eta, number
-from laminar_hpc.observability.output import printable
+from laminar_hpc.machine.observability.console import count, duration, eta, number
+from laminar_hpc.machine.observability.output import printable
 from laminar_hpc.report import turns
 from laminar_hpc.report.live import RunFollower, View
 from laminar_hpc.store.status import RankStatus

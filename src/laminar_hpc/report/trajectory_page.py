@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from laminar_hpc.line.messages.data import Trajectory
-from laminar_hpc.observability.console import duration
-from laminar_hpc.observability.trace import TraceSpan
+from laminar_hpc.machine.observability.console import duration
+from laminar_hpc.machine.observability.trace import TraceSpan
 from laminar_hpc.policies.metrics import ENVIRONMENT
 from laminar_hpc.report import svg, turn_table
 from laminar_hpc.report.page import figure, grid, keys

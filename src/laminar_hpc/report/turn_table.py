@@ -4,7 +4,7 @@ trained, and when it was generated, waited, or had a tool at work."""
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from laminar_hpc.observability.trace import TraceSpan
+from laminar_hpc.machine.observability.trace import TraceSpan
 from laminar_hpc.report import svg
 from laminar_hpc.report.rundata import Consumed, Run
 from laminar_hpc.report.svg import tag, text

@@ -14,10 +14,10 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any
 
-from laminar_hpc.cluster.own_time import own_time, within
 from laminar_hpc.environments.turns.session import EnvironmentFailed
 from laminar_hpc.line.channel import Channel
 from laminar_hpc.line.messages.moves import Answer
+from laminar_hpc.machine.own_time import own_time, within
 from laminar_hpc.rollout.in_flight import Outcome, State, TrajectoryInFlight
 from laminar_hpc.rollout.move_source import HandOver
 

@@ -17,10 +17,10 @@ import time
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
-from laminar_hpc.cluster.own_time import within
 from laminar_hpc.engine.interface import Generation, RequestFailed, sampling_parameters
 from laminar_hpc.line.context import RoleContext
 from laminar_hpc.line.messages.moves import MoveFailed
+from laminar_hpc.machine.own_time import within
 from laminar_hpc.rollout.engine_lives import EngineLives
 from laminar_hpc.rollout.in_flight import Outcome, State, TrajectoryInFlight
 from laminar_hpc.rollout.move_source import HandOver

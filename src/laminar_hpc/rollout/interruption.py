@@ -7,7 +7,7 @@ Owned by worker.py.
 
 import asyncio
 
-from laminar_hpc.observability.trace import Trace
+from laminar_hpc.machine.observability.trace import Trace
 from laminar_hpc.rollout.batch import LocalBatch
 from laminar_hpc.rollout.in_flight import TrajectoryInFlight
 from laminar_hpc.rollout.served_weights import ServedWeights

@@ -8,11 +8,11 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from laminar_hpc.cluster.own_time import own_time
 from laminar_hpc.engine.interface import EngineHangs, Utilization
 from laminar_hpc.line.context import RoleContext
 from laminar_hpc.line.messages.data import ReplicaLoad
 from laminar_hpc.line.messages.membership import Ping
+from laminar_hpc.machine.own_time import own_time
 from laminar_hpc.policies.sizing import saturation_requests
 from laminar_hpc.rollout.batch import LocalBatch
 from laminar_hpc.rollout.engine_lives import EngineLives

@@ -4,11 +4,11 @@ its event loop turns."""
 import asyncio
 import os
 
-from laminar_hpc.cluster.loop_watch import LoopWatch
-from laminar_hpc.cluster.open_files import allow_files
 from laminar_hpc.engine.factory import engine_factory
 from laminar_hpc.line.context import RoleContext
 from laminar_hpc.line.messages.membership import Failure
+from laminar_hpc.machine.files.open_files import allow_files
+from laminar_hpc.machine.loop_watch import LoopWatch
 from laminar_hpc.rollout import event_loop
 from laminar_hpc.rollout.worker import RolloutWorker
 

@@ -13,7 +13,6 @@ import json
 import time
 from collections.abc import Callable, Sequence
 
-from laminar_hpc.cluster.own_time import own_time, within
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.environments.gateway.chat import Chat, DrawnTurn, Rejected, completion
 from laminar_hpc.environments.gateway.dialogues import Dialogues
@@ -32,6 +31,7 @@ from laminar_hpc.environments.turns.model import Dialogue
 from laminar_hpc.environments.turns.session import EnvironmentFailed
 from laminar_hpc.environments.turns.tools import is_error
 from laminar_hpc.environments.workers.protocol import CallResult
+from laminar_hpc.machine.own_time import own_time, within
 from laminar_hpc.rollout.batch import Turn as Draw
 from laminar_hpc.rollout.in_flight import Outcome, TrajectoryInFlight
 from laminar_hpc.rollout.partial_response import logprobs_of, tokens_of

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.models import WEIGHTS_FILE
 from laminar_hpc.engine.interface import Sums, TensorLayout
-from laminar_hpc.observability.trace import Trace
+from laminar_hpc.machine.observability.trace import Trace
 from laminar_hpc.rollout.engine_lives import EngineLives
 from laminar_hpc.weights.manifest import Manifest, safetensors_header
 from laminar_hpc.weights.slots import SlotGone, SlotHandle, SlotReader

@@ -4,8 +4,8 @@ report."""
 from collections.abc import Sequence
 from pathlib import Path
 
-from laminar_hpc.observability.console import count
-from laminar_hpc.observability.trace import KINDS, TraceSpan
+from laminar_hpc.machine.observability.console import count
+from laminar_hpc.machine.observability.trace import KINDS, TraceSpan
 from laminar_hpc.report import svg, timeline
 from laminar_hpc.report.page import figure, grid, keys, page, section, tiles
 from laminar_hpc.report.rundata import Run, RunLaunch

@@ -23,8 +23,8 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from laminar_hpc.cluster import durable
-from laminar_hpc.cluster.durable import FileSum
+from laminar_hpc.machine.files import durable
+from laminar_hpc.machine.files.durable import FileSum
 
 _NAME = re.compile(r"step_(\d{6,})")
 STATE_FILE = "state.json"

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from laminar_hpc.config.schema import RunConfig
-from laminar_hpc.observability.console import size
+from laminar_hpc.machine.observability.console import size
 from laminar_hpc.store.checkpoints import steps
 
 _WORDS = ("No space left on device", "Disk quota exceeded", "database or disk is full")

@@ -24,7 +24,7 @@ from typing import Any
 
 import msgspec
 
-from laminar_hpc.observability import console
+from laminar_hpc.machine.observability import console
 from laminar_hpc.store.journal_files import (
     Header,
     Position,

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
-from laminar_hpc.observability import console
+from laminar_hpc.machine.observability import console
 
 _STUCK_SECONDS = 10.0  # a write that takes longer is reported while it waits
 _SLOW_SECONDS = 0.1  # the moving average of writes: the turn of a controller that is busy takes less

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from laminar_hpc.config.errors import Refused
-from laminar_hpc.observability import console
+from laminar_hpc.machine.observability import console
 from laminar_hpc.store import journal_files as files
 from laminar_hpc.store.full_disk import is_full_disk
 from laminar_hpc.store.journal import (

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from laminar_hpc.line.address import ADDRESS_FILE
-from laminar_hpc.observability import jsonl
+from laminar_hpc.machine.files import jsonl
 
 
 def last_word(run_dir: Path) -> str:

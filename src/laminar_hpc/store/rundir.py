@@ -10,14 +10,14 @@ from pathlib import Path
 
 import yaml
 
-from laminar_hpc.cluster.processes import parent_process
-from laminar_hpc.cluster.run_lock import RunLock
 from laminar_hpc.config.errors import LaminarError, Refused
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.config.source import labels, parse_source
 from laminar_hpc.line.address import ADDRESS_FILE
 from laminar_hpc.line.waiting import SHOW_SECONDS, who_waits
-from laminar_hpc.observability import jsonl
+from laminar_hpc.machine.files import jsonl
+from laminar_hpc.machine.locks.run_lock import RunLock
+from laminar_hpc.machine.processes import parent_process
 from laminar_hpc.store import checkpoints
 from laminar_hpc.store.full_disk import NO_ROOM, is_full_disk
 from laminar_hpc.store.journal import FOLDER as JOURNAL

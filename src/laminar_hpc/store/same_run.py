@@ -11,7 +11,7 @@ from laminar_hpc.config.load import read_config
 from laminar_hpc.config.models import SHAPE, model_config
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.data.prompts import Prompt
-from laminar_hpc.observability import jsonl
+from laminar_hpc.machine.files import jsonl
 from laminar_hpc.store.audit.checks import audit
 from laminar_hpc.store.audit.records import read
 from laminar_hpc.store.checkpoints import checkpoint_path, steps

@@ -13,9 +13,9 @@ import secrets
 from contextlib import suppress
 from pathlib import Path
 
-from laminar_hpc.cluster import durable
 from laminar_hpc.config.errors import Refused
 from laminar_hpc.config.schema import RunConfig
+from laminar_hpc.machine.files import durable
 from laminar_hpc.store import checkpoints
 from laminar_hpc.store.checkpoints import LIST_FILE, SIGNATURE_FILE, Damaged
 

@@ -20,10 +20,10 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import cast
 
-from laminar_hpc.cluster import durable
 from laminar_hpc.config.check import check_store_directory
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.observability import console
+from laminar_hpc.machine.files import durable
+from laminar_hpc.machine.observability import console
 from laminar_hpc.store.full_disk import is_full_disk
 from laminar_hpc.store.journal import RUN_DIR, Journal
 from laminar_hpc.store.old_steps import OldSteps

@@ -1,5 +1,5 @@
 """The spare: a controller that finds the one of another job alive, and takes over when nobody renews that
-one's lock of the run (cluster/run_lock.py) any more. One that starts again after its node was lost waits likewise,
+one's lock of the run (machine/locks/run_lock.py) any more. One that starts again after its node was lost waits likewise,
 until it is clear that the lock which it has left is renewed no more. It has its imports done by then.
 
 While it waits it shows a sign, so that a controller whose job is to end alone can leave the run to it
@@ -11,12 +11,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from laminar_hpc.cluster.lock_owner import Watched
-from laminar_hpc.cluster.run_lock import refuse_if_held
 from laminar_hpc.config.errors import Refused
 from laminar_hpc.line.endings import StopReceived
 from laminar_hpc.line.waiting import Sign
-from laminar_hpc.observability import console
+from laminar_hpc.machine.locks.lock_owner import Watched
+from laminar_hpc.machine.locks.run_lock import refuse_if_held
+from laminar_hpc.machine.observability import console
 from laminar_hpc.store.run_end import last_word
 
 ONE_WORLD_SECONDS = 60.0  # of one world, whose other ranks wait for its controller

@@ -4,7 +4,7 @@ import os
 
 import torch
 
-from laminar_hpc.compat.optional import left_out
+from laminar_hpc.machine.compat.optional import left_out
 
 # Megatron's jit_fuser is torch.compile at import, of no use here and slow to start
 if not torch.cuda.is_available():

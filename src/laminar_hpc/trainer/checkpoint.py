@@ -26,9 +26,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from laminar_hpc.cluster import durable
 from laminar_hpc.config.errors import LaminarError, PermanentFailure
 from laminar_hpc.line.messages.membership import Welcome
+from laminar_hpc.machine.files import durable
 from laminar_hpc.store import checkpoints
 from laminar_hpc.store.checkpoints import Damaged, checkpoint_path, read_state
 from laminar_hpc.store.signatures import own_key

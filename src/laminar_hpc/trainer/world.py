@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from laminar_hpc.cluster.devices import present
-from laminar_hpc.cluster.open_files import allow_connections
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.line.address import own_address
 from laminar_hpc.line.context import RoleContext
 from laminar_hpc.line.messages.training import TrainersMeet
+from laminar_hpc.machine.devices import present
+from laminar_hpc.machine.files.open_files import allow_connections
 from laminar_hpc.weights.links.meeting import host_store, reach_store
 
 
@@ -30,7 +30,7 @@ def init_trainer_world(context: RoleContext) -> None:
     refuse_unusable_gpus()
     allow_connections(trainers, meshes=True)
     if torch.cuda.is_available():
-        # one where cluster/devices.py has chosen
+        # one where machine/devices.py has chosen
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     try:
         dist.init_process_group(

@@ -22,8 +22,8 @@ from pathlib import Path
 
 import numpy as np
 
-from laminar_hpc.cluster.folders import claim, remove_dead_slots
 from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.machine.files.folders import claim, remove_dead_slots
 from laminar_hpc.weights.lanes import join
 from laminar_hpc.weights.manifest import MANIFEST_FILE, Manifest, encode_manifest
 from laminar_hpc.weights.slots import LOCK_FILE, SlotsBusy, SlotWriter, by_age, write_atomically

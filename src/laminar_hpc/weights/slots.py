@@ -21,9 +21,9 @@ from pathlib import Path
 
 import numpy as np
 
-from laminar_hpc.cluster.folders import claim, is_mine, remove_dead_slots, slots_root
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.models import SIDE_FILES, WEIGHTS_FILE
+from laminar_hpc.machine.files.folders import claim, is_mine, remove_dead_slots, slots_root
 from laminar_hpc.weights.manifest import (
     MANIFEST_FILE,
     Manifest,

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from helpers.made import trajectory
-from laminar_hpc.cluster.processes import machine_name
 from laminar_hpc.line.address import read_address
 from laminar_hpc.line.channel import Channel, StopReceived
 from laminar_hpc.line.messages.chain import EpochProposed, RelayHas
@@ -28,6 +27,7 @@ from laminar_hpc.line.messages.rollouts import (
     WeightsOpened,
 )
 from laminar_hpc.line.messages.training import Batch, Continue, Leave, NotYet, StepDone, TakeBatch
+from laminar_hpc.machine.processes import machine_name
 from laminar_hpc.rollout.partial_response import columns
 
 SECONDS = 40.0

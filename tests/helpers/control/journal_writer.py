@@ -15,7 +15,7 @@ from pathlib import Path
 
 from helpers.control.journals import Place, transaction
 from helpers.paths import environment
-from laminar_hpc.cluster.processes import die_with_parent
+from laminar_hpc.machine.processes import die_with_parent
 from laminar_hpc.store import journal
 
 

@@ -17,13 +17,13 @@ import threading
 import time
 from pathlib import Path
 
-from laminar_hpc.cluster.loop_watch import LoopWatch
-from laminar_hpc.cluster.processes import die_with_parent, machine_name
 from laminar_hpc.config.load import read_config
 from laminar_hpc.controller import run as controller_run
 from laminar_hpc.controller.loop import Controller
 from laminar_hpc.controller.shared import Outbox
 from laminar_hpc.line.hub import Hub
+from laminar_hpc.machine.loop_watch import LoopWatch
+from laminar_hpc.machine.processes import die_with_parent, machine_name
 from laminar_hpc.store.store import Store
 
 HUNG_SECONDS = 1.0

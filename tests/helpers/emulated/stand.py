@@ -16,8 +16,6 @@ from unittest.mock import patch
 
 from helpers.processes import LoopThread
 from helpers.runs import assert_clean
-from laminar_hpc.cluster.processes import machine_name
-from laminar_hpc.cluster.run_lock import RunLock
 from laminar_hpc.config.check import check
 from laminar_hpc.config.load import dump_config
 from laminar_hpc.config.models import model_config
@@ -30,6 +28,8 @@ from laminar_hpc.environments.reward_pool import RewardPool
 from laminar_hpc.line.hub import Hub
 from laminar_hpc.line.messages.data import Trajectory
 from laminar_hpc.line.messages.membership import UNNUMBERED
+from laminar_hpc.machine.locks.run_lock import RunLock
+from laminar_hpc.machine.processes import machine_name
 from laminar_hpc.simulator.emulated import responses
 from laminar_hpc.simulator.emulation import stage
 from laminar_hpc.simulator.emulation.fleet import EmulatedReplica, NewWorker, new_worker

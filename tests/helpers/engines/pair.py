@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-import laminar_hpc.compat.torchvision  # noqa: F401  (before transformers)
+import laminar_hpc.machine.compat.torchvision  # noqa: F401  (before transformers)
 from helpers.processes import LoopThread
 from laminar_hpc.config.models import WEIGHTS_FILE
 from laminar_hpc.config.schema import RunConfig

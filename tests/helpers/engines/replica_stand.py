@@ -25,7 +25,7 @@ from laminar_hpc.line.messages.rollouts import (
     WeightsAvailable,
 )
 from laminar_hpc.line.messages.wire import decode, encode
-from laminar_hpc.observability.trace import Trace
+from laminar_hpc.machine.observability.trace import Trace
 from laminar_hpc.rollout import event_loop, worker
 from laminar_hpc.weights.slots import SlotWriter
 

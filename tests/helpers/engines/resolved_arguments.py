@@ -97,7 +97,7 @@ def resolved(name: str, words: list[str]) -> dict:
 
 
 def main() -> None:
-    import laminar_hpc.compat.torchvision  # noqa: F401  (before transformers)
+    import laminar_hpc.machine.compat.torchvision  # noqa: F401  (before transformers)
 
     asked = json.load(sys.stdin)
     sys.meta_path.append(KernelPackages())

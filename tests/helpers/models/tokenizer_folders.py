@@ -5,7 +5,7 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
-from laminar_hpc.compat.torchvision import declare_schemas
+from laminar_hpc.machine.compat.torchvision import declare_schemas
 
 SPECIAL = ["<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"]
 CHATML = (

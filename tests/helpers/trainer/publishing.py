@@ -15,7 +15,7 @@ from laminar_hpc.line.messages.chain import EpochProposed, JoinEpoch, StoreOpene
 from laminar_hpc.line.messages.data import Message
 from laminar_hpc.line.messages.membership import Welcome
 from laminar_hpc.line.messages.publication import NewWeightId, WeightId
-from laminar_hpc.observability.trace import Trace
+from laminar_hpc.machine.observability.trace import Trace
 from laminar_hpc.trainer.publishing.publisher import Publisher
 from laminar_hpc.weights.links.links import Link
 from laminar_hpc.weights.links.meeting import reach_store

@@ -28,7 +28,7 @@ from laminar_hpc.line.messages.training import (
     TakeBatch,
     TrainersMeet,
 )
-from laminar_hpc.observability.trace import Trace
+from laminar_hpc.machine.observability.trace import Trace
 from laminar_hpc.trainer import loop
 
 

@@ -128,7 +128,7 @@ def _serve(line: socket.socket) -> None:
 
 if __name__ == "__main__":
     import laminar_hpc.trainer  # noqa: F401 (before torch compiles anything)
-    from laminar_hpc.cluster.processes import die_with_parent
+    from laminar_hpc.machine.processes import die_with_parent
 
     die_with_parent()
     _serve(socket.socket(fileno=int(sys.argv[1])))

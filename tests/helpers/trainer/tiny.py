@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-import laminar_hpc.compat.torchvision  # noqa: F401 (before transformers)
+import laminar_hpc.machine.compat.torchvision  # noqa: F401 (before transformers)
 from helpers.made import Made
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.line.messages.data import VersionSpan

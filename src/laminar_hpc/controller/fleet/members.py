@@ -5,8 +5,8 @@ import time
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
-from laminar_hpc.cluster.processes import process_is_alive
 from laminar_hpc.line.messages.membership import Hello
+from laminar_hpc.machine.processes import process_is_alive
 
 _ASLEEP_SECONDS = 5.0  # between two looks: this process stood still, not the members
 _LOOK_SECONDS = 0.1  # between two looks at the processes of this machine

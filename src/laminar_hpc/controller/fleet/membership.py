@@ -7,7 +7,6 @@ rollout, and wait for other trainers (controller/fleet/trainer_generation.py).
 import logging
 from collections.abc import Callable
 
-from laminar_hpc.cluster.processes import oom_kills, process_is_alive
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.controller.fleet.members import Member
 from laminar_hpc.controller.fleet.numbers import ReplicaNumbers
@@ -30,6 +29,7 @@ from laminar_hpc.line.messages.membership import (
 )
 from laminar_hpc.line.messages.rollouts import WeightsAvailable
 from laminar_hpc.line.messages.wire import AnyMessage
+from laminar_hpc.machine.processes import oom_kills, process_is_alive
 from laminar_hpc.store.store import Store
 
 log = logging.getLogger(__name__)

@@ -19,7 +19,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from laminar_hpc.cluster.processes import process_started
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.system_schema import ClusterConfig, RelayConfig
 from laminar_hpc.controller.fleet.members import Member
@@ -27,7 +26,8 @@ from laminar_hpc.controller.shared import Shared
 from laminar_hpc.line.messages.membership import GangEnded, Hello, TrainerProgress
 from laminar_hpc.line.messages.training import TrainersMeet
 from laminar_hpc.line.waiting import are_queued
-from laminar_hpc.observability import console
+from laminar_hpc.machine.observability import console
+from laminar_hpc.machine.processes import process_started
 from laminar_hpc.policies.hangs import HangWatch
 from laminar_hpc.policies.restarts import Restarts
 from laminar_hpc.store import checkpoints

@@ -17,7 +17,7 @@ from laminar_hpc.controller.weights.probes import Probes
 from laminar_hpc.controller.weights.weight_ids import Weights
 from laminar_hpc.line.messages.data import Partial, PromptGroup
 from laminar_hpc.line.messages.rollouts import Grant, RequestWork, WeightsOpened
-from laminar_hpc.observability import console
+from laminar_hpc.machine.observability import console
 from laminar_hpc.policies import admission
 from laminar_hpc.policies.live_groups import GroupView
 from laminar_hpc.policies.rounds import Rounds

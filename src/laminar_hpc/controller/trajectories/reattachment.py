@@ -22,7 +22,7 @@ from laminar_hpc.controller.trajectories.migration import attempt_of
 from laminar_hpc.controller.trajectories.tracker import TrajectoryTracker
 from laminar_hpc.line.messages.data import Sample
 from laminar_hpc.line.messages.rollouts import Drop, Holds
-from laminar_hpc.observability import console
+from laminar_hpc.machine.observability import console
 from laminar_hpc.store.store import Store
 
 log = logging.getLogger(__name__)

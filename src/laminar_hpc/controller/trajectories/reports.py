@@ -17,7 +17,7 @@ from laminar_hpc.controller.trajectories.scorers import Scorers
 from laminar_hpc.controller.trajectories.tracker import TrajectoryTracker
 from laminar_hpc.line.messages.data import Sample
 from laminar_hpc.line.messages.rollouts import Drop, Generated, Increment, Lost, Scored
-from laminar_hpc.observability import console
+from laminar_hpc.machine.observability import console
 from laminar_hpc.policies import filtering
 from laminar_hpc.store.payload.reader import is_sound
 

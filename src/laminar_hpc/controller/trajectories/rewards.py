@@ -13,7 +13,7 @@ from laminar_hpc.data.tokens import load_tokenizer
 from laminar_hpc.environments import preflight
 from laminar_hpc.environments.run_prompts import run_render
 from laminar_hpc.line.messages.rollouts import Scored
-from laminar_hpc.observability import console
+from laminar_hpc.machine.observability import console
 
 
 def check_rewards(config: RunConfig) -> None:

@@ -5,8 +5,8 @@ import math
 import statistics
 from collections.abc import Callable
 
-from laminar_hpc.observability import console
-from laminar_hpc.observability.metrics import MetricsWriter
+from laminar_hpc.machine.observability import console
+from laminar_hpc.machine.observability.metrics import MetricsWriter
 
 # The mean |engine - trainer| log-prob on the probe that rounding explains. That of bfloat16 (8 bits) grows
 # with how far logits are apart, and with depth: two sides that round at other places differ by 1 to 2 units

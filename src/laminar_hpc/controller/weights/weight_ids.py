@@ -17,7 +17,7 @@ from laminar_hpc.controller.weights.relay_chain import TRAINER, Chain, Orders, P
 from laminar_hpc.line.messages.chain import LinkDown, RelayHas, StoreOpened
 from laminar_hpc.line.messages.publication import LaneSenders, NewWeightId, Published, WeightId
 from laminar_hpc.line.messages.rollouts import WeightsAvailable
-from laminar_hpc.observability import console
+from laminar_hpc.machine.observability import console
 from laminar_hpc.store.store import Store
 
 log = logging.getLogger(__name__)

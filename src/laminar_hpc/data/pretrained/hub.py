@@ -20,7 +20,7 @@ from typing import Any
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.models import INDEX_FILE, SIDE_FILES, WEIGHTS_FILE
 from laminar_hpc.data.pretrained.names import HubName
-from laminar_hpc.observability.console import LABEL_WIDTH, line, size
+from laminar_hpc.machine.observability.console import LABEL_WIDTH, line, size
 
 Say = Callable[[str], None]
 _REQUEST_SECONDS = 15.0  # for the hub to answer, and between two parts of a file

@@ -14,7 +14,7 @@ from laminar_hpc.config.models import is_known
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.data.pretrained import hub
 from laminar_hpc.data.pretrained.names import HubName, parse_name, recorded_name
-from laminar_hpc.observability.console import line, size
+from laminar_hpc.machine.observability.console import line, size
 
 Say = Callable[[str], None]
 

@@ -9,12 +9,12 @@ import json
 import re
 from pathlib import Path
 
-from laminar_hpc.cluster.devices import present
 from laminar_hpc.config.check import derive, memory_need
 from laminar_hpc.config.errors import did_you_mean
 from laminar_hpc.config.memory import USABLE, shared_bytes, shared_engines
 from laminar_hpc.config.models import head_size, model_config
 from laminar_hpc.config.schema import RunConfig
+from laminar_hpc.machine.devices import present
 
 HEAD_SIZES = (64, 128, 256)  # that all of SGLang's compiled attention backends have
 # Tokens of a prefill that is one CUDA graph. SGLang's own choice has 58 sizes, a second of a start each.

@@ -8,9 +8,9 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from laminar_hpc.cluster.own_time import within
 from laminar_hpc.engine.interface import RequestFailed
 from laminar_hpc.engine.sglang.process import EngineProcess
+from laminar_hpc.machine.own_time import within
 
 # SGLang ends its processes one after the other: a broken connection is seen before the death
 DEATH_SECONDS = 1.0

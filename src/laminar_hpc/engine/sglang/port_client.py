@@ -8,10 +8,10 @@ from typing import Any, TypeVar
 import zmq
 import zmq.asyncio
 
-from laminar_hpc.cluster.own_time import within
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.engine.sglang.plugin import protocol
 from laminar_hpc.engine.sglang.process import EngineProcess
+from laminar_hpc.machine.own_time import within
 
 T = TypeVar("T")
 R = TypeVar("R", bound=protocol.Reply)

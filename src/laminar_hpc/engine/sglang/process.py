@@ -22,14 +22,14 @@ from pathlib import Path
 
 import psutil
 
-from laminar_hpc.cluster import folders, shared_memory
-from laminar_hpc.cluster.folders import ENGINE_FOLDER_PREFIX, claim
-from laminar_hpc.compat import cuda_toolkit
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.engine import leftovers
 from laminar_hpc.engine.interface import EngineDied
 from laminar_hpc.engine.sglang.command_line import has_cuda
 from laminar_hpc.engine.sglang.plugin import key, protocol, serve
+from laminar_hpc.machine.compat import cuda_toolkit
+from laminar_hpc.machine.files import folders, shared_memory
+from laminar_hpc.machine.files.folders import ENGINE_FOLDER_PREFIX, claim
 
 MODEL_PACKAGE = "laminar_hpc.engine.sglang.plugin.models"
 # What torchrun and Slurm tell their workers must not reach the engine's own torch.distributed.

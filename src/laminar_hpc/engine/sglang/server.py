@@ -10,7 +10,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from laminar_hpc.cluster.own_time import own_time
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.models import WEIGHTS_FILE
 from laminar_hpc.config.schema import RunConfig
@@ -33,6 +32,7 @@ from laminar_hpc.engine.sglang.port_client import PortClient
 from laminar_hpc.engine.sglang.process import EngineProcess
 from laminar_hpc.engine.sglang.replies import Reply, columns, decode, logprob, parse_generation
 from laminar_hpc.engine.sglang.shards import whole_sums, whole_tensors
+from laminar_hpc.machine.own_time import own_time
 
 CONTROL_SECONDS = 120.0  # maximum wait for a control request
 # Weights come from shared memory at some GB per second. The first load from a slot registers its pages with

@@ -5,11 +5,11 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from laminar_hpc.cluster.own_time import within
 from laminar_hpc.config.rewards import shown_url
 from laminar_hpc.environments.sandbox.local import SandboxFailed
 from laminar_hpc.environments.sandbox.output import BoundedOutput
 from laminar_hpc.environments.sandbox.protocol import Limits, Result
+from laminar_hpc.machine.own_time import within
 
 _SLACK_SECONDS = 30.0  # beyond the code's own time: the server may have a queue
 _MAX_REPLY = 64 << 20  # bytes

@@ -13,12 +13,12 @@ import signal
 import socket
 import time
 
-from laminar_hpc.cluster.processes import die_with_parent
 from laminar_hpc.environments.sandbox import program
 from laminar_hpc.environments.sandbox.output import BoundedOutput
 from laminar_hpc.environments.sandbox.places import SandboxTier
 from laminar_hpc.environments.sandbox.protocol import Failed, Result, decode_call
 from laminar_hpc.environments.workers.framing import framed, receive_frame
+from laminar_hpc.machine.processes import die_with_parent
 
 _CHUNK = 1 << 16
 

@@ -15,8 +15,6 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from laminar_hpc.cluster.folders import SANDBOX_FOLDER_PREFIX, claim
-from laminar_hpc.cluster.own_time import within
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.environments.isolation.tiers import ISOLATION
 from laminar_hpc.environments.sandbox.protocol import (
@@ -28,6 +26,8 @@ from laminar_hpc.environments.sandbox.protocol import (
     decode_answer,
 )
 from laminar_hpc.environments.workers.framing import encode, framed, read_frame
+from laminar_hpc.machine.files.folders import SANDBOX_FOLDER_PREFIX, claim
+from laminar_hpc.machine.own_time import within
 
 ZYGOTE = f"{__package__}.zygote"  # its module, which this one does not import
 PRELOAD = ("numpy", "sympy")

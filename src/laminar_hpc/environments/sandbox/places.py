@@ -18,9 +18,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 
-from laminar_hpc.cluster.processes import die_with_parent
 from laminar_hpc.environments.isolation import descendants, kernel, landlock, limits, seccomp, tiers
 from laminar_hpc.environments.sandbox.protocol import Limits, SandboxSetup
+from laminar_hpc.machine.processes import die_with_parent
 
 BOX = "/box"
 _NOBODY = 65534

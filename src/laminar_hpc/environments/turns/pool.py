@@ -23,7 +23,6 @@ from collections.abc import Sequence
 
 import msgspec
 
-from laminar_hpc.cluster.own_time import own_time
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import EnvironmentConfig
 from laminar_hpc.environments.turns.ahead import Ahead
@@ -44,6 +43,7 @@ from laminar_hpc.environments.workers.crews import WorkerPool
 from laminar_hpc.environments.workers.fork_server import ForkServer, Worker, WorkerLost
 from laminar_hpc.environments.workers.interpreter import OURS, Interpreter
 from laminar_hpc.environments.workers.protocol import Call, CallResult, Spec, WorkerSetup
+from laminar_hpc.machine.own_time import own_time
 from laminar_hpc.policies.deadlines import Deadline
 
 SESSIONS_MAX = 1024  # at once; others wait for one to end

@@ -5,7 +5,7 @@ import contextlib
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from laminar_hpc.cluster.own_time import within
+from laminar_hpc.machine.own_time import within
 
 T = TypeVar("T")
 

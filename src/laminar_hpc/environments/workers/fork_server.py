@@ -16,11 +16,11 @@ from typing import BinaryIO
 
 import msgspec
 
-from laminar_hpc.cluster.own_time import within
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.environments.workers import protocol
 from laminar_hpc.environments.workers.framing import encode, framed, read_frame
 from laminar_hpc.environments.workers.interpreter import OURS, Interpreter
+from laminar_hpc.machine.own_time import within
 
 IMPORT_SECONDS = 60.0  # longest import of the user's modules
 START_SECONDS = 120.0  # longest start of a program

@@ -12,8 +12,8 @@ import signal
 from collections.abc import Callable
 from typing import NoReturn
 
-from laminar_hpc.cluster.processes import die_with_parent
 from laminar_hpc.environments.isolation import descendants, kernel
+from laminar_hpc.machine.processes import die_with_parent
 
 _ORDERS = {signal.SIGTERM}
 

@@ -29,13 +29,13 @@ import time
 import traceback
 from typing import Any
 
-from laminar_hpc.cluster.own_time import within
-from laminar_hpc.cluster.processes import die_with_parent
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.environments.isolation import limits
 from laminar_hpc.environments.workers import keeper, protocol
 from laminar_hpc.environments.workers.framing import encode, framed, read_frame, receive_frame
 from laminar_hpc.environments.workers.functions import Served, answered, load_all, ready, result
+from laminar_hpc.machine.own_time import within
+from laminar_hpc.machine.processes import die_with_parent
 
 TICK_SECONDS = 0.2
 MAX_PACKET = 1 << 20  # bytes of a message to the fork server

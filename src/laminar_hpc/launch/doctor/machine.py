@@ -8,11 +8,11 @@ import socket
 import subprocess
 from pathlib import Path
 
-from laminar_hpc.cluster.host_memory import usable_memory
 from laminar_hpc.config.file_systems import NETWORK_FILE_SYSTEMS, file_system
 from laminar_hpc.engine import leftovers
 from laminar_hpc.environments.isolation import landlock, tiers
 from laminar_hpc.launch.doctor.findings import GIB, CheckTable, Verdict, fail, ok, size_text, warn
+from laminar_hpc.machine.host_memory import usable_memory
 
 # controller, relay, trainer, an SGLang server of three processes, and the page cache of their libraries
 DEMO_MEMORY = 5 * GIB

@@ -11,8 +11,8 @@ import sys
 from functools import cache, partial
 from pathlib import Path
 
-from laminar_hpc.compat import cuda_toolkit
 from laminar_hpc.launch.doctor.findings import CheckTable, Verdict, fail, ok, warn
+from laminar_hpc.machine.compat import cuda_toolkit
 
 CHECKS = CheckTable()
 

@@ -18,10 +18,10 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from laminar_hpc.cluster.processes import die_with_parent
 from laminar_hpc.launch.launch import REPEAT_SECONDS
 from laminar_hpc.launch.slurm.hosts import Part
 from laminar_hpc.line.agent_line import REFUSED
+from laminar_hpc.machine.processes import die_with_parent
 
 _LOOK_SECONDS = 0.1
 _END_SECONDS = 60.0  # for the others behind the controller

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from laminar_hpc.line.address import ADDRESS_FILE
-from laminar_hpc.observability.durations import read_durations
+from laminar_hpc.machine.observability.durations import read_durations
 from laminar_hpc.policies.stopping import stop_seconds
 from laminar_hpc.store.run_end import last_end, last_word
 

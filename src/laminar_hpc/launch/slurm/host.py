@@ -31,7 +31,7 @@ from laminar_hpc.launch.slurm.machine_number import MachineNumber
 from laminar_hpc.launch.slurm.network import INTERFACE, addresses, own_address, use_interface
 from laminar_hpc.launch.slurm.node import Place, parts
 from laminar_hpc.line.agent_line import REFUSED, RankOrders
-from laminar_hpc.observability import console, output
+from laminar_hpc.machine.observability import console, output
 
 _CLOSE_SECONDS = 5.0
 _SEEN_SECONDS = 15.0  # for a network file system to show what the launcher has written

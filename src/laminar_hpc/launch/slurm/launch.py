@@ -14,15 +14,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from laminar_hpc import __version__
-from laminar_hpc.cluster import durable
-from laminar_hpc.cluster.processes import on_stop_signals
 from laminar_hpc.config.errors import LaminarError, Refused
 from laminar_hpc.config.options import split, with_absolute_config_dir
 from laminar_hpc.launch.slurm.connections import Launcher
 from laminar_hpc.launch.slurm.hosts import Host, Part, assign, read_hosts
 from laminar_hpc.launch.slurm.layout import gpus_by_default
 from laminar_hpc.launch.slurm.submit import OURS, look_around, plan_words
-from laminar_hpc.observability import console, output
+from laminar_hpc.machine.files import durable
+from laminar_hpc.machine.observability import console, output
+from laminar_hpc.machine.processes import on_stop_signals
 
 # a machine that does not answer for 20 s is gone; nobody is asked for a password
 _OPEN = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=20")

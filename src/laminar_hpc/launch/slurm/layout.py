@@ -3,7 +3,7 @@
 A run that fits one node, or whose trainers and engines share GPUs, is one job there (laminar_single.sbatch).
 Any other has a job per failure domain: the controller without a GPU, the trainers on whole nodes, and an
 array of rollouts with one element for each node; or these three are the components of one heterogeneous job
-(laminar_hetjob.sbatch). cluster/devices.py places the ranks on a node's GPUs.
+(laminar_hetjob.sbatch). machine/devices.py places the ranks on a node's GPUs.
 """
 
 import math

@@ -1,13 +1,13 @@
 """Which machine of a run this is: the lowest number that no live process holds, by a lock in
-RUN_DIR/machines/NUMBER (cluster/run_lock.py), so that machines come and go and no two have the same. The
+RUN_DIR/machines/NUMBER (machine/locks/run_lock.py), so that machines come and go and no two have the same. The
 relays of a machine have theirs by it."""
 
 from itertools import count
 from pathlib import Path
 
-from laminar_hpc.cluster.run_lock import RunLock
 from laminar_hpc.config.errors import LaminarError, Refused
 from laminar_hpc.config.system_schema import RANKS_MAX
+from laminar_hpc.machine.locks.run_lock import RunLock
 
 _FOLDER = "machines"
 _STALE_SECONDS = 16.0  # without a sign of life another machine may have the number

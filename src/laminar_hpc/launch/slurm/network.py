@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.observability import console
+from laminar_hpc.machine.observability import console
 
 INTERFACE = "LAMINAR_INTERFACE"
 

@@ -23,7 +23,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from laminar_hpc.cluster.processes import die_with_parent, on_stop_signals
 from laminar_hpc.config.errors import LaminarError, print_lines
 from laminar_hpc.config.file_systems import NETWORK_FILE_SYSTEMS, file_system
 from laminar_hpc.config.load import load_config
@@ -44,7 +43,8 @@ from laminar_hpc.launch.slurm.network import await_own_address, use_interface
 from laminar_hpc.launch.slurm.spare import hand_over, spare_of
 from laminar_hpc.line.agent_line import REFUSED, RankOrders
 from laminar_hpc.line.stop import ask_trainers_to_leave
-from laminar_hpc.observability import console, output
+from laminar_hpc.machine.observability import console, output
+from laminar_hpc.machine.processes import die_with_parent, on_stop_signals
 from laminar_hpc.policies.restarts import Restarts
 from laminar_hpc.store.full_disk import put
 from laminar_hpc.store.run_end import last_word

@@ -22,11 +22,11 @@ from pathlib import Path
 import msgspec
 
 from laminar_hpc import __version__
-from laminar_hpc.cluster import durable
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.file_systems import file_system
 from laminar_hpc.launch.doctor.packages import gpus, installed
 from laminar_hpc.launch.slurm.network import addresses, await_file, own_address, use_interface
+from laminar_hpc.machine.files import durable
 
 MEET_SECONDS = 15.0  # for the head to say where it is, and for all to meet
 _ROUNDS = 20  # of asking for the head's clock; the fastest counts

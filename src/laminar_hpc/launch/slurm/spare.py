@@ -5,9 +5,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from laminar_hpc.cluster.run_lock import RunLock, refuse_if_held
 from laminar_hpc.config.errors import LaminarError, Refused
 from laminar_hpc.line.waiting import shown_in
+from laminar_hpc.machine.locks.run_lock import RunLock, refuse_if_held
 
 _LOOK_SECONDS = 0.25
 _TOLD_AS_WELL_SECONDS = 4.0  # within which a job that is told of its end has taken its sign away

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from laminar_hpc.cluster.run_lock import refuse_if_held
 from laminar_hpc.config.directories import shipped_directory
 from laminar_hpc.config.errors import LaminarError, Refused
 from laminar_hpc.config.options import split, with_absolute_config_dir
@@ -21,7 +20,8 @@ from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.launch.slurm.ending import LEAD_SECONDS, lead_seconds
 from laminar_hpc.launch.slurm.layout import Job, gpus_by_default, layout
 from laminar_hpc.launch.slurm.patience import patience, slurm_configuration
-from laminar_hpc.observability import console
+from laminar_hpc.machine.locks.run_lock import refuse_if_held
+from laminar_hpc.machine.observability import console
 from laminar_hpc.store import checkpoints
 
 OURS = ("run_dir", "resume", "dry_run")  # settings that the scripts make themselves

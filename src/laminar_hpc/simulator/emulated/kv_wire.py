@@ -16,8 +16,8 @@ import struct
 import zlib
 from dataclasses import dataclass
 
-from laminar_hpc.cluster.own_time import within
 from laminar_hpc.engine.kv.errors import KvRefused
+from laminar_hpc.machine.own_time import within
 
 _HEAD = struct.Struct("<64sQQQI")
 _MAX_BODY = 1 << 34

@@ -12,9 +12,9 @@ import logging
 import sys
 from pathlib import Path
 
-from laminar_hpc.cluster.processes import die_with_parent, machine_name
 from laminar_hpc.config.load import read_config
-from laminar_hpc.observability import output
+from laminar_hpc.machine.observability import output
+from laminar_hpc.machine.processes import die_with_parent, machine_name
 
 
 def main(role: str, run_dir: str, *numbers: str) -> None:

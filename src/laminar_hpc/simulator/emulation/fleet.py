@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from laminar_hpc.cluster.processes import machine_name
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.engine.factory import engine_factory
@@ -20,7 +19,8 @@ from laminar_hpc.environments.reward_pool import RewardPool
 from laminar_hpc.line.channel import Channel
 from laminar_hpc.line.context import RoleContext
 from laminar_hpc.line.messages.membership import Failure, Hello
-from laminar_hpc.observability.trace import Trace
+from laminar_hpc.machine.observability.trace import Trace
+from laminar_hpc.machine.processes import machine_name
 from laminar_hpc.rollout.worker import RolloutWorker
 
 logger = logging.getLogger(__name__)

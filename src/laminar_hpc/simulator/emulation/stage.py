@@ -16,7 +16,6 @@ from typing import TypeVar
 
 import numpy as np
 
-from laminar_hpc.cluster.processes import machine_name
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.line.channel import Channel, StopReceived
 from laminar_hpc.line.messages.chain import EpochProposed, RelayHas
@@ -33,6 +32,7 @@ from laminar_hpc.line.messages.training import (
     TakeBatch,
     TrainerDone,
 )
+from laminar_hpc.machine.processes import machine_name
 from laminar_hpc.policies.metrics import batch_metrics, reward_means
 from laminar_hpc.simulator.emulated.weights import weights_file
 from laminar_hpc.weights.manifest import Manifest, layout

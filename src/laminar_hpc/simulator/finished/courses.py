@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from laminar_hpc.config.schema import EnvironmentConfig
-from laminar_hpc.observability.trace import TraceSpan
+from laminar_hpc.machine.observability.trace import TraceSpan
 from laminar_hpc.report.rundata import Consumed, Run
 from laminar_hpc.report.turn_table import tool_spans
 from laminar_hpc.simulator.turns.course import Course, Known, Took

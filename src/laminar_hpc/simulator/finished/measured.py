@@ -17,7 +17,7 @@ import numpy as np
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.load import read_config
 from laminar_hpc.config.schema import RunConfig
-from laminar_hpc.observability.trace import TraceSpan
+from laminar_hpc.machine.observability.trace import TraceSpan
 from laminar_hpc.policies.sizing import saturation_requests
 from laminar_hpc.report import rundata
 from laminar_hpc.report.idle import busy, overlap

@@ -6,7 +6,7 @@ import re
 from collections.abc import Container, Iterable, Iterator
 from pathlib import Path
 
-from laminar_hpc.cluster.durable import FileSum, seal, sync_folder
+from laminar_hpc.machine.files.durable import FileSum, seal, sync_folder
 from laminar_hpc.policies.retention import kept
 from laminar_hpc.store.payload.whole import Whole
 

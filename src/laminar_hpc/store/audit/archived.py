@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
-from laminar_hpc.cluster import durable
-from laminar_hpc.cluster.durable import FileSum
 from laminar_hpc.line.messages.data import Trajectory
+from laminar_hpc.machine.files import durable
+from laminar_hpc.machine.files.durable import FileSum
 from laminar_hpc.policies.retention import RULE, kept
 from laminar_hpc.store.archive import files
 from laminar_hpc.store.audit.records import OldStep, Records, StoreRecords, TrajectoryRow

@@ -14,7 +14,7 @@ import msgspec
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.line.messages.data import Place, ScorePart, Trajectory
 from laminar_hpc.line.messages.wire import decode_score
-from laminar_hpc.observability import jsonl
+from laminar_hpc.machine.files import jsonl
 from laminar_hpc.store.checkpoints import checkpoint_path, steps
 from laminar_hpc.store.payload.layout import Response
 from laminar_hpc.store.payload.reader import read as read_payloads

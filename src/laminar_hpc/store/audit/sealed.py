@@ -1,9 +1,9 @@
 """Rows of the store and lines of metrics.jsonl that something else than the run has changed, by their seals
-(store/seals.py, observability/jsonl.py)."""
+(store/seals.py, machine/files/jsonl.py)."""
 
 from collections.abc import Iterator
 
-from laminar_hpc.observability import jsonl
+from laminar_hpc.machine.files import jsonl
 from laminar_hpc.store.audit.records import Records, StoreRecords
 from laminar_hpc.store.checkpoints import checkpoint_path, is_listed
 from laminar_hpc.store.seals import ARCHIVE, PROMPTS, UNSEALED_KEY, key_of, seal_of, sealed_tables

@@ -18,8 +18,8 @@ from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 
-from laminar_hpc.cluster.durable import sync_folder
 from laminar_hpc.line.messages.data import Place
+from laminar_hpc.machine.files.durable import sync_folder
 
 log = logging.getLogger(__name__)
 FOLDER = "payloads"  # in the run directory

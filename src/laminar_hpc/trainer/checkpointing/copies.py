@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from laminar_hpc.cluster.host_memory import usable_memory
+from laminar_hpc.machine.host_memory import usable_memory
 
 _SHARE = 0.8  # of the free memory that copies may take
 

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from laminar_hpc.cluster import durable
-from laminar_hpc.cluster.durable import FileSum, SealedFile
+from laminar_hpc.machine.files import durable
+from laminar_hpc.machine.files.durable import FileSum, SealedFile
 from laminar_hpc.trainer.canonical.exchange import bounded
 from laminar_hpc.trainer.canonical.files import plan_files
 from laminar_hpc.trainer.canonical.plan import HeldSlice

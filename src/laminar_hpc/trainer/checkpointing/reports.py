@@ -12,8 +12,8 @@ from typing import NamedTuple
 import msgspec
 from torch._C._distributed_c10d import Store
 
-from laminar_hpc.cluster.durable import FileSum
 from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.machine.files.durable import FileSum
 from laminar_hpc.trainer.megatron.checkpoint_writer import Written
 
 _POLL_SECONDS = 0.2

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
-from laminar_hpc.cluster.durable import FileSum, SealedFile
+from laminar_hpc.machine.files.durable import FileSum, SealedFile
 from laminar_hpc.trainer.checkpointing.copies import HostCopies, Wanted
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import msgspec
 
-from laminar_hpc.cluster.devices import is_slice, present
 from laminar_hpc.config.errors import PermanentFailure
+from laminar_hpc.machine.devices import is_slice, present
 
 NCCL, HOST = "nccl", "host"
 

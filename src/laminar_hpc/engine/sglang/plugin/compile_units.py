@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from laminar_hpc.compat import cuda_toolkit
+from laminar_hpc.machine.compat import cuda_toolkit
 
 # of an engine: dtype, width of a head, bytes of a token's keys in one layer and rank
 SHAPES = (

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from laminar_hpc.compat.optional import leave_out
 from laminar_hpc.engine.sglang.plugin import columns, kv_cache, port, protocol
+from laminar_hpc.machine.compat.optional import leave_out
 
 
 @dataclass(frozen=True)

@@ -3,13 +3,13 @@ through the port; lockstep.py says how they are written."""
 
 import torch
 
-from laminar_hpc.cluster.processes import machine_name
 from laminar_hpc.engine.kv.errors import KvRefused
 from laminar_hpc.engine.kv.inbox import Expected, KvInbox
 from laminar_hpc.engine.kv.transfer import of_all_ranks
 from laminar_hpc.engine.sglang.plugin import kv_cache, protocol
 from laminar_hpc.engine.sglang.plugin.kv_moves import Incoming, KvMoves, after
 from laminar_hpc.engine.sglang.plugin.lockstep import Part, Steps
+from laminar_hpc.machine.processes import machine_name
 
 
 class Destination:

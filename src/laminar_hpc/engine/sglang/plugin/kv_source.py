@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-from laminar_hpc.cluster.processes import machine_name
 from laminar_hpc.engine.kv.errors import KvRefused
 from laminar_hpc.engine.kv.frames import PartHeader
 from laminar_hpc.engine.kv.transfer import chunk_bytes, of_rank, send_part
 from laminar_hpc.engine.sglang.plugin import kv_cache, protocol
 from laminar_hpc.engine.sglang.plugin.kv_moves import KvMoves, Outgoing, Parts, after
 from laminar_hpc.engine.sglang.plugin.lockstep import Part, Steps, Until
+from laminar_hpc.machine.processes import machine_name
 
 MAX_THREADS = 8  # moves that are sent at once
 DETACH_SECONDS = 30.0  # the request's last step; a prefill of others may be in it

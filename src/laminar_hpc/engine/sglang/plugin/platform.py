@@ -12,6 +12,6 @@ def activate() -> str | None:
     """The dotted path of our platform class, or None where CUDA exists."""
     if torch.cuda.is_available():
         return None
-    import laminar_hpc.compat.torchvision  # noqa: F401  (declares what torchvision misses beside a CPU torch)
+    import laminar_hpc.machine.compat.torchvision  # noqa: F401  (declares what torchvision misses beside a CPU torch)
 
     return "laminar_hpc.engine.sglang.plugin.cpu_platform:CpuPlatform"

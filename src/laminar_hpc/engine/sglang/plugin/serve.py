@@ -10,10 +10,10 @@ import os
 import sys
 from importlib.metadata import entry_points
 
-from laminar_hpc.cluster.devices import present
-from laminar_hpc.cluster.processes import die_with_parent
 from laminar_hpc.engine.sglang.plugin import key
-from laminar_hpc.observability import output
+from laminar_hpc.machine.devices import present
+from laminar_hpc.machine.observability import output
+from laminar_hpc.machine.processes import die_with_parent
 
 PARENT_VARIABLE = "LAMINAR_ENGINE_PARENT"
 

@@ -14,9 +14,9 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from laminar_hpc.cluster.roles import Gpus, RoleOfRank
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import RunConfig
+from laminar_hpc.machine.roles import Gpus, RoleOfRank
 
 DEVICES = Path("/dev")
 NODE_GPUS = "LAMINAR_GPUS_PER_NODE"

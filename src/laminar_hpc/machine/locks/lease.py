@@ -1,4 +1,4 @@
-"""How long the holder of a lock (cluster/run_lock.py) may be sure that it still has it.
+"""How long the holder of a lock (machine/locks/run_lock.py) may be sure that it still has it.
 
 Others succeed a holder on another machine whose lock they have seen unchanged for `stale_after` seconds of
 their own clock. So the holder is sure for LEASE_SHARE of that time, from the beginning of its last renewal on

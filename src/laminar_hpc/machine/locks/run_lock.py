@@ -8,7 +8,7 @@ A lock is stale if its process is gone (same user, host, boot and PID namespace:
 or, if the process cannot be seen from here, if we have seen its time unchanged for `Owner.stale_after`
 seconds of our own clock. Whatever the file's time is: clocks that differ break no lock.
 
-Holding it. The holder is sure of its lock for a part of that time after each renewal (cluster/lease.py), and
+Holding it. The holder is sure of its lock for a part of that time after each renewal (machine/locks/lease.py), and
 does what only the holder may do while it is sure (`RunLock.assure`). When it could not renew in time it takes
 the lock again as a successor of itself, or finds that it has lost it. So there are never two.
 
@@ -31,9 +31,9 @@ from pathlib import Path
 
 import msgspec
 
-from laminar_hpc.cluster.lease import Lease
-from laminar_hpc.cluster.lock_owner import Owner, Watched, is_alive, read_owner
 from laminar_hpc.config.errors import LaminarError, Refused
+from laminar_hpc.machine.locks.lease import Lease
+from laminar_hpc.machine.locks.lock_owner import Owner, Watched, is_alive, read_owner
 
 log = logging.getLogger(__name__)
 LOCK_FILE = "run.lock"

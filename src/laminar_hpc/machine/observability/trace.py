@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from laminar_hpc.observability import jsonl
+from laminar_hpc.machine.files import jsonl
 
 log = logging.getLogger(__name__)
 

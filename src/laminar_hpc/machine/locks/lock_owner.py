@@ -11,8 +11,8 @@ from pathlib import Path
 
 import msgspec
 
-from laminar_hpc.cluster.lease import boot_time
-from laminar_hpc.cluster.processes import process_started, process_world, user_name
+from laminar_hpc.machine.locks.lease import boot_time
+from laminar_hpc.machine.processes import process_started, process_world, user_name
 
 _FRESH_SHARE = 0.4  # of `stale_after`: who renewed within it counts as alive, whoever has not is watched
 Watched = dict[str, tuple[float, float]]  # token -> the renewal seen last, and when first (boot_time)

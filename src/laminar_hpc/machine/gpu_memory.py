@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 import psutil
 
-from laminar_hpc.cluster.devices import devices_of, present
-from laminar_hpc.cluster.roles import RoleOfRank
 from laminar_hpc.config.check import Derived, memory_need
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.memory import USABLE, Need, check_memory, shared_bytes, shared_misfit
 from laminar_hpc.config.schema import RunConfig
+from laminar_hpc.machine.devices import devices_of, present
+from laminar_hpc.machine.roles import RoleOfRank
 
 _SMI_SECONDS = 20.0  # without a persistent driver nvidia-smi wakes up all GPUs first
 _MIB = 1 << 20

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import NamedTuple
 
-from laminar_hpc.observability import jsonl
+from laminar_hpc.machine.files import jsonl
 
 
 class Durations(NamedTuple):

@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from laminar_hpc.observability import jsonl
-from laminar_hpc.observability.console import line
+from laminar_hpc.machine.files import jsonl
+from laminar_hpc.machine.observability.console import line
 
 if TYPE_CHECKING:
     from tensorboardX import SummaryWriter
 
-    from laminar_hpc.observability.wandb_mirror import WandbMirror
+    from laminar_hpc.machine.observability.wandb_mirror import WandbMirror
 
 # Fields that say which one was measured rather than what: they become part of the TensorBoard tag.
 LABELS = {

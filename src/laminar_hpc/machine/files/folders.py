@@ -6,8 +6,8 @@ import os
 import shutil
 from pathlib import Path
 
-from laminar_hpc.cluster.processes import process_started, process_world
-from laminar_hpc.cluster.shared_memory import remove_noted
+from laminar_hpc.machine.files.shared_memory import remove_noted
+from laminar_hpc.machine.processes import process_started, process_world
 
 OWNER_FILE = "owner"
 ENGINE_FOLDER_PREFIX = "laminar-engine-"  # in the folder for temporary files: an engine's sockets and files
