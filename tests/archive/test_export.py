@@ -108,7 +108,7 @@ def audited(run_dir: Path) -> dict:
 
 
 def test_an_archived_run_is_audited(run_dir):
-    """docs/architecture.md#audited: clean after archiving; a file that is gone, and one of other responses,
+    """docs/promises.md#audited: clean after archiving; a file that is gone, and one of other responses,
     are culprits."""
     archive(run_dir)
     found, name = audited(run_dir), "archived responses have theirs"
@@ -123,7 +123,7 @@ def test_an_archived_run_is_audited(run_dir):
 
 
 def test_what_the_writer_has_let_go_is_no_culprit(run_dir):
-    """docs/architecture.md#audited: a writer removes what the setting lets go as soon as the next file is
+    """docs/promises.md#audited: a writer removes what the setting lets go as soon as the next file is
     there, before the store counts its step; a run that dies in between is clean."""
     archive(run_dir)
     path = run_dir / "config.yaml"
@@ -135,7 +135,7 @@ def test_what_the_writer_has_let_go_is_no_culprit(run_dir):
 
 
 def test_old_steps_are_audited_by_their_sums(run_dir, tmp_path, monkeypatch):
-    """docs/architecture.md#audited: where the store has sums in place of rows, the audit is clean, counts the
+    """docs/promises.md#audited: where the store has sums in place of rows, the audit is clean, counts the
     same, and finds what is missing; export and report have the same."""
     before, told = audited(run_dir), exported(run_dir, tmp_path / "before.jsonl")
     figures = summary.build(run_dir)

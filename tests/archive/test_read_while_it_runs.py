@@ -41,7 +41,7 @@ def culprits(records: audited.Records) -> list[str]:
 
 
 def test_what_is_archived_during_an_audit_elsewhere_is_no_culprit(run):
-    """docs/architecture.md#audited: responses that leave the payload files while a copy of the store is
+    """docs/promises.md#audited: responses that leave the payload files while a copy of the store is
     audited are no culprits; a payload file that is gone otherwise is."""
     before = set(run.payload_files())
     with audited.read(run.run_dir) as records:

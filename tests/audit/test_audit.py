@@ -1,4 +1,4 @@
-"""docs/architecture.md#audited: `laminar audit` is clean on a run's own records, and names what was
+"""docs/promises.md#audited: `laminar audit` is clean on a run's own records, and names what was
 changed in them."""
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""docs/architecture.md#audited: every column of store, archive, payload files, metrics and checkpoint is
+"""docs/promises.md#audited: every column of store, archive, payload files, metrics and checkpoint is
 changed, one at a time, and the audit names each change. The columns are those that the files have, so that
 none can be forgotten."""
 

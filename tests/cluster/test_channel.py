@@ -82,7 +82,7 @@ def test_request_leaves_other_messages_in_the_queue(tmp_path, served):
 
 
 def test_a_turn_takes_some_megabytes_and_knows_what_it_left(tmp_path):
-    """docs/architecture.md#turns: a flood of large messages is taken in several turns, so that answers leave
+    """docs/promises.md#turns: a flood of large messages is taken in several turns, so that answers leave
     between them; while some of it may wait, nobody counts as heard until now."""
     hub = Hub(tmp_path, "test", "127.0.0.1", 0, "here")
     proxy = Proxy(hub.address.port)
@@ -151,7 +151,7 @@ def test_who_has_left_is_forgotten(tmp_path, served, monkeypatch):
 
 
 def test_a_wait_ends_and_says_for_what(tmp_path, served):
-    """Promise: docs/architecture.md#bounded-waits."""
+    """Promise: docs/promises.md#bounded-waits."""
     channel = connect(tmp_path)
     with pytest.raises(LaminarError, match=r"trainer 0 waited 0 s for a comet from the controller"):
         channel.receive(0.2, "a comet")

@@ -56,7 +56,7 @@ def until(condition, seconds: float = 40.0) -> None:
 
 
 def test_connections_that_break_lose_nothing(tmp_path) -> None:
-    """Promise: docs/architecture.md#delivered-once. TCP resets in the middle of the traffic both ways."""
+    """Promise: docs/promises.md#delivered-once. TCP resets in the middle of the traffic both ways."""
     keeper = Keeper(tmp_path, through_proxy=True)
     channel = join(tmp_path)
     for cut in range(4):
@@ -159,7 +159,7 @@ def test_a_connection_that_breaks_under_a_controller_that_does_not_listen(tmp_pa
 
 @pytest.mark.parametrize("deaths", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_the_controller_dies_and_comes_again(tmp_path, deaths) -> None:
-    """Promise: docs/architecture.md#outlives-its-controller. Killed in the middle of its turns;
+    """Promise: docs/promises.md#outlives-its-controller. Killed in the middle of its turns;
     each message is in one of its lives, once; the worker waits on and is told of each new controller."""
     kept: list[int] = []
     keeper = Keeper(tmp_path)
@@ -254,7 +254,7 @@ def test_an_outage_is_bounded(tmp_path) -> None:
 
 @pytest.mark.parametrize("comes", [True, False])
 def test_a_worker_that_is_told_to_end_without_a_controller(tmp_path, comes) -> None:
-    """Promise: docs/architecture.md#drains. It waits a while for the next controller, which has all that it
+    """Promise: docs/promises.md#drains. It waits a while for the next controller, which has all that it
     had to say; else it leaves that in the run directory, behind what the last one has committed. Meanwhile
     it shows that it waits there."""
     keeper = Keeper(tmp_path)

@@ -253,7 +253,7 @@ def finish(world: World) -> None:
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.lists(st.tuples(st.sampled_from(ACTS), st.integers(0, 10_000)), max_size=120))
 def test_once_and_in_order_by_any_history(history: list[tuple[str, int]]) -> None:
-    """Promise: docs/architecture.md#delivered-once."""
+    """Promise: docs/promises.md#delivered-once."""
     world = World()
     for act, number in history:
         play(world, act, number)

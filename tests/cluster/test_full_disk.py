@@ -165,7 +165,7 @@ def lives(tmp_path, monkeypatch) -> list[object]:
 
 @pytest.mark.parametrize(("room", "code", "started"), [(1 << 30, 0, 4), (4096, 2, 1)])
 def test_a_controller_starts_again_whenever_there_is_room(tmp_path, monkeypatch, lives, room, code, started):
-    """Promise (docs/architecture.md#failure-domains): however often a disk fills up after the same step, a
+    """Promise (docs/promises.md#failure-domains): however often a disk fills up after the same step, a
     spare of Slurm's stays one; without room in time it ends."""
     monkeypatch.setattr("laminar_hpc.store.full_disk._room", lambda path: room)
     monkeypatch.setattr(signal, "signal", lambda *_: None)  # the test's own process keeps its handlers

@@ -20,7 +20,7 @@ from laminar_hpc.machine.locks.run_lock import RunLock
 
 @pytest.mark.parametrize(("lives", "store_id"), [(True, "s"), (True, ""), (False, "s")])
 def test_a_controller_in_a_long_turn_is_asked_to_stop(tmp_path, monkeypatch, lives, store_id):
-    """Promise (docs/architecture.md#failure-domains): a signal is an order to finish the step and to write a
+    """Promise (docs/promises.md#failure-domains): a signal is an order to finish the step and to write a
     checkpoint also when the controller does not answer for some seconds; one that is dead, or not ready yet,
     is not waited for."""
     now, looks = [0.0], []
@@ -58,7 +58,7 @@ time.sleep(100)"""
     ("said", "first", "asks"), [("trainer 0", 0, True), ("trainer 8", 8, False), ("", 0, False)]
 )
 def test_trainers_whose_job_is_to_end_leave_the_run(said, first, asks, tmp_path, monkeypatch):
-    """Promise (docs/architecture.md#failure-domains): the controller is asked, again and again, to let the
+    """Promise (docs/promises.md#failure-domains): the controller is asked, again and again, to let the
     trainers of all nodes go after their step; those that have not joined yet end at once."""
     asked: list[str] = []
 
@@ -91,7 +91,7 @@ pathlib.Path("{before}").touch(); sys.exit(1)"""
 
 
 def test_a_signal_between_two_lives_of_a_role_ends_it(tmp_path, monkeypatch, capsys):
-    """Promise (docs/architecture.md#failure-domains): what is started again when nobody can be told of a stop
+    """Promise (docs/promises.md#failure-domains): what is started again when nobody can be told of a stop
     is ended: Slurm's USR1 comes once."""
     lives: list[ranks.Life] = []
 

@@ -1,4 +1,4 @@
-"""docs/architecture.md#drains: how a process ends that was told to end and takes too long."""
+"""docs/promises.md#drains: how a process ends that was told to end and takes too long."""
 
 import signal
 import subprocess

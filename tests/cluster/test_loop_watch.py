@@ -1,4 +1,4 @@
-"""docs/architecture.md#hangs: a loop that stands still is seen by a thread, which dumps all stacks."""
+"""docs/promises.md#hangs: a loop that stands still is seen by a thread, which dumps all stacks."""
 
 import signal
 import subprocess

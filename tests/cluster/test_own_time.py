@@ -1,4 +1,4 @@
-"""docs/architecture.md#rollout: what another process has answered in time counts, whenever we read it."""
+"""docs/loops.md#rollout: what another process has answered in time counts, whenever we read it."""
 
 import asyncio
 import os

@@ -262,7 +262,7 @@ class Clock:
 
 
 def test_a_holder_is_sure_for_less_time_than_others_wait():
-    """Promise (docs/architecture.md#one-controller): a holder counts from the beginning of a renewal, and one
+    """Promise (docs/promises.md#one-controller): a holder counts from the beginning of a renewal, and one
     that ends too late counts for nothing."""
     clock = Clock()
     lease = Lease(8.0, clock)
@@ -279,7 +279,7 @@ def test_a_holder_is_sure_for_less_time_than_others_wait():
 
 
 def test_who_took_a_lock_slowly_waits_until_the_one_before_has_noticed():
-    """Promise (docs/architecture.md#one-controller): whoever stood still half-way through a takeover may have
+    """Promise (docs/promises.md#one-controller): whoever stood still half-way through a takeover may have
     been succeeded, and have replaced the lock of its successor: it does nothing before that one is unsure."""
     clock = Clock()
     lease = Lease(8.0, clock)
@@ -302,7 +302,7 @@ def standing_still(lock: RunLock, seconds: float) -> None:
 
 
 def test_a_holder_that_stood_still_takes_its_lock_again(tmp_path):
-    """Promise (docs/architecture.md#one-controller): a holder that could not renew in time is unsure at once,
+    """Promise (docs/promises.md#one-controller): a holder that could not renew in time is unsure at once,
     and sure again when it has succeeded itself as any other would."""
     lock = RunLock([tmp_path], print, stale_after=60.0)
     [held] = lock._held.values()
@@ -319,7 +319,7 @@ def test_a_holder_that_stood_still_takes_its_lock_again(tmp_path):
 
 @pytest.mark.parametrize("successor", ["half-way", "done", "done and gone"])
 def test_a_holder_that_stood_still_and_was_succeeded(tmp_path, successor):
-    """Promise (docs/architecture.md#one-controller): it never takes its lock again from a successor, be that
+    """Promise (docs/promises.md#one-controller): it never takes its lock again from a successor, be that
     about to come, there, or gone again."""
     lock = RunLock([tmp_path], print, stale_after=60.0)
     [held] = lock._held.values()
@@ -344,7 +344,7 @@ def test_a_holder_that_stood_still_and_was_succeeded(tmp_path, successor):
 
 
 def test_who_waits_to_be_sure_goes_on(tmp_path):
-    """Promise (docs/architecture.md#standstill): a loop that waits for the lock is not taken for one that
+    """Promise (docs/promises.md#standstill): a loop that waits for the lock is not taken for one that
     stands still, as it keeps the lock from nobody."""
     lock, waits = RunLock([tmp_path], print, stale_after=600.0), list[bool]()
     [held] = lock._held.values()
@@ -362,7 +362,7 @@ def test_who_waits_to_be_sure_goes_on(tmp_path):
 
 
 def test_a_holder_that_gives_up_keeps_nobody_out(tmp_path, monkeypatch):
-    """Promise (docs/architecture.md#standstill): it is sure no more at once, renews no more, and another one,
+    """Promise (docs/promises.md#standstill): it is sure no more at once, renews no more, and another one,
     which cannot see its process, takes over after the time that it waits for any; whatever the first one does
     when it goes on meets LockLost."""
     owner = Owner("far", "ann", "n7", 4711, "1", "boot pid:[1]", time.time(), 1.0)

@@ -1,4 +1,4 @@
-"""docs/architecture.md#turns: no turn waits for the collector to look at all that the controller knows."""
+"""docs/promises.md#turns: no turn waits for the collector to look at all that the controller knows."""
 
 import gc
 

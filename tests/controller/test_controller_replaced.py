@@ -1,4 +1,4 @@
-"""docs/architecture.md#outlives-its-controller: a real controller dies by kill -9 in every window of a
+"""docs/promises.md#outlives-its-controller: a real controller dies by kill -9 in every window of a
 trajectory's and a step's life; its workers go on and join the next one, and nothing is done twice."""
 
 import os
@@ -170,7 +170,7 @@ def test_a_controller_dies_in_every_window(lives: Lives) -> None:
 
 
 def test_a_controller_that_has_lost_its_lock_says_nothing_more(lives: Lives) -> None:
-    """Promise (docs/architecture.md#one-controller): it ends without a word in the run's records and to the
+    """Promise (docs/promises.md#one-controller): it ends without a word in the run's records and to the
     workers, and leaves address and slots to its successor, whom all join."""
     lives.begin("", "")
     trainer, relay = Trainer(lives.run_dir, "trainer", 0), Relay(lives.run_dir, "relay", 0)
@@ -198,7 +198,7 @@ def test_a_controller_that_has_lost_its_lock_says_nothing_more(lives: Lives) -> 
 
 @pytest.mark.slow
 def test_a_controller_whose_loop_blocks_is_replaced(lives: Lives) -> None:
-    """Promise (docs/architecture.md#standstill): it ends by itself, though its other threads go on; what it
+    """Promise (docs/promises.md#standstill): it ends by itself, though its other threads go on; what it
     had not committed nobody was told of, and the next one, which it no longer keeps out, hears it again."""
     lives.begin("stuck Generated", "")
     trainer, relay = Trainer(lives.run_dir, "trainer", 0), Relay(lives.run_dir, "relay", 0)

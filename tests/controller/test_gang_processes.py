@@ -87,7 +87,7 @@ def told_to_leave(channel: Channel, seconds: float) -> str:
 
 
 def test_gangs_replace_each_other_and_zombies_change_nothing(apart: Apart) -> None:
-    """Promise: docs/architecture.md#roles-apart. A rank falls silent: the other one is told to leave, the
+    """Promise: docs/promises.md#roles-apart. A rank falls silent: the other one is told to leave, the
     relay's link is cut, and nothing that the zombie says counts. The next gang gets higher ids and a link of
     its own. That one is stuck: it is found by its progress, and a rank whose main thread hangs ends."""
     first, other = apart.gang("a")

@@ -190,7 +190,7 @@ def test_the_run_waits_for_trainers_no_longer_than_it_says(tmp_path: Path, store
 
 
 def test_trainers_whose_job_is_in_the_queue_are_awaited_longer(tmp_path: Path, store: Store) -> None:
-    """Promise (docs/architecture.md#failure-domains): as long as their job waits for nodes the run waits for
+    """Promise (docs/promises.md#failure-domains): as long as their job waits for nodes the run waits for
     it, unless it is to stop. What was seen before they were lost does not count."""
     entry, queued = Entry(tmp_path, store), tmp_path / "jobs" / "queued.trainer"
     queued.parent.mkdir()
@@ -215,7 +215,7 @@ def test_trainers_whose_job_is_in_the_queue_are_awaited_longer(tmp_path: Path, s
 
 
 def test_trainers_leave_a_run_that_goes_on(tmp_path: Path, store: Store) -> None:
-    """Promise (docs/architecture.md#failure-domains): when their job is to end all ranks finish the step
+    """Promise (docs/promises.md#failure-domains): when their job is to end all ranks finish the step
     under way and leave, and the run waits for the next gang. Who is asked before anybody has come, or is
     asked once more, changes nothing; a stop of the run that comes meanwhile finds it stopped in order."""
     for stopped in False, True:

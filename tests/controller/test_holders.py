@@ -130,7 +130,7 @@ def check(tracker: TrajectoryTracker) -> None:
 @settings(max_examples=20, deadline=None)
 @given(events=st.lists(st.tuples(EVENTS, st.integers(0, 11)), max_size=60))
 def test_what_is_kept_is_what_a_pass_over_all_groups_finds(events):
-    """docs/architecture.md#turns: whatever happens to trajectories, over restores and controllers too."""
+    """docs/promises.md#turns: whatever happens to trajectories, over restores and controllers too."""
     with tempfile.TemporaryDirectory() as folder:
         store = Store(Path(folder))
         history = History(store)

@@ -38,7 +38,7 @@ def waited(condition, what: str, seconds: float = 20) -> None:
 
 
 def test_another_machine_knows_everything_and_goes_on(tmp_path):
-    """Promise: docs/architecture.md#journal. A controller on a machine without the store rebuilds it, with
+    """Promise: docs/promises.md#journal. A controller on a machine without the store rebuilds it, with
     one line; the first machine catches up when it is its turn again."""
     place = Place(tmp_path)
     place.write(0, 1, 2)
@@ -341,7 +341,7 @@ def test_a_segment_that_begins_while_old_ones_are_removed_stays(tmp_path, monkey
 
 
 def test_a_journal_that_gets_a_snapshot_while_it_is_read_is_whole(tmp_path, monkeypatch):
-    """Promise: docs/architecture.md#journal. What a live run removes because of a newer snapshot is no damage
+    """Promise: docs/promises.md#journal. What a live run removes because of a newer snapshot is no damage
     to a report on another machine, which has begun with the one before."""
     place, copied, lives = Place(tmp_path), rebuild._copy_snapshot, [2, 3, 4, 5]
 
@@ -438,7 +438,7 @@ class Replaced(Exception):
 
 
 def test_eras_are_given_once(tmp_path):
-    """Promise (docs/architecture.md#one-controller): whoever comes later has a later era, also if those
+    """Promise (docs/promises.md#one-controller): whoever comes later has a later era, also if those
     before have written nothing."""
     folder = tmp_path / "journal"
     assert [claim_era(folder) for _ in range(3)] == [1, 2, 3] and claim_era(folder, after=9) == 10
@@ -448,7 +448,7 @@ def test_eras_are_given_once(tmp_path):
 
 
 def test_a_commit_of_a_controller_that_was_replaced_is_refused(tmp_path):
-    """Promise (docs/architecture.md#one-controller): it neither returns nor changes the store, so nobody is
+    """Promise (docs/promises.md#one-controller): it neither returns nor changes the store, so nobody is
     told; the next one is told nothing of it either once it has begun."""
     place, replaced = Place(tmp_path), list[str]()
 
@@ -520,7 +520,7 @@ LIVES = st.lists(st.tuples(st.integers(0, 2), st.sampled_from(["begin", "write",
 @settings(max_examples=40, deadline=None)
 @given(steps=LIVES)
 def test_whatever_replaced_controllers_still_write(tmp_path_factory, steps):
-    """Promise (docs/architecture.md#one-controller): what a controller has acknowledged before it was
+    """Promise (docs/promises.md#one-controller): what a controller has acknowledged before it was
     replaced is known to all that come later, and whatever it writes when it wakes up, transactions, segments
     or snapshots, changes nothing of what its successors have written."""
     place = Place(tmp_path_factory.mktemp("eras"))

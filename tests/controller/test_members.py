@@ -35,7 +35,7 @@ def test_a_live_process_keeps_its_place(members):
 
 
 def test_silence_counts_only_while_all_were_heard(members):
-    """docs/architecture.md#turns: nobody is dead whose pings may wait to be read; who is stays so until it is
+    """docs/promises.md#turns: nobody is dead whose pings may wait to be read; who is stays so until it is
     taken out; those that are dead come in the order of joining."""
     for index in (1, 0):
         members.join(f"trainer:{index}:a", Hello("trainer", index, "a", 7, "there"))
@@ -52,7 +52,7 @@ def test_silence_counts_only_while_all_were_heard(members):
 
 
 def test_a_silent_rollout_s_work_goes_on_elsewhere_soon(members):
-    """docs/architecture.md, Outages: a rollout that can come back is given up earlier than others, after as
+    """docs/delivery.md, Outages: a rollout that can come back is given up earlier than others, after as
     many pings as a busy machine may delay, and in one world none is."""
     members.join("trainer:0:a", Hello("trainer", 0, "a", 7, "there"))
     members.join("rollout:0:a", Hello("rollout", 0, "a", 8, "there"))

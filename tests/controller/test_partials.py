@@ -23,7 +23,7 @@ def test_increments_follow_on_each_other():
 
 
 def test_given_tokens_stay_between_spans():
-    """docs/architecture.md#loss-mask: what comes without a span was given by the environment."""
+    """docs/promises.md#loss-mask: what comes without a span was given by the environment."""
     pool = PartialPool()
     pool.add(increment(0, 0, [1, 2]))
     pool.add(Increment(9, 0, 2, *columns([7, 8], [0.0, 0.0]), [], 1.0))

@@ -1,4 +1,4 @@
-"""docs/architecture.md#standstill: a controller whose loop blocks ends by itself."""
+"""docs/promises.md#standstill: a controller whose loop blocks ends by itself."""
 
 import subprocess
 import sys

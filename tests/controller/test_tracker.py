@@ -47,7 +47,7 @@ def test_a_group_is_finished_with_its_last_score_and_stamped_with_the_step(tmp_p
 
 
 def test_reports_of_old_attempts_are_refused(tmp_path):
-    """docs/architecture.md#nothing-lost: a process that wakes up late can do no harm."""
+    """docs/promises.md#nothing-lost: a process that wakes up late can do no harm."""
     store, tracker = new_tracker(tmp_path)
     (group,) = tracker.draw(1, 5, replica=0, weight_id=0, weight_step=0, now=0.0)
     gone = tracker.groups.holders.generating(0)
@@ -67,7 +67,7 @@ def test_reports_of_old_attempts_are_refused(tmp_path):
 
 @pytest.mark.parametrize("kill", [False, True])
 def test_restore_brings_back_what_later_steps_trained_on(tmp_path, kill):
-    """docs/architecture.md#nothing-lost, over a resume: consumed after the checkpoint -> finished; in
+    """docs/promises.md#nothing-lost, over a resume: consumed after the checkpoint -> finished; in
     progress -> from its prompt; ids and prompt order go on."""
     store, tracker = new_tracker(tmp_path)
     groups = tracker.draw(3, 3, replica=0, weight_id=0, weight_step=0, now=0.0)
@@ -130,7 +130,7 @@ def test_a_filtered_group_had_its_grades(tmp_path):
 
 
 def test_rows_of_groups_without_grades_are_let_go(tmp_path, monkeypatch):
-    """docs/architecture.md#graded: trajectories that were given up before they had a response have neither
+    """docs/promises.md#graded: trajectories that were given up before they had a response have neither
     length nor digest, and leave the store with the others."""
     monkeypatch.setattr(old_steps, "ROWS_MAX", 0)
     store, tracker = new_tracker(tmp_path)

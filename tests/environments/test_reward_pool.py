@@ -374,7 +374,7 @@ async def test_a_pool_that_is_closed_answers():
 
 
 def test_whoever_waits_for_the_fork_server_is_told_of_its_end():
-    """Promise (docs/architecture.md#bounded-waits): also when a process that it has just forked still has
+    """Promise (docs/promises.md#bounded-waits): also when a process that it has just forked still has
     its end of the socket. The kernel holds our end for a thread that waits there, as a duplicate does."""
     server = ForkServer(WorkerSetup([], 1.0, ""))
     server._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

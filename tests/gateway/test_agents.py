@@ -1,4 +1,4 @@
-"""docs/architecture.md#agents: agents that know OpenAI's client only, in their processes, by the gateway; the
+"""docs/promises.md#agents: agents that know OpenAI's client only, in their processes, by the gateway; the
 model alone is stood in for, by a script of what it says."""
 
 import asyncio

@@ -1,4 +1,4 @@
-"""docs/architecture.md#branches: a trajectory whose history is rewritten, by its agent or by the model's
+"""docs/promises.md#branches: a trajectory whose history is rewritten, by its agent or by the model's
 template, is several sequences, each of which the model has seen as it is trained; the model alone is stood in
 for."""
 

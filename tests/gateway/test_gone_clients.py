@@ -1,4 +1,4 @@
-"""docs/architecture.md#agents: an agent that hangs up before its answer comes leaves no connection and no
+"""docs/promises.md#agents: an agent that hangs up before its answer comes leaves no connection and no
 traceback."""
 
 import asyncio

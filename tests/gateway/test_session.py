@@ -1,4 +1,4 @@
-"""docs/architecture.md#agents: one conversation, one question at a time, each drawn once."""
+"""docs/promises.md#agents: one conversation, one question at a time, each drawn once."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""docs/architecture.md#verifiers with nothing stood in for: verifiers' own environment server, from its
+"""docs/promises.md#verifiers with nothing stood in for: verifiers' own environment server, from its
 package, plays with a real SGLang."""
 
 import json

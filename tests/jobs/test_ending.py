@@ -79,7 +79,7 @@ def test_who_is_requeued(tmp_path: Path, role: str, word: str, told: bool, lives
 
 
 def test_a_node_that_has_not_begun_yet_leaves_term_to_the_script(tmp_path: Path) -> None:
-    """Promise (docs/architecture.md#failure-domains): a job that is preempted while a node of it waits for
+    """Promise (docs/promises.md#failure-domains): a job that is preempted while a node of it waits for
     its number, or its network, does not die of the signal: the script tells it to end, and it is requeued."""
     (tmp_path / "jobs").mkdir()
     code = """
@@ -123,7 +123,7 @@ def test_the_controller_s_last_record_is_awaited(tmp_path: Path) -> None:
 def test_a_run_that_stops_while_a_process_starts_has_the_job_back(
     word: str, code: int, again: bool, tmp_path: Path, handlers: None
 ) -> None:
-    """Promise (docs/architecture.md#failure-domains): relays that were not there when the run stopped
+    """Promise (docs/promises.md#failure-domains): relays that were not there when the run stopped
     join its next controller; their rollouts have left, so the job ends at once and is requeued, but not one
     that failed, nor after a stop by the user."""
     run_dir = write(tmp_path / "run", {"kind": "start"}, {"kind": "end", "reason": word})
@@ -207,7 +207,7 @@ def test_a_preemption_while_it_goes_on_ends_it_at_once(tmp_path: Path, handlers:
 def test_the_reason_of_a_stop_is_what_happened(
     told: str, reason: str, tmp_path: Path, handlers: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Promise (docs/architecture.md#failure-domains): the run's last record tells a preemption from the end
+    """Promise (docs/promises.md#failure-domains): the run's last record tells a preemption from the end
     of the time."""
     (tmp_path / "jobs").mkdir()
     place, said = Place("controller", 0, 1, tmp_path, "5.0", None), list[str]()

@@ -281,7 +281,7 @@ def test_a_plan_is_submitted_by_its_file(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_jobs_wait_until_slurm_has_started_one_again() -> None:
-    """Promise (docs/architecture.md#failure-domains): who waits for a job whose node has died does not give
+    """Promise (docs/promises.md#failure-domains): who waits for a job whose node has died does not give
     up before Slurm can have noticed and started it again; what the user has set counts."""
     config = RunConfig()
     shipped = (

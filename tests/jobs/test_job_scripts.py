@@ -24,7 +24,7 @@ def bash(folder: Path, command: str) -> subprocess.Popen[str]:
 
 
 def test_a_job_that_starts_on_a_full_disk_waits_for_room(tmp_path: Path) -> None:
-    """Promise (docs/architecture.md#failure-domains): a requeued job does not end because the run's folder is
+    """Promise (docs/promises.md#failure-domains): a requeued job does not end because the run's folder is
     full when it starts: the others would wait for it in vain."""
     file = tmp_path / "controller.7.1"
     file.symlink_to("/dev/full")
@@ -54,7 +54,7 @@ srun() { echo "srun was called"; }
 
 
 def test_a_signal_that_comes_before_the_script_can_hear_it_counts(tmp_path: Path) -> None:
-    """Promise (docs/architecture.md#failure-domains): a job that is told of its end in its first moments does
+    """Promise (docs/promises.md#failure-domains): a job that is told of its end in its first moments does
     not die of the signal, but is requeued before it starts anything."""
     script = (SCRIPT.parent / "trainer.sbatch").read_text()
     line = next(line for line in script.splitlines() if not line.startswith("#"))
@@ -72,7 +72,7 @@ def test_a_signal_that_comes_before_the_script_can_hear_it_counts(tmp_path: Path
 
 @pytest.mark.parametrize(("state", "queued"), [("PENDING", True), ("RUNNING", False), ("", False)])
 def test_the_controller_s_job_sees_that_the_trainers_wait(tmp_path: Path, state: str, queued: bool) -> None:
-    """Promise (docs/architecture.md#failure-domains): Slurm is asked now and then whether the trainers' job
+    """Promise (docs/promises.md#failure-domains): Slurm is asked now and then whether the trainers' job
     is in its queue, also where its last life was told of its end before it went there."""
     stubs = STUBS.replace("squeue() { :; }", f"squeue() {{ echo {state}; }}")
     stubs = stubs.replace("Restarts=0", "Restarts=1")
@@ -96,7 +96,7 @@ def job(folder: Path, role: str, restarts: int, submitted: str) -> subprocess.Po
 
 @pytest.mark.parametrize("how", ["ended", "failed"])
 def test_a_job_that_starts_after_the_end_of_its_run_waits_for_nobody(tmp_path: Path, how: str) -> None:
-    """Promise (docs/architecture.md#failure-domains): one that was preempted, or was still in the queue, and
+    """Promise (docs/promises.md#failure-domains): one that was preempted, or was still in the queue, and
     has its nodes when the run is over gives them back. Jobs that were submitted to go on with such a run
     wait for its next controller."""
     mark = tmp_path / "jobs" / how

@@ -54,7 +54,7 @@ def check_end(run_dir: Path, steps: int) -> None:
 
 
 def test_a_run_on_two_machines_is_stopped_and_goes_on(two: Machines, tmp_path: Path) -> None:
-    """docs/architecture.md#over-ssh: one command trains on two machines and shows the steps; Ctrl-C ends all
+    """docs/promises.md#over-ssh: one command trains on two machines and shows the steps; Ctrl-C ends all
     of it in order with a checkpoint, the same command with resume=auto trains the rest; no process is left,
     no secret was in a command line."""
     run_dir, out = tmp_path / "run", tmp_path / "out"
@@ -79,7 +79,7 @@ def test_a_run_on_two_machines_is_stopped_and_goes_on(two: Machines, tmp_path: P
 
 
 def test_a_machine_and_the_launcher_are_lost(two: Machines, tmp_path: Path) -> None:
-    """docs/architecture.md#over-ssh: the machine of the replica loses its power; that is said, and it begins
+    """docs/promises.md#over-ssh: the machine of the replica loses its power; that is said, and it begins
     again with --only in the run that goes on. The launchers die, and the run goes on to its end."""
     run_dir, out, again = tmp_path / "run", tmp_path / "out", tmp_path / "again"
     words = [*SMALL, f"run_dir={run_dir}", "steps=40"]

@@ -80,7 +80,7 @@ def end(run_dir: Path, reason: str) -> None:
 
 
 def test_the_lock_of_a_lost_node_is_waited_for(tmp_path: Path, lock: Path) -> None:
-    """Promise (docs/architecture.md#failure-domains): a controller that Slurm has started on another node
+    """Promise (docs/promises.md#failure-domains): a controller that Slurm has started on another node
     within seconds is not refused because of the one that its node's end has killed, nor does it take a lock
     of which it is not yet clear that nobody renews it."""
     end(tmp_path, "SIGUSR1")  # long ago
@@ -100,7 +100,7 @@ def test_the_lock_of_a_lost_node_is_waited_for(tmp_path: Path, lock: Path) -> No
 
 
 def test_the_spare_takes_over(tmp_path: Path, lock: Path) -> None:
-    """Promise (docs/architecture.md#failure-domains): a second controller's job waits as long as the first
+    """Promise (docs/promises.md#failure-domains): a second controller's job waits as long as the first
     one's lives, and starts when that has died without a word."""
 
     def look(n: int) -> None:
@@ -223,7 +223,7 @@ time.sleep(1000)
 def test_a_controller_leaves_the_run_to_a_spare(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Promise (docs/architecture.md#failure-domains): when only its own job is to end, no other job is; its
+    """Promise (docs/promises.md#failure-domains): when only its own job is to end, no other job is; its
     controller, which has taken the lock, ends, the lock is free for the spare, and the job is requeued, to be
     the spare."""
     monkeypatch.setattr("laminar_hpc.launch.slurm.spare._TOLD_AS_WELL_SECONDS", 0.0)

@@ -1,4 +1,4 @@
-"""docs/architecture.md#agents in whole runs on emulated engines, whose turns end with calls: real workers and
+"""docs/promises.md#agents in whole runs on emulated engines, whose turns end with calls: real workers and
 agents, deaths of engines, moves all around."""
 
 import json

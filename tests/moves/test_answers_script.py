@@ -1,4 +1,4 @@
-"""docs/architecture.md#one-call at the controller, message by message: an Answer goes to whoever has the
+"""docs/promises.md#one-call at the controller, message by message: an Answer goes to whoever has the
 trajectory by now, and when none will come its owner is told."""
 
 import time

@@ -1,4 +1,4 @@
-"""docs/architecture.md#nothing-lost over histories of the controller by chance, message by message: replicas
+"""docs/promises.md#nothing-lost over histories of the controller by chance, message by message: replicas
 generate, move, hang, leave, die and are taken for dead, controllers and trainers are replaced. When all is
 well again, every group is trained, and nothing twice in the history that led to the weights."""
 

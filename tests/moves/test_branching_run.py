@@ -1,4 +1,4 @@
-"""docs/architecture.md#branches in a whole run with tools on emulated engines, whose template leaves out
+"""docs/promises.md#branches in a whole run with tools on emulated engines, whose template leaves out
 earlier results; real workers, tools in processes."""
 
 import sqlite3

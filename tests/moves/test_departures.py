@@ -1,4 +1,4 @@
-"""docs/architecture.md#drains: a replica that is told to end leaves nothing behind."""
+"""docs/promises.md#drains: a replica that is told to end leaves nothing behind."""
 
 import time
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""docs/architecture.md#come-and-go, in whole emulated runs: real workers that the controller numbers join
+"""docs/promises.md#come-and-go, in whole emulated runs: real workers that the controller numbers join
 late and leave for good."""
 
 import pytest

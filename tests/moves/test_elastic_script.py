@@ -1,4 +1,4 @@
-"""docs/architecture.md#come-and-go: who numbers rollouts, and how much each of them is given while they come
+"""docs/promises.md#come-and-go: who numbers rollouts, and how much each of them is given while they come
 and go."""
 
 import os

@@ -1,4 +1,4 @@
-"""docs/architecture.md#ownership, and #nothing-lost over moves: a failure in any phase of a move ends with
+"""docs/promises.md#ownership, and #nothing-lost over moves: a failure in any phase of a move ends with
 the trajectory finished exactly once.
 
 The run must end in time, with every trajectory in whole, once; what can strike stands in faults.py.

@@ -200,7 +200,7 @@ RARE = st.sampled_from(["lose", "publish", "die"])
 )
 @example(events=[("die", 2), ("ask", 2), ("lose", 0), ("lose", 0)], refresh="barrier", bound=0)
 def test_grants_are_those_of_a_pass_over_all_replicas(events, refresh, bound):
-    """docs/architecture.md#turns: whatever replicas, relays and the trainer do, and in rounds too."""
+    """docs/promises.md#turns: whatever replicas, relays and the trainer do, and in rounds too."""
     with tempfile.TemporaryDirectory() as folder:
         world = World(Path(folder), refresh, bound)
         for replica in range(REPLICAS):
@@ -212,7 +212,7 @@ def test_grants_are_those_of_a_pass_over_all_replicas(events, refresh, bound):
 
 
 def test_large_grants_are_spread_over_turns(tmp_path, monkeypatch):
-    """docs/architecture.md#turns: a turn gives out so many samples, in the order of asking; the next one
+    """docs/promises.md#turns: a turn gives out so many samples, in the order of asking; the next one
     goes on at once."""
     monkeypatch.setattr(dispatcher, "_SAMPLES_AT_ONCE", 1)
     config = small_config(tmp_path, replicas=REPLICAS, steps=50, refresh="drained", max_staleness=2)
@@ -235,7 +235,7 @@ def test_large_grants_are_spread_over_turns(tmp_path, monkeypatch):
 
 
 def test_the_status_looks_at_no_list_that_grows_with_the_run(tmp_path):
-    """docs/architecture.md#turns: it is made once a second, for each rank."""
+    """docs/promises.md#turns: it is made once a second, for each rank."""
 
     class Passed(dict):
         def __iter__(self):

@@ -1,4 +1,4 @@
-"""docs/architecture.md#stays in whole runs on emulated engines: trajectories move, engines and replicas die,
+"""docs/promises.md#stays in whole runs on emulated engines: trajectories move, engines and replicas die,
 and each response has the results of one environment, each once and in order, and that one's grade."""
 
 import re

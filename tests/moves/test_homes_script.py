@@ -1,4 +1,4 @@
-"""docs/architecture.md#stays at the controller, message by message: questions reach the replica that has the
+"""docs/promises.md#stays at the controller, message by message: questions reach the replica that has the
 environment, which grades what has ended elsewhere and is let go once; with its loss the trajectory begins
 again."""
 

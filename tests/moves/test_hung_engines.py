@@ -1,4 +1,4 @@
-"""docs/architecture.md#hangs on emulated engines: one that stands still is replaced, and its work goes on."""
+"""docs/promises.md#hangs on emulated engines: one that stands still is replaced, and its work goes on."""
 
 import time
 

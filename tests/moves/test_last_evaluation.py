@@ -1,4 +1,4 @@
-"""docs/architecture.md#outlives-its-controller: the trainers are done, and the last evaluation is made,
+"""docs/promises.md#outlives-its-controller: the trainers are done, and the last evaluation is made,
 whoever dies before it or in the middle of it; message by message."""
 
 import time
@@ -125,7 +125,7 @@ def test_an_evaluation_that_ends_between_two_gangs_is_not_made_again(tmp_path: P
 
 @pytest.mark.parametrize("begun", [False, True])
 def test_nobody_is_left_to_make_it(tmp_path: Path, begun: bool) -> None:
-    """docs/architecture.md#bounded-waits: without a rollout that is at work on it the run ends, with a line;
+    """docs/promises.md#bounded-waits: without a rollout that is at work on it the run ends, with a line;
     one that has a share is awaited."""
     config = configuration(tmp_path)
     script = trained(config)

@@ -1,4 +1,4 @@
-"""docs/architecture.md#ownership, and #nothing-lost over moves, on real SGLang engines: what test_faults.py
+"""docs/promises.md#ownership, and #nothing-lost over moves, on real SGLang engines: what test_faults.py
 pins on emulated ones, and that what moved is the model's own.
 
 Two or three replicas serve a tiny random model, whose responses are long; the stage publishes its weights

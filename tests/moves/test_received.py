@@ -16,7 +16,7 @@ from laminar_hpc.store.store import Store
 
 
 def test_a_turn_that_fails_has_received_nothing(tmp_path):
-    """docs/architecture.md#delivered-once: what a failed turn had taken is neither stored nor counted as
+    """docs/promises.md#delivered-once: what a failed turn had taken is neither stored nor counted as
     received, so that it is taken by the next controller."""
     script = Script(small_config(tmp_path))
     hub, store = script.hub, script.controller.store
@@ -40,7 +40,7 @@ def test_a_turn_that_fails_has_received_nothing(tmp_path):
 
 
 def test_who_was_replaced_while_it_listened_takes_nothing(tmp_path):
-    """docs/architecture.md#one-controller: what had arrived at a controller that stood still is its
+    """docs/promises.md#one-controller: what had arrived at a controller that stood still is its
     successor's: nothing of it stands in the run's metrics."""
     script = Script(small_config(tmp_path))
     controller, begun = script.controller, [False]

@@ -1,4 +1,4 @@
-"""docs/architecture.md#one-policy and #nothing-lost over deaths of replicas that were alone with their
+"""docs/promises.md#one-policy and #nothing-lost over deaths of replicas that were alone with their
 weights: another one loads these from an older slot.
 
 The engine is killed while its trajectories are on the id before the newest and nobody else generates with

@@ -43,7 +43,7 @@ def alone_on_older_weights(script: Script, tokens: int = TOKENS) -> Grant:
 
 
 def test_a_waiting_replica_loads_the_older_weights_and_every_trajectory_ends_once(tmp_path):
-    """docs/architecture.md#nothing-lost: it gets the tokens so far under the next attempt; a report of the
+    """docs/promises.md#nothing-lost: it gets the tokens so far under the next attempt; a report of the
     dead replica counts for nothing any more."""
     script = new(tmp_path)
     first = alone_on_older_weights(script)

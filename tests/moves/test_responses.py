@@ -1,4 +1,4 @@
-"""docs/architecture.md#stored-when-generated: a complete response is never generated again, whoever dies
+"""docs/promises.md#stored-when-generated: a complete response is never generated again, whoever dies
 before its score comes; message by message."""
 
 import shutil

@@ -55,7 +55,7 @@ def replace(path: Path) -> None:
     ],
 )
 def test_a_live_run_makes_its_store_again(tmp_path, harm: Callable, apart: bool, says: str):
-    """Promise: docs/architecture.md#store-harmed. It is found in the next turn and said once; the run goes on
+    """Promise: docs/promises.md#store-harmed. It is found in the next turn and said once; the run goes on
     to its end, loses nothing, and its records are clean. The same where the store lies apart, beside a
     journal."""
     config = small_config(tmp_path)
@@ -81,7 +81,7 @@ def test_a_live_run_makes_its_store_again(tmp_path, harm: Callable, apart: bool,
 
 
 def test_harm_within_a_turn_ends_the_run_in_one_line(tmp_path):
-    """Promise: docs/architecture.md#store-harmed. Where a turn reads what was damaged a moment before, the
+    """Promise: docs/promises.md#store-harmed. Where a turn reads what was damaged a moment before, the
     run ends in one line, and the store is as of the last turn: a resume goes on from it."""
     config = small_config(tmp_path)
     script = Script(config)
@@ -114,7 +114,7 @@ def test_harm_within_a_turn_ends_the_run_in_one_line(tmp_path):
 
 
 def test_all_of_it_is_read_at_each_checkpoint(tmp_path):
-    """Promise: docs/architecture.md#store-harmed. Noise that left no trace in the file's times is found
+    """Promise: docs/promises.md#store-harmed. Noise that left no trace in the file's times is found
     there."""
     script = Script(small_config(tmp_path))
     store, said = script.controller.store, []

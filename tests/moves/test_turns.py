@@ -1,4 +1,4 @@
-"""docs/architecture.md#one-policy over several turns: whole runs with tools on emulated engines, whose turns
+"""docs/promises.md#one-policy over several turns: whole runs with tools on emulated engines, whose turns
 end with calls; real workers, moves, tools in processes, deaths."""
 
 import json

@@ -1,4 +1,4 @@
-"""docs/architecture.md#graded: a trajectory whose environment fails again and again takes its group out of
+"""docs/promises.md#graded: a trajectory whose environment fails again and again takes its group out of
 training, message by message."""
 
 import asyncio
@@ -51,7 +51,7 @@ def test_its_group_is_given_up_and_its_number_is_free(tmp_path: Path) -> None:
 
 
 def test_what_is_merely_slow_has_all_of_its_time(tmp_path: Path) -> None:
-    """docs/architecture.md#all-awaited: towards the end of a local batch each replica tries once, and the
+    """docs/promises.md#all-awaited: towards the end of a local batch each replica tries once, and the
     third try has all of environment.timeout_seconds for each call, at whichever replica it is."""
     script, (first, second) = working(tmp_path)
     lost, *_ = samples_of(first)

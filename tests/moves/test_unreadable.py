@@ -21,7 +21,7 @@ def with_a_batch(folder: Path) -> tuple[Script, Batch, list[str]]:
 
 
 def test_they_are_generated_again(tmp_path):
-    """Promise: docs/architecture.md#intact-responses. The trainer names what it cannot read: that is given
+    """Promise: docs/promises.md#intact-responses. The trainer names what it cannot read: that is given
     out again, the rest of its batch waits, one line says so, and the step is trained when all is there. Asked
     another time, nothing more is lost."""
     script, batch, said = with_a_batch(tmp_path)
@@ -46,7 +46,7 @@ def test_they_are_generated_again(tmp_path):
 
 
 def test_a_resume_comes_to_the_same(tmp_path):
-    """Promise: docs/architecture.md#intact-responses. Also where the controller has started again since."""
+    """Promise: docs/promises.md#intact-responses. Also where the controller has started again since."""
     script, batch, _ = with_a_batch(tmp_path)
     script = script.again()
     assert script.state().ready_groups == 2
@@ -58,7 +58,7 @@ def test_a_resume_comes_to_the_same(tmp_path):
 
 
 def test_a_replay_cannot_generate(tmp_path):
-    """Promise: docs/architecture.md#intact-responses. There it is the one line that it was."""
+    """Promise: docs/promises.md#intact-responses. There it is the one line that it was."""
     script, batch, _ = with_a_batch(tmp_path)
     script.controller.training._replay = script.controller.store
     bad = batch.groups[0].trajectories[0]

@@ -1,4 +1,4 @@
-"""docs/architecture.md#one-call in whole runs on emulated engines: trajectories move while they wait for
+"""docs/promises.md#one-call in whole runs on emulated engines: trajectories move while they wait for
 their tools, and engines die under them. What a tool has given stands in one response, once."""
 
 import re

@@ -110,7 +110,7 @@ def scalars(folder) -> dict[str, float]:
 
 
 def test_nothing_is_written_by_one_that_was_replaced(tmp_path):
-    """Promise (docs/architecture.md#one-controller): another one writes the metrics by now."""
+    """Promise (docs/promises.md#one-controller): another one writes the metrics by now."""
 
     def assure() -> None:
         if replaced:

@@ -65,7 +65,7 @@ def test_what_no_span_covers_is_not_trained(parts, rest):
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 3), st.integers(1, 4)), min_size=1, max_size=9))
 def test_branches_begin_where_they_were_begun(parts):
-    """docs/architecture.md#branches: before any turn but the first, with what is given; behind drawn tokens,
+    """docs/promises.md#branches: before any turn but the first, with what is given; behind drawn tokens,
     or behind others that were given: which tokens are trained stays the same."""
     spans, starts, at = [], [], 0
     for begins, given_tokens, drawn_tokens in parts:

@@ -51,7 +51,7 @@ def live(groups: Iterable[GroupView]) -> LiveGroups:
 def test_bound_holds_for_any_order_of_events(
     groups_per_step, bound, replicas, filtered, more_rounds, parts, seed
 ):
-    """docs/architecture.md#no-barrier and the proof in policies/admission.py: replicas on any old weights,
+    """docs/promises.md#no-barrier and the proof in policies/admission.py: replicas on any old weights,
     any order of finishing, groups given up when they are complete, sampled in several rounds, lost and redone
     on other weights, steps that take their groups in several parts, and restores to an earlier step, out of
     the middle of one too. None is late, no group is taken twice, nobody starves."""

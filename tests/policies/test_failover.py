@@ -30,7 +30,7 @@ def test_orphans_go_to_their_own_weights_within_the_room(orphans, rooms):
 
 @given(orphans=ORPHANS, idle=IDLE)
 def test_a_replica_without_work_loads_what_it_can_and_nobody_is_forgotten(orphans, idle):
-    """docs/architecture.md#one-policy and #nothing-lost: one id per replica, and one that it serves or can
+    """docs/promises.md#one-policy and #nothing-lost: one id per replica, and one that it serves or can
     load; every trajectory in one place at most; a load saves more
     than it costs; and nothing waits where a replica that asks for work goes away with nothing."""
     reloads, again = plan_reloads(orphans, idle, 1.0)

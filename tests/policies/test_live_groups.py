@@ -26,7 +26,7 @@ VIEWS = st.builds(
     data=st.data(),
 )
 def test_counts_decide_as_a_pass_over_all_groups(changes, step, groups_per_step, bound, data):
-    """docs/architecture.md#turns: after any history of groups that come, change and go, `choose` takes the
+    """docs/promises.md#turns: after any history of groups that come, change and go, `choose` takes the
     same groups in the same order and waits in the same cases, and `may_go_on` allows the same; what it
     refuses to one group it refuses to all that are due later."""
     live, groups = LiveGroups(), dict[int, GroupView]()

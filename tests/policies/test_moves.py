@@ -25,7 +25,7 @@ def happened_in_order(wanted: list[str], seen: list[str]) -> bool:
 
 
 def test_invariants_over_all_short_histories():
-    """docs/architecture.md#ownership. The owner changes at most once, never after the move is off, and only
+    """docs/promises.md#ownership. The owner changes at most once, never after the move is off, and only
     at an "imported" that follows what the destination needs to have; a move that is off says so once; a
     trajectory becomes an orphan at most once and only where its source is dead."""
     committed = 0

@@ -17,7 +17,7 @@ HISTORY = st.lists(
 @settings(max_examples=80, deadline=None)
 @given(history=HISTORY, shares=st.dictionaries(WEIGHTS, st.integers(0, 4)), least=st.integers(1, 3))
 def test_a_pass_over_the_line_serves_whom_a_pass_over_all_would(history, shares, least):
-    """docs/architecture.md#turns: each weight id has so many shares to give, one to a replica; one whose
+    """docs/promises.md#turns: each weight id has so many shares to give, one to a replica; one whose
     responses are not scored yet takes none when fewer than `least` are left."""
     line = WaitingLine()
     asked: dict[int, list] = {}  # replica -> weight id, whether it scores; in the order of asking

@@ -22,7 +22,7 @@ EVENTS = st.lists(
 
 @given(EVENTS)
 def test_a_report_places_whom_a_pass_over_all_would(events):
-    """docs/architecture.md#turns: the same ones, each of which fits; what has gone on waits no more."""
+    """docs/promises.md#turns: the same ones, each of which fits; what has gone on waits no more."""
     waiting, plain = WaitingOrphans(), dict[int, tuple[Orphan, int]]()
     for number, (event, trajectory_id, weight_id, tokens) in enumerate(events):
         if event == "comes" and trajectory_id not in plain:

@@ -19,7 +19,7 @@ SIZE = 12 << 20
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_a_zombie_s_bytes_never_become_visible(tmp_path):
-    """Promise: docs/architecture.md#roles-apart. The relays keep their weights and their link, and get those
+    """Promise: docs/promises.md#roles-apart. The relays keep their weights and their link, and get those
     of the next trainer under a higher id. The controller sees the zombie by its silence, as on another
     machine."""
     words = "cluster.heartbeat_timeout_seconds=3", "relay.chunk_megabytes=1"

@@ -23,7 +23,7 @@ def test_what_arrives_is_what_was_sent(link, chunk):
 
 
 def test_other_sums_are_refused(link):
-    """docs/architecture.md#verified-weights: what does not have the trainer's sums never becomes a slot."""
+    """docs/promises.md#verified-weights: what does not have the trainer's sums never becomes a slot."""
     manifest, data = publication()
     manifest.tensors[1].sum_indexed ^= 1
     with pytest.raises(

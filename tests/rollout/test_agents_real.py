@@ -1,4 +1,4 @@
-"""docs/architecture.md#agents on a real engine: what an agent with OpenAI's client has said and read is,
+"""docs/promises.md#agents on a real engine: what an agent with OpenAI's client has said and read is,
 token by token, what the engine saw, on one policy."""
 
 import json
@@ -122,7 +122,7 @@ def test_an_agent_on_a_real_engine(replica: Replica) -> None:
 
 
 def test_an_agent_that_compacts_on_a_real_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """docs/architecture.md#branches: what an agent has compacted begins a branch, whose tokens have the
+    """docs/promises.md#branches: what an agent has compacted begins a branch, whose tokens have the
     log-probs that transformers gives them in the branch alone; the payload has both, each as the agent saw
     it."""
     (tmp_path / "compacting_of_real_test.py").write_text(COMPACTS)

@@ -1,4 +1,4 @@
-"""docs/architecture.md#one-call: a trajectory moves while it waits for its tool, and what its calls come to
+"""docs/promises.md#one-call: a trajectory moves while it waits for its tool, and what its calls come to
 follows it: each is made once, and nobody waits for ever."""
 
 import asyncio

@@ -93,7 +93,7 @@ def test_an_engine_imports_no_megatron(pair):
 
 
 def test_sums_of_live_parameters_are_those_of_the_file_and_change_with_a_load(pair, slots):
-    """docs/architecture.md#verified-weights rests on this: the sums are taken over what the engine computes
+    """docs/promises.md#verified-weights rests on this: the sums are taken over what the engine computes
     with, under Hugging Face names. The load tells the same
     sums; its id is that of the next tokens; what was cached is forgotten."""
     engine = pair.engines[1]
@@ -245,7 +245,7 @@ def test_no_request_of_any_kind_is_answered_without_the_key(pair):
 
 
 def test_a_response_of_two_weight_ids_is_seen(pair, slots):
-    """docs/architecture.md#one-policy: a response during which the weights changed is refused. Newer SGLang
+    """docs/promises.md#one-policy: a response during which the weights changed is refused. Newer SGLang
     names both ids, 0.5.17 the last one."""
     engine, (directory, _) = pair.engines[1], fill_slot(slots, pair.models[0], 10, 0)
 

@@ -1,4 +1,4 @@
-"""docs/architecture.md#hangs on a real engine: SGLang's scheduler is stopped while it decodes."""
+"""docs/promises.md#hangs on a real engine: SGLang's scheduler is stopped while it decodes."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""docs/architecture.md#stays: an environment stays at its replica while its trajectory moves: it is called
+"""docs/promises.md#stays: an environment stays at its replica while its trajectory moves: it is called
 once for each question, closed once, and is there when the trajectory comes back."""
 
 import asyncio

@@ -17,7 +17,7 @@ def opened(weight_id: int = 3) -> ReplicaState:
 
 
 def test_life_of_a_replica():
-    """The order of docs/architecture.md#weights-and-staleness: open(id) -> draining -> open(id) -> pulling ->
+    """The order of docs/staleness.md: open(id) -> draining -> open(id) -> pulling ->
     verified -> open(new id)."""
     state = opened(3)
     seen = [state.phase]
@@ -67,7 +67,7 @@ def test_nothing_is_added_to_a_batch_and_no_weights_come_into_it():
 
 
 def test_weights_are_open_only_after_their_verification():
-    """docs/architecture.md#verified-weights: no step leads from unverified or pulled weights to work."""
+    """docs/promises.md#verified-weights: no step leads from unverified or pulled weights to work."""
     state = ReplicaState()
     for step in (lambda: state.open(0), lambda: state.verified(1), lambda: state.grant(-1, 1)):
         with pytest.raises(WrongState):
@@ -100,7 +100,7 @@ def test_an_id_goes_back_only_where_that_is_asked_for():
 
 
 def test_after_a_pull_that_failed_nothing_is_open():
-    """docs/architecture.md#verified-weights: what is in the engine then is not known; any newer weights are
+    """docs/promises.md#verified-weights: what is in the engine then is not known; any newer weights are
     due."""
     state = opened(3)
     with pytest.raises(WrongState):

@@ -114,7 +114,7 @@ def test_a_local_batch(replica):
 
 
 def test_a_response_of_another_replica_is_scored(replica):
-    """docs/architecture.md#stored-when-generated: Scored with its id and attempt, by the same reward
+    """docs/promises.md#stored-when-generated: Scored with its id and attempt, by the same reward
     function; nothing is generated."""
     tokens = [5, 6, 7, 8]
     row, made = {"kind": "plain", "prompt": "another's"}, Made(4711, 9, [1, 2], tokens, [-1.0] * 4, attempt=3)
@@ -184,7 +184,7 @@ def test_a_grant_for_other_weights_is_refused(replica):
 
 
 def test_more_than_one_version_is_lost(replica, monkeypatch):
-    """docs/architecture.md#one-policy: a response that the engine reports under two ids is given back with
+    """docs/promises.md#one-policy: a response that the engine reports under two ids is given back with
     the reason, and is never Generated."""
     from laminar_hpc.engine.sglang import server as sglang_server
 
@@ -335,7 +335,7 @@ def orphans_of(replica, weight_id: int, model: torch.nn.Module, length: int) -> 
 
 
 def test_it_goes_back_to_older_weights_for_trajectories_that_began_with_them(replica):
-    """docs/architecture.md#one-policy: what a dead replica left goes on from its tokens under its own
+    """docs/promises.md#one-policy: what a dead replica left goes on from its tokens under its own
     policy, loaded from a slot that still holds it and verified
     like any other; then the newest weights are pulled again."""
     controller = replica.controller

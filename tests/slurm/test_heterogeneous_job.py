@@ -24,7 +24,7 @@ def submit(cluster, run_dir: Path, *words: str) -> str:
 
 
 def test_it_is_requeued_whole_and_trains_to_the_end(three_nodes, tmp_path: Path) -> None:
-    """Promise (docs/architecture.md#failure-domains): USR1 to its script, as before the time limit, and the
+    """Promise (docs/promises.md#failure-domains): USR1 to its script, as before the time limit, and the
     loss of one of its nodes each requeue all three components, which go on from the newest checkpoint."""
     if three_nodes.mode() == "plain":
         pytest.skip("nodes without namespaces of their own cannot lose power: that needs CAP_SYS_ADMIN")
@@ -47,7 +47,7 @@ def test_it_is_requeued_whole_and_trains_to_the_end(three_nodes, tmp_path: Path)
 
 
 def test_it_fails_at_once_and_is_not_requeued(three_nodes, tmp_path: Path) -> None:
-    """Promise (docs/architecture.md#failure-domains): what is refused on its nodes ends all components, with
+    """Promise (docs/promises.md#failure-domains): what is refused on its nodes ends all components, with
     the line that says why."""
     part, settings = "--time=60", {"RUN_DIR": str(tmp_path / "run"), "VENV": sys.prefix}
     words = [part, ":", part, ":", part, "slurm/laminar_hetjob.sbatch", "experiment=demo", "nonsense=1"]

@@ -52,7 +52,7 @@ def check_end(cluster, run_dir: Path, jobs: dict[str, str], steps: int) -> None:
 
 
 def test_jobs_apart_train_to_the_end(slurm_cluster, tmp_path: Path) -> None:
-    """Promise (docs/architecture.md#failure-domains): jobs of their own find each other by the run's folder,
+    """Promise (docs/promises.md#failure-domains): jobs of their own find each other by the run's folder,
     train all steps, and all end COMPLETED; the array is submitted again in mid-run, and its replica works
     too."""
     run_dir = tmp_path / "run"
@@ -71,7 +71,7 @@ def test_jobs_apart_train_to_the_end(slurm_cluster, tmp_path: Path) -> None:
 
 
 def test_the_trainers_time_is_over(slurm_cluster, tmp_path: Path) -> None:
-    """Promise (docs/architecture.md#failure-domains): USR1 to the trainers' job, as before its limit, ends
+    """Promise (docs/promises.md#failure-domains): USR1 to the trainers' job, as before its limit, ends
     the trainers with a checkpoint; that job is requeued, the others go on, and all train the rest without a
     word. TERM, as at preemption, does the same. No step is trained twice."""
     run_dir = tmp_path / "run"
@@ -97,7 +97,7 @@ def test_the_trainers_time_is_over(slurm_cluster, tmp_path: Path) -> None:
 
 
 def test_the_controller_s_time_is_over(slurm_cluster, tmp_path: Path) -> None:
-    """Promise (docs/architecture.md#failure-domains): USR1 to a controller's job without a spare stops the
+    """Promise (docs/promises.md#failure-domains): USR1 to a controller's job without a spare stops the
     run with a checkpoint; all its jobs are requeued, and train the rest without a word."""
     run_dir = tmp_path / "run"
     jobs = submit(slurm_cluster, run_dir, "steps=60")
@@ -110,7 +110,7 @@ def test_the_controller_s_time_is_over(slurm_cluster, tmp_path: Path) -> None:
 
 
 def test_a_complete_run_is_not_requeued(slurm_cluster, tmp_path: Path) -> None:
-    """Promise (docs/architecture.md#failure-domains): `laminar stop` ends all jobs for good, and a second
+    """Promise (docs/promises.md#failure-domains): `laminar stop` ends all jobs for good, and a second
     submission goes on; one of a complete run submits nothing."""
     run_dir = tmp_path / "run"
     jobs = submit(slurm_cluster, run_dir, "steps=1000")
@@ -127,7 +127,7 @@ def test_a_complete_run_is_not_requeued(slurm_cluster, tmp_path: Path) -> None:
 
 
 def test_nobody_waits_for_a_controller_that_has_failed(slurm_cluster, tmp_path: Path) -> None:
-    """Promise (docs/architecture.md#failure-domains): the jobs that wait for a controller's job end with it,
+    """Promise (docs/promises.md#failure-domains): the jobs that wait for a controller's job end with it,
     when that fails before the run has begun; those that are submitted afterwards wait for the next one."""
     run_dir = tmp_path / "run"
     settings = {"RUN_DIR": str(run_dir), "VENV": sys.prefix, "ROLLOUTS": "1"}
@@ -146,7 +146,7 @@ def test_nobody_waits_for_a_controller_that_has_failed(slurm_cluster, tmp_path: 
 
 
 def test_a_trainer_node_dies(slurm_cluster, tmp_path: Path) -> None:
-    """Promise (docs/architecture.md#failure-domains): the power of one of the trainers' two nodes is cut.
+    """Promise (docs/promises.md#failure-domains): the power of one of the trainers' two nodes is cut.
     Their job is requeued, controller and rollouts go on, in one life each, and the trainers go on from the
     newest checkpoint."""
     if slurm_cluster.mode() == "plain":
@@ -171,7 +171,7 @@ def test_a_trainer_node_dies(slurm_cluster, tmp_path: Path) -> None:
 
 
 def test_the_trainers_wait_in_the_queue(slurm_cluster, tmp_path: Path) -> None:
-    """Promise (docs/architecture.md#failure-domains): the trainers' job is requeued and gets no nodes for
+    """Promise (docs/promises.md#failure-domains): the trainers' job is requeued and gets no nodes for
     longer than cluster.join_timeout_seconds: controller and rollouts go on, in one life each, and wait for
     it."""
     run_dir, seconds = tmp_path / "run", 60

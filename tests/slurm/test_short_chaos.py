@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(1500)]
 
 
 def test_five_minutes_of_faults(slurm_cluster, tmp_path: Path) -> None:
-    """Promise (docs/architecture.md#nothing-lost): whatever is killed, stopped, cut off, switched off or
+    """Promise (docs/promises.md#nothing-lost): whatever is killed, stopped, cut off, switched off or
     preempted, the run trains on, ends in order, and its audit is clean. The cluster of the other tests shows
     that one can be had here; the bench has its own."""
     if slurm_cluster.mode() != "netns":

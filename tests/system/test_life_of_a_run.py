@@ -21,7 +21,7 @@ def run_dir(tmp_path_factory):
 def test_kill_resume_stop_resume(run_dir):
     """A relay dies: with restarts=1 the run goes on by itself, and one line says why. Then TERM: the step is
     finished, checkpointed, exit 0, everything gone. The same command goes on, to fewer steps. At the end
-    docs/architecture.md#one-policy and #nothing-lost hold over all launches, and a further start ends at
+    docs/promises.md#one-policy and #nothing-lost hold over all launches, and a further start ends at
     once."""
     words = ["checkpoint.every=2", "resume=auto", BATCH]
     run = Run(run_dir, f"steps={STEPS}", *words, "restarts=1")

@@ -44,7 +44,7 @@ def wait_for_step(run_dir: Path, step: int, seconds: float = 200) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_rollout_and_a_relay_die_and_come_back(tmp_path):
-    """docs/architecture.md#roles-apart; #one-policy and #nothing-lost hold over both deaths."""
+    """docs/promises.md#roles-apart; #one-policy and #nothing-lost hold over both deaths."""
     run_dir = tmp_path / "run"
     words = [str(run_dir), *SHORT, f"steps={STEPS}"]
     again = []
@@ -115,7 +115,7 @@ def trainer_seconds(run_dir: Path, since: float) -> tuple[float, float]:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_trainers_die_twice_and_are_replaced_while_the_others_go_on(tmp_path):
-    """docs/architecture.md#roles-apart; #nothing-lost and #one-policy hold over both deaths, at moments that
+    """docs/promises.md#roles-apart; #nothing-lost and #one-policy hold over both deaths, at moments that
     chance has chosen: the rollout and the relay are the same processes to the end, weight ids rise, the audit
     is clean, and the run learns."""
     run_dir, chance = tmp_path / "run", random.Random()
@@ -171,7 +171,7 @@ def tokens_per_second(run_dir: Path, begin: float, end: float) -> float:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_controller_dies_twice_and_the_run_goes_on(tmp_path):
-    """docs/architecture.md#outlives-its-controller, with a real trainer, relay and engine: nobody else is
+    """docs/promises.md#outlives-its-controller, with a real trainer, relay and engine: nobody else is
     started anew, each step is done once, and decisions are made again within 15 s."""
     run_dir = tmp_path / "run"
     words = [str(run_dir), *SHORT, f"steps={STEPS}"]
@@ -259,7 +259,7 @@ def wait_for_pulls(run_dir: Path, replicas: set[int], seconds: float = 200) -> N
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_rollouts_come_and_go(tmp_path):
-    """docs/architecture.md#come-and-go and #drains, with real engines: a run of two replicas starts with one,
+    """docs/promises.md#come-and-go and #drains, with real engines: a run of two replicas starts with one,
     a second and a third join; TERM to the first one lets it leave in order with exit code 0 within 20 s, and
     no token is lost; kill -9 of the second takes nothing from the third, its neighbour in one script."""
     run_dir = tmp_path / "run"

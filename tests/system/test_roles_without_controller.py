@@ -1,4 +1,4 @@
-"""docs/architecture.md#drains, #outlives-its-controller: real roles whose controller has died and does not
+"""docs/promises.md#drains, #outlives-its-controller: real roles whose controller has died and does not
 start again by itself. One is told to end, another controller would begin anew, the user asks for a stop."""
 
 import json

@@ -13,7 +13,7 @@ STEPS = 10
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_run_goes_on_when_store_dir_is_lost(tmp_path):
-    """Promise: docs/architecture.md#journal. The controller is killed, its local disk is gone, and the same
+    """Promise: docs/promises.md#journal. The controller is killed, its local disk is gone, and the same
     command with another store_dir goes on as if nothing had happened: nothing is trained twice, and ids go on
     rising."""
     run_dir, words = tmp_path / "run", [f"steps={STEPS}", "checkpoint.every=2", "resume=auto"]

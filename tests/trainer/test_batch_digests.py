@@ -1,4 +1,4 @@
-"""docs/architecture.md#intact-responses: the trainer trains on nothing but what was generated."""
+"""docs/promises.md#intact-responses: the trainer trains on nothing but what was generated."""
 
 import shutil
 from collections import deque
@@ -71,7 +71,7 @@ def test_a_changed_response_ends_the_run_in_one_line(world, tmp_path, what):
 
 
 def test_another_batch_is_asked_for(world, tmp_path):
-    """docs/architecture.md#intact-responses: a step whose responses cannot all be read asks for another batch
+    """docs/promises.md#intact-responses: a step whose responses cannot all be read asks for another batch
     and names them, before anything is trained; where none can be read, the run ends: that is the file
     system."""
     groups = made.groups(tmp_path, tiny.make_batch(0))

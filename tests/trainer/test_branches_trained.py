@@ -1,4 +1,4 @@
-"""docs/architecture.md#branches: to the trainer a response's branches are sequences of one trajectory."""
+"""docs/promises.md#branches: to the trainer a response's branches are sequences of one trajectory."""
 
 from pathlib import Path
 

@@ -56,7 +56,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
 def test_training_goes_on_beside_the_writing(
     distributed: bool, dtype: str, tied_model: Path, tmp_path: Path, world: None, gate: Gate
 ) -> None:
-    """docs/architecture.md#beside-training: what is written is the state at `begin`, however far training is
+    """docs/promises.md#beside-training: what is written is the state at `begin`, however far training is
     when the disk has it; the name comes last."""
     settings = {"model__dtype": dtype, "trainer__distributed_optimizer": distributed}
     trainer = Trainer(tied_model, tmp_path, **settings)
@@ -175,7 +175,7 @@ def test_without_room_for_a_copy_training_waits(
 def test_the_buffers_are_there_before_the_first_one(
     distributed: bool, tied_model: Path, tmp_path: Path, world: None
 ) -> None:
-    """docs/architecture.md#beside-training: `prepare` makes them all; what is saved in them is the state at
+    """docs/promises.md#beside-training: `prepare` makes them all; what is saved in them is the state at
     `begin`, to the last bit that of a checkpoint without them."""
     hashes, files = [], []
     for prepared in (True, False):

@@ -83,7 +83,7 @@ def test_files_are_divided_among_the_ranks_of_a_stage(
     ],
 )
 def test_shares_make_up_the_whole(layout: str, resumed: str, ranks: Ranks, tmp_path: Path) -> None:
-    """docs/architecture.md#own-share: each rank copies about the same part of the state and nothing twice;
+    """docs/promises.md#own-share: each rank copies about the same part of the state and nothing twice;
     hf/ is in files of several ranks, bit for bit the weights; all of it loads, at this layout bit for bit."""
     model = tiny.make_model(tmp_path / "model")
     arguments = {"model": str(model), "run_dir": str(tmp_path / "run")}

@@ -1,4 +1,4 @@
-"""docs/architecture.md#loss-mask: of a token that the environment gave nothing is trained; it is context."""
+"""docs/promises.md#loss-mask: of a token that the environment gave nothing is trained; it is context."""
 
 import copy
 import math

@@ -1,4 +1,4 @@
-"""docs/architecture.md#grows-only: a conversation is tokens that only grow, whatever ends a turn in the
+"""docs/promises.md#grows-only: a conversation is tokens that only grow, whatever ends a turn in the
 model's template; a template that rewrites them is refused."""
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""docs/architecture.md#branches: a conversation goes on as long as its template writes it on, and begins a
+"""docs/promises.md#branches: a conversation goes on as long as its template writes it on, and begins a
 branch where that rewrites earlier turns; or all that was drawn is kept."""
 
 from pathlib import Path

@@ -5,7 +5,7 @@ machines and the header that they speak by. line/worker_line.py and line/hub.py 
     receiver  take(expected) -> acknowledged (by the controller: after its commit)
 
 A member has one stream up, named by its identity; it outlives connections and controllers. A stream down
-begins with each Welcome and is named by the header's `session`. docs/architecture.md has the protocol.
+begins with each Welcome and is named by the header's `session`. docs/delivery.md has the protocol.
 
 Invariants: a number names one message for good; a receiver takes numbers in order, each once; a sender
 forgets what was acknowledged and nothing else; at most WINDOW_FRAMES are on the wire.

@@ -73,7 +73,7 @@ def first_not_finite(partial: Partial) -> int | None:
 
 def objection(partial: Partial, finish_reason: str, weight_id: int | None) -> str | None:
     """Why this response must not be trained on; None when it may be. One trajectory, one policy, by the
-    engine's own report (docs/architecture.md#one-policy); with `weight_id` None several are allowed.
+    engine's own report (docs/promises.md#one-policy); with `weight_id` None several are allowed.
 
     Log-probs that are not finite: the trainer never publishes weights that are not, so the engine's
     arithmetic overflowed. That may be chance, so the trajectory alone is lost and generated again; health.py

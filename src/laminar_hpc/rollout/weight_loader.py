@@ -4,7 +4,7 @@ parameters, score the probe.
 Used by worker.py. A slot that does not fit the engine is refused before anything is copied. Whatever goes
 wrong from the copy on, the engine is replaced by one that starts from the slot, and is verified again;
 weights are announced only when the live parameters have the manifest's sums
-(docs/architecture.md#verified-weights).
+(docs/promises.md#verified-weights).
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""All that must hold of a run's records, in the order in which it is shown; docs/architecture.md#audited.
+"""All that must hold of a run's records, in the order in which it is shown; docs/promises.md#audited.
 
 A check is a function that looks at one thing after the other and yields a line for each that breaks the
 promise, None for each that keeps it.

@@ -1,5 +1,5 @@
 """Checksums of tensors that add up over shards: made by the trainer, checked by relay and rollout
-(docs/architecture.md#weights-and-staleness).
+(docs/staleness.md).
 
 Two 64-bit sums over the little-endian 32-bit words of a tensor's contiguous image, zero-padded to whole
 words: the sum of the words, and the sum of (index + 1) * word, both modulo 2**64. The first sees every

@@ -3,7 +3,7 @@ to the whole's check sums.
 
 SGLang fuses q/k/v and gate/up projections, pads the vocabulary and splits over its tensor-parallel ranks;
 this undoes all of it by views, so that the sums of the live weights compare with those of the canonical
-tensors (docs/architecture.md#weights-and-staleness). Every rank tells of its own shard.
+tensors (docs/staleness.md). Every rank tells of its own shard.
 """
 
 from collections.abc import Iterator
