@@ -184,7 +184,8 @@ class Rank:
     """This process from its words to its end: what it prints, and its exit code."""
 
     def __init__(self) -> None:
-        self._user, self._started = UserTerminal(), time.monotonic()
+        self._user = UserTerminal()
+        self._started = time.monotonic()
         self._mine: RoleOfRank | None = None
         self._config: RunConfig | None = None
 

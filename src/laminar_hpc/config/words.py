@@ -58,7 +58,9 @@ class Keys:
         self.fields = dict(all_fields(schema))
         self.sections = {key.rpartition(".")[0] for key in self.fields} - {""}
         self.tables = {key for key, f in self.fields.items() if typing.get_origin(plain_type(f)[0]) is dict}
-        self.groups, self.place, self.instead = groups, place, instead or {}
+        self.groups = groups
+        self.place = place
+        self.instead = instead or {}
 
     def table_of(self, key: str) -> str | None:
         """The table that a key is an entry of."""

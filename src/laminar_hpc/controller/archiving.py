@@ -38,12 +38,16 @@ class Archiving:
     """Of a run that generates; a replay archives nothing."""
 
     def __init__(self, shared: Shared, store: Store, gone: GoneWriters) -> None:
-        self._shared, self._store, self._state, self._gone = shared, store, shared.state, gone
+        self._shared = shared
+        self._store = store
+        self._state = shared.state
+        self._gone = gone
         self._run_dir = Path(shared.config.run_dir)
         self._archiver = Archiver(store.path, store.run_dir, self._run_dir, shared.config.archive)
         self._done = store.archived_steps
         self._job: Future[Archived] | None = None
-        self._not_before, self._limit = 0.0, 0
+        self._not_before = 0.0
+        self._limit = 0
         self.at_work: Callable[[], None] = lambda: None  # called while a turn puts responses back
         self._trims = True  # whether the store may have too many rows
         self.checkpointed()
@@ -61,7 +65,8 @@ class Archiving:
 
     def _work(self) -> None:
         if self._job is not None and self._job.done():
-            job, self._job = self._job, None
+            job = self._job
+            self._job = None
             self._take(job)
             return  # the next step begins when this is committed
         self._trims = self._trims and self._store.old_steps.trim(self._done)
@@ -80,7 +85,8 @@ class Archiving:
         if done.step != self._done or done.groups != self._store.rows.consumed_groups(done.step):
             return  # the run went back meanwhile
         self._store.rows.forget_responses(done.trajectories, done.groups + done.given_up)
-        self._done, self._trims = self._done + 1, True
+        self._done = self._done + 1
+        self._trims = True
         self._store.archived_steps = self._done
         if done.digest:
             self._store.seals.seal_archived(self._done, done.digest)

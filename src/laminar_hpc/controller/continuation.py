@@ -39,7 +39,9 @@ class Continuation:
     """`recall` once at the start, then `note` in each turn before its commit, `over` when all have left."""
 
     def __init__(self, store: Store, state: RunState, evaluations: Evaluations | None) -> None:
-        self._store, self._state, self._evaluations = store, state, evaluations
+        self._store = store
+        self._state = state
+        self._evaluations = evaluations
         self._batch: _Batch | None = None
         self._ends = False  # the trainers were done, or told to stop, when this controller started
         self._written = store.get_text(_KEY)
@@ -51,10 +53,15 @@ class Continuation:
         if not self._written:
             return
         known, state = msgspec.json.decode(self._written, type=_UnderWay), self._state
-        state.gang, state.trainer_step, state.steps_done = known.gang, known.trainer_step, known.steps_done
+        state.gang = known.gang
+        state.trainer_step = known.trainer_step
+        state.steps_done = known.steps_done
         state.groups_taken = len(self._store.rows.consumed_groups(known.trainer_step))
-        state.trainer_done, state.stopping, state.failure = known.trainer_done, known.stopping, known.failure
-        self._batch, self._ends = known.batch, known.trainer_done or bool(known.stopping)
+        state.trainer_done = known.trainer_done
+        state.stopping = known.stopping
+        state.failure = known.failure
+        self._batch = known.batch
+        self._ends = known.trainer_done or bool(known.stopping)
         if self._evaluations is not None:
             self._evaluations.first_id = max((i for i, _ in self._store.starts_of_trainers()), default=0)
             for name, label, min_step in known.evaluations:
@@ -103,7 +110,9 @@ class Continuation:
         """Those that the store knows are gone, and with them what the user had asked of them."""
         if self._ends:
             self._ends = False
-            self._state.trainer_done, self._state.stopping, self._state.failure = False, "", ""
+            self._state.trainer_done = False
+            self._state.stopping = ""
+            self._state.failure = ""
 
     def over(self) -> None:
         """The run has ended in order: nothing is under way."""

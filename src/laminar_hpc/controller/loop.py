@@ -91,17 +91,26 @@ class Controller:
         say: Callable[[str], None],
         trace: Trace,
     ) -> None:
-        self.config, self.derived, self.hub, self.store = config, derived, hub, store
-        self.tracker, self.evaluations, self.metrics = tracker, evaluations, metrics
-        self.members, self.trace = members, trace
-        self.state, self.outbox = RunState(restored_step or 0), Outbox()
+        self.config = config
+        self.derived = derived
+        self.hub = hub
+        self.store = store
+        self.tracker = tracker
+        self.evaluations = evaluations
+        self.metrics = metrics
+        self.members = members
+        self.trace = trace
+        self.state = RunState(restored_step or 0)
+        self.outbox = Outbox()
         shared = Shared(config, derived, self.state, members, self.outbox, metrics, say)
         self.request_stop = shared.request_stop
         layers = model_config(config.model.path)["num_hidden_layers"]
         probes = Probes(config.model.dtype, layers, metrics, say)
-        self.replicas, self.pool = Replicas(), PartialPool()
+        self.replicas = Replicas()
+        self.pool = PartialPool()
         self.weights = Weights(shared, relays, store, probes)
-        self.slots, self.gang = slots, Gang(shared, store, self.forget_gang)
+        self.slots = slots
+        self.gang = Gang(shared, store, self.forget_gang)
         run_id = hub.address.run_id
         patience = config.cluster.join_timeout_seconds + config.cluster.heartbeat_timeout_seconds
         self.gone = GoneWriters(store.run_dir, shared.roles_apart, patience, time.monotonic())

@@ -39,7 +39,8 @@ class Outbox:
 
     def take(self) -> list[tuple[str, Message]]:
         """All of it, as (identity, message) in order."""
-        messages, self._messages = self._messages, []
+        messages = self._messages
+        self._messages = []
         return messages
 
 

@@ -33,7 +33,8 @@ class Standstill:
     """Counts from its making on. `turned` is called after each turn, and in a long one."""
 
     def __init__(self, cluster: ClusterConfig, lock: RunLock, say: Callable[[str], None]) -> None:
-        self._lock, self._say = lock, say
+        self._lock = lock
+        self._say = say
         most, hung = max(_TURN_SECONDS, cluster.heartbeat_timeout_seconds / 2), hung_seconds(cluster)
         self._watches = (
             LoopWatch(_NAME, _TURN_SECONDS, most, self._say_stuck),

@@ -63,9 +63,16 @@ class Training:
         crew: Crew,
         archiving: Archiving | None,
     ) -> None:
-        self._shared, self._config, self._state = shared, shared.config, shared.state
-        self._tracker, self._evaluations, self._weights = tracker, evaluations, weights
-        self._store, self._replay, self._continuation, self._crew = store, replay, continuation, crew
+        self._shared = shared
+        self._config = shared.config
+        self._state = shared.state
+        self._tracker = tracker
+        self._evaluations = evaluations
+        self._weights = weights
+        self._store = store
+        self._replay = replay
+        self._continuation = continuation
+        self._crew = crew
         self._archiving = archiving
         self._writer: PayloadWriter | None = None  # of a replay's steps that come from an archive
         config = shared.config
@@ -92,8 +99,11 @@ class Training:
                 f"{member.name} sees no checkpoint in {self._config.run_dir}, where the controller sees that "
                 f"of step {seen[-1]}: run_dir must be on a file system that all trainers share"
             )
-        state.gang, self._request = member.identity, None
-        state.trainer_step, state.groups_taken, state.trainer_done = step, 0, False
+        state.gang = member.identity
+        self._request = None
+        state.trainer_step = step
+        state.groups_taken = 0
+        state.trainer_done = False
         self._continuation.trainers_start()
         if self._archiving:
             self._archiving.put_back(step)
@@ -109,7 +119,8 @@ class Training:
 
     def gang_ended(self) -> None:
         """What the trainers had asked for is asked by nobody; where they were is said by the next gang."""
-        self._state.gang, self._request = "", None
+        self._state.gang = ""
+        self._request = None
 
     def _say_where(self, restored: Restored, groups: int) -> None:
         say, steps = self._shared.say, self._config.steps
@@ -143,7 +154,9 @@ class Training:
             self._last_step_time = time.monotonic()
             if not self._state.steps_done:  # else it was before this controller came
                 self._shared.say(console.setup_line("the trainer is ready", self._state.seconds))
-        self._request, self._wait_reason, self._last_not_yet = request, "it has just asked", time.monotonic()
+        self._request = request
+        self._wait_reason = "it has just asked"
+        self._last_not_yet = time.monotonic()
 
     def _take_back(self, request: TakeBatch) -> None:
         """Of a batch that cannot be read: those responses are generated again, its other groups wait."""
@@ -194,7 +207,8 @@ class Training:
             self._state.groups_taken = (request.part + 1) * size
             self._send_batch(trainer, request, groups)
         elif time.monotonic() - self._last_not_yet > _NOT_YET_SECONDS:
-            self._last_not_yet, self._wait_reason = time.monotonic(), reason
+            self._last_not_yet = time.monotonic()
+            self._wait_reason = reason
             self._shared.outbox.send(trainer, NotYet(step, reason))
 
     def _replayed(self, replay: Store, step: int) -> tuple[list[BatchGroup], str]:
@@ -225,7 +239,8 @@ class Training:
         self._check_started(member, f"has done step {done.step}")
         if done.step < self._state.trainer_step:  # it did not get the answer
             return self._answer_step(member, done)
-        self._state.trainer_step, self._state.groups_taken = done.step + 1, 0
+        self._state.trainer_step = done.step + 1
+        self._state.groups_taken = 0
         self._record(done)
         store = self._replay or self._store
         self._samples.show(done.step, store.rows, store.run_dir)

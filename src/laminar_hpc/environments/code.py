@@ -36,7 +36,8 @@ class CodeReward:
         self, sandbox: Runner | None = None, timeout_seconds: float = 6.0, most_tests: int = 32
     ) -> None:
         self._sandbox = sandbox or Sandbox(limits=Limits(output_bytes=OUTPUT_BYTES))
-        self._seconds, self._most = timeout_seconds, most_tests
+        self._seconds = timeout_seconds
+        self._most = most_tests
 
     def prepare(self) -> None:
         """Called once, before workers are forked: they share one preloaded process."""

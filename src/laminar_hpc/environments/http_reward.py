@@ -41,7 +41,9 @@ class HttpReward:
     """`await reward(call)` gives what a function of style laminar would return."""
 
     def __init__(self, spec: Spec, timeout_seconds: float) -> None:
-        self._url, self._style, self._key_name = spec.url, spec.style, spec.api_key_env
+        self._url = spec.url
+        self._style = spec.style
+        self._key_name = spec.api_key_env
         left = min(SECONDS_LEFT, timeout_seconds / 2)
         self._seconds = min(SHARE_OF_LIMIT * timeout_seconds, timeout_seconds - left)
         self._session: aiohttp.ClientSession | None = None

@@ -28,8 +28,10 @@ class ControllerWatch:
     same store, may come back within that time of silence."""
 
     def __init__(self, run_dir: Path, hello: Hello, heartbeat: float, patience: float) -> None:
-        self._run_dir, self._hello = run_dir, hello
-        self._heartbeat, self.patience = heartbeat, patience
+        self._run_dir = run_dir
+        self._hello = hello
+        self._heartbeat = heartbeat
+        self.patience = patience
         self._address: ControllerAddress | None = None
         self.neighbour: int | None = None  # the controller's pid, if it is on this machine
         self._sign = sign_of(run_dir, hello)
@@ -41,14 +43,17 @@ class ControllerWatch:
 
     def begin(self, address: ControllerAddress) -> None:
         """This is the controller from here on; a connection to it begins now."""
-        self._address, self._connected = address, time.monotonic()
+        self._address = address
+        self._connected = time.monotonic()
         self.neighbour = address.pid if address.machine == self._hello.machine else None
 
     def welcomed(self, hello: Hello, store_id: str) -> None:
         """`hello`: as which it is in the run."""
-        self.store_id, self.detached = store_id, False
+        self.store_id = store_id
+        self.detached = False
         self._sign.take_away()
-        self._hello, self._sign = hello, sign_of(self._run_dir, hello)
+        self._hello = hello
+        self._sign = sign_of(self._run_dir, hello)
         self._heard = self._asked = time.monotonic()
 
     def heard(self, now: float, joining: bool) -> None:

@@ -146,7 +146,8 @@ class Receiver:
 
     def __init__(self, received: int = 0) -> None:
         self.received = received
-        self._asked, self._asked_at = 0, -math.inf
+        self._asked = 0
+        self._asked_at = -math.inf
 
     def take(self, number: int) -> bool:
         """Whether the message of this number is the next one, and now counts as taken. Raises DeliveryError
@@ -166,5 +167,6 @@ class Receiver:
         due = self.received + 1
         if due == self._asked and now - self._asked_at < AGAIN_SECONDS:
             return False
-        self._asked, self._asked_at = due, now
+        self._asked = due
+        self._asked_at = now
         return True

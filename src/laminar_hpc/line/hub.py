@@ -78,7 +78,8 @@ class Hub:
     """Binds at construction and writes `run_dir/controller.json`."""
 
     def __init__(self, run_dir: Path, run_id: str, host: str, port: int, machine: str) -> None:
-        self._context, self._run_dir = zmq.Context(), run_dir
+        self._context = zmq.Context()
+        self._run_dir = run_dir
         self._address, secret = new_address(run_id, host, machine)
         self._admission = Admission(self._context, self._address.client_public)
         self._router = self._context.socket(zmq.ROUTER)
@@ -111,7 +112,8 @@ class Hub:
         self._frames = self._bytes = 0  # taken so far
         # until then (monotonic seconds) everything that had come was taken; since when and frame the next
         # such moment is worked at
-        self.heard_until, self._hearing = time.monotonic(), (time.monotonic(), 0)
+        self.heard_until = time.monotonic()
+        self._hearing = (time.monotonic(), 0)
 
     @property
     def address(self) -> ControllerAddress:
@@ -160,9 +162,11 @@ class Hub:
         of them was heard that had anything to say."""
         now, (since, frame) = time.monotonic(), self._hearing
         if all_of_it:
-            self.heard_until, self._hearing = now, (now, self._frames)
+            self.heard_until = now
+            self._hearing = (now, self._frames)
         elif self._frames - frame >= 2 * sum(peer.speaks for peer in self._peers.values()):
-            self.heard_until, self._hearing = since, (now, self._frames)
+            self.heard_until = since
+            self._hearing = (now, self._frames)
 
     def _take_waiting(self, messages: Arrived, bytes_max: int) -> None:
         now = time.monotonic()

@@ -17,7 +17,8 @@ class InOrder:
     with the error of a write; nothing behind that goes out."""
 
     def __init__(self, put: Callable[[bytes], None], failed: Callable[[Exception], None]) -> None:
-        self._put, self._failed = put, failed
+        self._put = put
+        self._failed = failed
         # from the first frame on whose write is under way
         self._held: deque[tuple[Future[Any], Callable[[Any], bytes]]] = deque()
         self._changed = threading.Condition(threading.RLock())

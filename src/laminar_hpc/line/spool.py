@@ -21,7 +21,8 @@ class Spool:
     """First in, first out. Not thread-safe."""
 
     def __init__(self, memory: int = MEMORY_BYTES, limit: int = LIMIT_BYTES) -> None:
-        self._memory, self._limit = memory, limit
+        self._memory = memory
+        self._limit = limit
         self._head: deque[bytes] = deque()  # the oldest frames
         self._head_bytes = 0
         self._files: deque[_Segment] = deque()  # all newer ones

@@ -47,7 +47,8 @@ class Sign:
         """Makes it, or renews it from time to time."""
         if self._shown_at is not None and now - self._shown_at < _RENEW_SECONDS:
             return
-        self._shown_at, self._owner = now, self._owner or Owner.this_process(_STALE_SECONDS)
+        self._shown_at = now
+        self._owner = self._owner or Owner.this_process(_STALE_SECONDS)
         try:
             try:
                 os.utime(self._path)

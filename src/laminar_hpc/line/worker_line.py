@@ -61,19 +61,26 @@ class WorkerLine:
         launch: str,
         deliver: Callable[[Message | Exception], None],
     ) -> None:
-        self._run_dir, self._hello, self._launch, self._deliver = run_dir, hello, launch, deliver
+        self._run_dir = run_dir
+        self._hello = hello
+        self._launch = launch
+        self._deliver = deliver
         self.watch = ControllerWatch(run_dir, hello, heartbeat_seconds, patience_seconds)
         self._identity = hello.identity.encode()
-        self._context, self._poller = zmq.Context(), zmq.Poller()
+        self._context = zmq.Context()
+        self._poller = zmq.Poller()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK)
         weakref.finalize(self, os.close, self._wake)  # never while somebody may still call `put`
         self._poller.register(self._wake, zmq.POLLIN)
         self.queue: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-        self._puts, self._counting = 0, threading.Lock()
+        self._puts = 0
+        self._counting = threading.Lock()
         self.load: ReplicaLoad | None = None  # goes out with every ping
         self.progress: TrainerProgress | None = None  # the same
         self._spool = Spool()
-        self._sender, self._receiver, self._session = Sender(self._spool), Receiver(), ""
+        self._sender = Sender(self._spool)
+        self._receiver = Receiver()
+        self._session = ""
         self._joining = False  # from a Rejoin or a new controller to its Welcome
         self._said_hello = self._pinged = 0.0
         self._answer_due = self._again_due = self._ended = self._stuck = False
@@ -255,7 +262,8 @@ class WorkerLine:
         if header.seq == 0:
             self._again_due |= here and self._receiver.misses(header.sent, now)
             if header.session and not here and not self._joining:  # its Welcome was lost
-                self._joining, self._said_hello = True, 0.0
+                self._joining = True
+                self._said_hello = 0.0
             return True
         if not here:
             return False
@@ -275,7 +283,8 @@ class WorkerLine:
         elif isinstance(message, Rejoin):
             if not self._joining:
                 log.warning("the controller had taken this %s for dead; joining again", self._hello.role)
-                self._joining, self._said_hello = True, 0.0
+                self._joining = True
+                self._said_hello = 0.0
         elif isinstance(message, Welcome):
             if header.session != self._session:  # else the answer to a second Hello of the same joining
                 self._welcomed(header.session, message)
@@ -288,7 +297,9 @@ class WorkerLine:
         """Goes on behind what the controller's store has received. Raises DeliveryError when that store is
         older than what it has acknowledged."""
         self._sender.resume(welcome.received)
-        self._session, self._receiver, self._joining = session, Receiver(), False
+        self._session = session
+        self._receiver = Receiver()
+        self._joining = False
         self._hello = self._hello.welcomed(welcome.index)
         self.watch.welcomed(self._hello, welcome.store_id)
 
@@ -313,7 +324,8 @@ class WorkerLine:
             self._dealer.send(frame, zmq.NOBLOCK)
         except zmq.Again:
             return False
-        self._answer_due, self._again_due = False, self._again_due and not again
+        self._answer_due = False
+        self._again_due = self._again_due and not again
         return True
 
     def _watch_controller(self, now: float) -> None:
@@ -322,7 +334,8 @@ class WorkerLine:
             self._end(found)
         elif found is not None:
             self._connect_anew(found)
-            self._joining, self._said_hello = True, 0.0
+            self._joining = True
+            self._said_hello = 0.0
         elif (same := self.watch.gives_up(now)) is not None:
             self._connect_anew(same)
 

@@ -27,7 +27,10 @@ class LoopWatch:
         self, name: str, least: float, most: float, stuck: Callable[[str], None], writes: bool = True
     ) -> None:
         self._writes = writes
-        self._name, self._least, self._most, self._stuck = name, least, most, stuck
+        self._name = name
+        self._least = least
+        self._most = most
+        self._stuck = stuck
         self._slowest = self._standing = 0.0
         self._turned_at = time.monotonic()
         self._said = False
@@ -44,7 +47,9 @@ class LoopWatch:
         """The loop goes round. A turn that stood still is not what is normal."""
         if not self._said:
             self._slowest = max(self._slowest, self._standing)
-        self._standing, self._said, self._turned_at = 0.0, False, time.monotonic()
+        self._standing = 0.0
+        self._said = False
+        self._turned_at = time.monotonic()
 
     def close(self) -> None:
         self._end.set()

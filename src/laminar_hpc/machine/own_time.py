@@ -18,7 +18,8 @@ class _Clock:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.ends: dict[asyncio.Timeout, float] = {}
-        self._stood, self._over = 0.0, set[asyncio.Timeout]()
+        self._stood = 0.0
+        self._over = set[asyncio.Timeout]()
         self._due = loop.time() + _TICK
         loop.call_at(self._due, self._tick)
 

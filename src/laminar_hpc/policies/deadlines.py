@@ -24,7 +24,8 @@ class Deadline:
     def __init__(self, cap: float) -> None:
         self.cap = cap
         self._took: deque[float] = deque(maxlen=KEPT)
-        self._new, self._p99 = 0, 0.0
+        self._new = 0
+        self._p99 = 0.0
 
     def took(self, seconds: float) -> None:
         """A call has ended."""
@@ -56,5 +57,6 @@ class Deadline:
             return None
         if self._new >= _EVERY:
             place = -(-len(self._took) * 99 // 100) - 1  # the nearest rank
-            self._p99, self._new = next(islice(sorted(self._took), place, None)), 0
+            self._p99 = next(islice(sorted(self._took), place, None))
+            self._new = 0
         return self._p99

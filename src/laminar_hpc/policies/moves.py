@@ -99,7 +99,8 @@ class Move:
         """Either side cannot do its part, the trajectory has ended, or the deadline has passed."""
         if self.over:
             return []
-        self.phase, self.reason = Phase.ABORTED, reason
+        self.phase = Phase.ABORTED
+        self.reason = reason
         return [Action.CALL_OFF] + ([Action.ORPHAN] if self.source is None else [])
 
     def replica_lost(self, replica: int) -> list[Action]:
@@ -110,7 +111,8 @@ class Move:
             self.source = None
             if self.phase is Phase.IMPORT:
                 return []  # the destination has, or gets, all that is needed
-            self.phase, self.reason = Phase.ABORTED, "its source is gone"
+            self.phase = Phase.ABORTED
+            self.reason = "its source is gone"
             return [Action.CALL_OFF]  # the trajectory is among those that the source leaves behind
         self.destination = None
         return self.call_off("its destination is gone")

@@ -23,7 +23,8 @@ class Restarts:
         more. Returns why the run is not started again, or "" if it is."""
         self.times = [time for time in self.times if now - time < HOUR_SECONDS]
         death = (re.sub(r"\d+", "#", cause), step)  # process ids and times differ between two equal deaths
-        repeated, self.last = death == self.last and not gone, death
+        repeated = death == self.last and not gone
+        self.last = death
         if self.per_hour == 0:
             return "restarts=0"
         if repeated:

@@ -145,7 +145,8 @@ class CallAnswers:
         self, trajectory: TrajectoryInFlight, name: str, answer: asyncio.Future[Answer]
     ) -> None:
         """Returns when its move is off. Raises TrajectoryEnded when it has gone."""
-        before, trajectory.partial.awaits = trajectory.partial.awaits, name
+        before = trajectory.partial.awaits
+        trajectory.partial.awaits = name
         if await self._hand_over(trajectory):
             self._follow(trajectory, name, answer)
             raise TrajectoryEnded(Outcome(moved_away=True))

@@ -84,7 +84,8 @@ class LocalBatch:
 
     async def _run(self, trajectories: list[TrajectoryInFlight]) -> None:
         self._over = asyncio.get_running_loop().create_future()
-        self.moved_away, self._size = 0, len(trajectories)
+        self.moved_away = 0
+        self._size = len(trajectories)
         for trajectory in trajectories:
             self.add(self.one(trajectory))
         try:
@@ -202,7 +203,8 @@ class LocalBatch:
                     self._quiet.set()
             trajectory.cached_tokens = trajectory.cached_tokens or generation.cached_tokens
             try:
-                trajectory.partial, trajectory.of_request = extended(trajectory.partial, generation), None
+                trajectory.partial = extended(trajectory.partial, generation)
+                trajectory.of_request = None
             except DamagedResponse as error:
                 return Outcome(lost=str(error))
             self.progress += 1

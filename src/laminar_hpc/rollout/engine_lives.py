@@ -11,7 +11,8 @@ class EngineLives:
     life another seed."""
 
     def __init__(self, new_engine: EngineFactory, seed: Callable[[], int]) -> None:
-        self._new_engine, self._seed = new_engine, seed
+        self._new_engine = new_engine
+        self._seed = seed
         self.current: Engine = new_engine()
 
     async def start(self, directory: Path, weight_id: int | None) -> float:

@@ -34,8 +34,11 @@ class EngineWatch:
     def look(self, now: float, busy: bool, signs: object) -> bool:
         """Whether it hangs. `busy`: requests are under way, and it was not told to pause."""
         if not busy or self._since is None:
-            self._signs, self._since = signs, now if busy else None
+            self._signs = signs
+            self._since = now if busy else None
         elif signs != self._signs:
             self._slowest = max(self._slowest, now - self._since)
-            self._signs, self._since, self._progressed = signs, now, True
+            self._signs = signs
+            self._since = now
+            self._progressed = True
         return self.standing(now) > self.limit

@@ -135,7 +135,9 @@ class Episodes:
                 return Outcome()
         seen = 0  # tokens that this engine has had
         while True:
-            trajectory.cached_tokens, before, t0 = 0, trajectory.partial.tokens, time.time()
+            trajectory.cached_tokens = 0
+            before = trajectory.partial.tokens
+            t0 = time.time()
             outcome = await turn(trajectory)
             if outcome.moved_away or outcome.lost is not None:
                 return outcome

@@ -18,7 +18,8 @@ class Grants:
     """`newest_batch`: of all that came."""
 
     def __init__(self, state: ReplicaState, weight_loader: WeightLoader) -> None:
-        self._state, self._weight_loader = state, weight_loader
+        self._state = state
+        self._weight_loader = weight_loader
         self.newest_batch: int | None = None
         self._waiting: deque[Grant] = deque()
         self._beginning: list[TrajectoryInFlight] = []

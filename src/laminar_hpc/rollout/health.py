@@ -21,7 +21,9 @@ class BatchHealth:
     `lost` and `end` raise LaminarError when the replica must not go on."""
 
     def __init__(self, replica: int, state: ReplicaState, engines: EngineLives) -> None:
-        self.replica, self.state, self.engines = replica, state, engines
+        self.replica = replica
+        self.state = state
+        self.engines = engines
         self.tokens = 0  # of the responses of this local batch
         self._overflowed = 0  # responses of this local batch with log-probs that are not finite
         self._ungraded = 0  # responses of this local batch whose environments failed

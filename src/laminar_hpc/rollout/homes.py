@@ -48,7 +48,10 @@ class EnvironmentHomes:
     """A replica's. `make` makes calls for a trajectory that is elsewhere."""
 
     def __init__(self, replica: int, channel: Channel, make: Make, seconds: float) -> None:
-        self._replica, self._channel, self._make, self._seconds = replica, channel, make, seconds
+        self._replica = replica
+        self._channel = channel
+        self._make = make
+        self._seconds = seconds
         self._homes: dict[str, Home] = {}
         self._numbers = itertools.count()
         self._making: set[asyncio.Task[None]] = set()
@@ -66,11 +69,10 @@ class EnvironmentHomes:
         """It has come to where its environment is; False where that is not here."""
         if (home := self._homes.get(trajectory.partial.home)) is None or trajectory.episode is None:
             return False
-        trajectory.session, home.trajectory = home.session, trajectory
-        trajectory.episode.opened, trajectory.episode.worked_seconds = (
-            home.episode.opened,
-            home.episode.worked_seconds,
-        )
+        trajectory.session = home.session
+        home.trajectory = trajectory
+        trajectory.episode.opened = home.episode.opened
+        trajectory.episode.worked_seconds = home.episode.worked_seconds
         home.episode = trajectory.episode
         return True
 
@@ -83,9 +85,11 @@ class EnvironmentHomes:
 
     def leaves(self, trajectory: TrajectoryInFlight) -> None:
         """It goes on elsewhere; it may be back already."""
-        trajectory.session, home = None, self._homes.get(trajectory.partial.home)
+        trajectory.session = None
+        home = self._homes.get(trajectory.partial.home)
         if home is not None and home.trajectory is trajectory:
-            home.trajectory, home.left = None, time.monotonic()
+            home.trajectory = None
+            home.left = time.monotonic()
         self._close_old()
 
     def failed(self, trajectory: TrajectoryInFlight) -> None:

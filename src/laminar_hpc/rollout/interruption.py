@@ -17,7 +17,10 @@ class Interruptible:
     """Looks for newer weights whenever `wake` is set."""
 
     def __init__(self, batch: LocalBatch, trace: Trace, wake: asyncio.Event, weights: ServedWeights) -> None:
-        self._batch, self._trace, self._wake, self._weights = batch, trace, wake, weights
+        self._batch = batch
+        self._trace = trace
+        self._wake = wake
+        self._weights = weights
         self._pulling = asyncio.Lock()
 
     async def run(self, begun: list[TrajectoryInFlight]) -> None:

@@ -38,8 +38,13 @@ class UtilizationReporter:
         batch: LocalBatch,
         scoring: Callable[[], int],
     ) -> None:
-        self.context, self.state, self.engines, self.scoring = context, state, engines, scoring
-        self.batch, self._watch, self._watched = batch, EngineWatch(), engines.current
+        self.context = context
+        self.state = state
+        self.engines = engines
+        self.scoring = scoring
+        self.batch = batch
+        self._watch = EngineWatch()
+        self._watched = engines.current
         self._saturation: int | None = None  # requests that saturate the engine
         self._finished: deque[tuple[float, int]] = deque()  # (when, response tokens)
 
@@ -75,7 +80,8 @@ class UtilizationReporter:
     def _look(self, utilization: Utilization | None) -> None:
         engine, now = self.engines.current, own_time()
         if engine is not self._watched:
-            self._watch, self._watched = EngineWatch(), engine
+            self._watch = EngineWatch()
+            self._watched = engine
         if self._watch.look(now, self.batch.generating, (utilization, self.batch.progress)):
             seconds, limit = self._watch.standing(now), self._watch.limit
             text = f"{engine.name} has made no progress for {seconds:.0f} s (its limit is {limit:.0f} s)"

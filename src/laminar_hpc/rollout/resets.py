@@ -9,14 +9,16 @@ class ResetsAhead:
     """Owned by worker.py. `pool`: None where there are no environments."""
 
     def __init__(self, pool: EnvironmentPool | None, state: ReplicaState) -> None:
-        self._pool, self._state = pool, state
+        self._pool = pool
+        self._state = state
         self._rows: list[tuple[dict, int]] = []
         self._half = 0.0
 
     def told(self, rows: list[tuple[dict, int]], trajectories: int) -> None:
         """With a grant of so many trajectories, which begins now: what the next one will be made of. Not
         earlier than half of it has ended are environments for that begun, as they wait and take room."""
-        self._rows, self._half = rows, trajectories / 2
+        self._rows = rows
+        self._half = trajectories / 2
 
     def look(self) -> None:
         """When a trajectory has ended."""

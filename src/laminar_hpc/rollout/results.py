@@ -30,8 +30,11 @@ class Results:
         health: BatchHealth,
         finished: Callable[[int], None],
     ) -> None:
-        self._context, self._payloads, self._scoring = context, payloads, scoring
-        self._health, self._finished = health, finished
+        self._context = context
+        self._payloads = payloads
+        self._scoring = scoring
+        self._health = health
+        self._finished = finished
 
     def ended(self, trajectory: TrajectoryInFlight, outcome: Outcome) -> None:
         """It has its last token, or `outcome.lost` says why it will not."""
@@ -56,10 +59,8 @@ class Results:
             self._context.channel.send(generated)
             return
         if self._scoring.graded_elsewhere(trajectory) and trajectory.episode is not None:
-            generated.home, generated.figures = (
-                trajectory.partial.home,
-                trajectory.episode.figures(time.time()),
-            )
+            generated.home = trajectory.partial.home
+            generated.figures = trajectory.episode.figures(time.time())
         self._context.channel.send_after(self._payloads.append(response), partial(_stored, generated))
 
     def lost(self, trajectory: TrajectoryInFlight, reason: str, ungraded: int = 0) -> None:

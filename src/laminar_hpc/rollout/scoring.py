@@ -35,9 +35,13 @@ class Scoring:
         failed: Callable[[BaseException], None],
         episodes: Episodes | None = None,
     ) -> None:
-        self.context, self.pool, self.failed, self.episodes = context, pool, failed, episodes
+        self.context = context
+        self.pool = pool
+        self.failed = failed
+        self.episodes = episodes
         model = Path(context.config.model.path)
-        self.decoder, self._ends = TextDecoder(model), stop_token_ids(model)
+        self.decoder = TextDecoder(model)
+        self._ends = stop_token_ids(model)
         self._tasks: dict[asyncio.Task[None], tuple[str, Sample]] = {}
 
     @property

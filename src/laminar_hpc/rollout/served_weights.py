@@ -30,8 +30,12 @@ class ServedWeights:
         reporter: UtilizationReporter,
         keep_kv: bool,
     ) -> None:
-        self._context, self._reader, self._state, self._loader = context, reader, state, loader
-        self._reporter, self._keep_kv = reporter, keep_kv
+        self._context = context
+        self._reader = reader
+        self._state = state
+        self._loader = loader
+        self._reporter = reporter
+        self._keep_kv = keep_kv
 
     def newer(self) -> bool:
         """There are newer ones than are open."""

@@ -68,16 +68,22 @@ class ReplicaState:
             ready or (interrupted and self.phase is ReplicaPhase.DRAINING), f"pulling weight id {weight_id}"
         )
         self._require(weight_id >= self.next_weight_id or back, f"going back to weight id {weight_id}")
-        self.phase, self._pulling_id = ReplicaPhase.PULLING, weight_id
+        self.phase = ReplicaPhase.PULLING
+        self._pulling_id = weight_id
 
     def failed(self) -> None:
         """The slot was gone: nobody knows what the engine holds, and the newest weights are due."""
         self._require(self.phase is ReplicaPhase.PULLING and self.in_flight == 0, "a pull that failed")
-        self.phase, self.weight_id, self.weight_step = ReplicaPhase.UNVERIFIED, None, None
+        self.phase = ReplicaPhase.UNVERIFIED
+        self.weight_id = None
+        self.weight_step = None
 
     def abandoned(self) -> None:
         """The engine is gone, and all that was in flight with it."""
-        self.phase, self.weight_id, self.weight_step, self.in_flight = ReplicaPhase.UNVERIFIED, None, None, 0
+        self.phase = ReplicaPhase.UNVERIFIED
+        self.weight_id = None
+        self.weight_step = None
+        self.in_flight = 0
 
     def verified(self, weight_id: int) -> None:
         """`weight_id` is in the engine and verified: the one that was asked for, or a newer one."""
@@ -85,13 +91,15 @@ class ReplicaState:
             self.phase is ReplicaPhase.PULLING and weight_id >= self._pulling_id,
             f"a verification of weight id {weight_id}",
         )
-        self.phase, self._pulling_id = ReplicaPhase.VERIFIED, weight_id
+        self.phase = ReplicaPhase.VERIFIED
+        self._pulling_id = weight_id
 
     def open(self, weight_step: int) -> None:
         """The verified weights, of that trainer step, are announced."""
         self._require(self.phase is ReplicaPhase.VERIFIED, "opening")
         self.phase = ReplicaPhase.DRAINING if self.in_flight else ReplicaPhase.OPEN
-        self.weight_id, self.weight_step = self._pulling_id, weight_step
+        self.weight_id = self._pulling_id
+        self.weight_step = weight_step
 
     # ---- work ----------------------------------------------------------------------------------------------
 
@@ -101,7 +109,8 @@ class ReplicaState:
             self.phase is ReplicaPhase.OPEN and weight_id == self.weight_id, f"work on weight id {weight_id}"
         )
         self._require(requests > 0, "an empty batch")
-        self.phase, self.in_flight = ReplicaPhase.DRAINING, requests
+        self.phase = ReplicaPhase.DRAINING
+        self.in_flight = requests
 
     def reserve(self, weight_id: int) -> None:
         """One more request of the same weights will come from another replica: the batch is not done before

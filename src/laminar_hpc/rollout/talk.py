@@ -52,8 +52,12 @@ class Talk:
         draw: Draw,
         waited: Callable[[TrajectoryInFlight, float], None],
     ) -> None:
-        self._dialogues, self._branches, self._waited = dialogues, branches, waited
-        self.trajectory, self.door, self.draw = trajectory, door, draw
+        self._dialogues = dialogues
+        self._branches = branches
+        self._waited = waited
+        self.trajectory = trajectory
+        self.door = door
+        self.draw = draw
         assert trajectory.episode is not None
         self.episode: Episode = trajectory.episode
         self.calls: list[ToolCall] = []  # of the last turn
@@ -109,7 +113,8 @@ class Talk:
         self.anew = question.anew
         names = [call.name for call in self.calls]
         if self.episode.turns and (limit := self.episode.limit(names, time.time())):
-            trajectory.finish_reason, self.limited = limit, True
+            trajectory.finish_reason = limit
+            self.limited = True
             raise Rejected(f"the trajectory has met environment.{_LIMITS[limit]}", code="laminar_limit")
         if isinstance(chat, TokenPrompt):
             tokens = self._continued(chat)
@@ -121,7 +126,8 @@ class Talk:
             text = f"this exceeds the context length: it needs {len(tokens)} tokens more, {left}"
             if not self.episode.turns:
                 raise EnvironmentFailed(text)
-            trajectory.finish_reason, self.limited = "length", True
+            trajectory.finish_reason = "length"
+            self.limited = True
             raise Rejected(text, code="context_length_exceeded")
         if self.episode.turns:
             results = [message["content"] for message in question.more if message["role"] == "tool"]
@@ -187,14 +193,16 @@ class Talk:
         trajectory, chat = self.trajectory, question.chat
         if self.anew:
             trajectory.branch()
-            self.answers, self.seen = {}, 0
+            self.answers = {}
+            self.seen = 0
         trajectory.give(tokens)
         before, start, whole = (
             trajectory.partial.tokens,
             trajectory.partial.count,
             trajectory.max_response_tokens,
         )
-        trajectory.cached_tokens, t0 = 0, time.time()
+        trajectory.cached_tokens = 0
+        t0 = time.time()
         if chat.max_tokens is not None:
             trajectory.max_response_tokens = min(whole, start + chat.max_tokens)
         try:

@@ -47,8 +47,11 @@ class TurnCalls:
     def __init__(
         self, context: RoleContext, stop_ids: Sequence[int], stateful: bool, hand_over: HandOver
     ) -> None:
-        self._context, self._limits, self._stateful = context, context.config.environment, stateful
-        self._stop_ids, self._model = frozenset(stop_ids), Path(context.config.model.path)
+        self._context = context
+        self._limits = context.config.environment
+        self._stateful = stateful
+        self._stop_ids = frozenset(stop_ids)
+        self._model = Path(context.config.model.path)
         self._decoder = TextDecoder(self._model)
         self.answers = CallAnswers(context.channel, hand_over)
         kept = self._limits.max_seconds + self._limits.timeout_seconds
@@ -103,7 +106,8 @@ class TurnCalls:
         maker = replica_of(part.home) if away else self._context.index
         name = part.awaits or name_of(maker, trajectory.trajectory_id, trajectory.attempt, part.count)
         elsewhere = bool(part.awaits) or away
-        part.called, part.awaits = True, name if elsewhere else ""
+        part.called = True
+        part.awaits = name if elsewhere else ""
         self.tell(trajectory)
         if not elsewhere:
             making = self._made(trajectory, trajectory.session, name, found, last)

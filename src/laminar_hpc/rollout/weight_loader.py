@@ -117,7 +117,10 @@ class WeightLoader:
     def __init__(
         self, reader: SlotReader, probe: list[list[int]], trace: Trace, engines: EngineLives
     ) -> None:
-        self.reader, self.probe, self.trace, self.engines = reader, probe, trace, engines
+        self.reader = reader
+        self.probe = probe
+        self.trace = trace
+        self.engines = engines
         self._layout: list[TensorLayout] | None = None  # of the running engine
         self._held = contextlib.ExitStack()
         self._unstarted = False  # the engine was replaced, and starts with the next pull
@@ -176,7 +179,8 @@ class WeightLoader:
     async def replace(self) -> None:
         """Ends the engine; the next pull starts another from its slot."""
         await self.engines.replace()
-        self._layout, self._unstarted = None, True
+        self._layout = None
+        self._unstarted = True
 
     def _slot(self, weight_id: int | None) -> SlotHandle:
         handle = self.reader.newest() if weight_id is None else self.reader.find(weight_id)

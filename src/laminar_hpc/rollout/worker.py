@@ -85,7 +85,8 @@ class RolloutWorker:
     def __init__(
         self, context: RoleContext, new_engine: EngineFactory, pool: RewardPool | None = None
     ) -> None:
-        self.context, self.config = context, context.config
+        self.context = context
+        self.config = context.config
         self.state = ReplicaState()
         self.own_pool = pool is None
         self.pool = pool or RewardPool(self.config.reward, self.config.data.prompt_field)

@@ -117,7 +117,8 @@ class SimulatedReplica:
             self._book(self.state, rest)
 
     def _book(self, kind: str, seconds: float) -> None:
-        start, self.clock = self.clock, self.clock + seconds
+        start = self.clock
+        self.clock = self.clock + seconds
         self.seconds[kind] = self.seconds.get(kind, 0.0) + seconds
         if self.spans is not None and seconds > 0:
             kind = "generate" if kind == "prefill" else kind

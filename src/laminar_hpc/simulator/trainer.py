@@ -110,7 +110,8 @@ class Trainer:
     def _recover(self, start: float) -> None:
         """Goes on waiting after a failure."""
         if self.delay:
-            delay, self.delay = self.delay, 0.0
+            delay = self.delay
+            self.delay = 0.0
             self.clock.after(delay, self._recover, start)
             return
         self.book("down", start, self.clock.now)
@@ -119,7 +120,8 @@ class Trainer:
 
     def _trained(self, start: float, seconds: float) -> None:
         if self.delay:
-            delay, self.delay = self.delay, 0.0
+            delay = self.delay
+            self.delay = 0.0
             self.book("down", self.clock.now, self.clock.now + delay)
             self.clock.after(delay, self._trained, start, seconds)
             return

@@ -41,7 +41,10 @@ class Archiver:
     """One job at a time. `store`: the database; `payloads`: the run directory of its payload files."""
 
     def __init__(self, store: Path, payloads: Path, run_dir: Path, rule: str) -> None:
-        self._store, self._payloads, self._run_dir, self._rule = store, payloads, run_dir, rule
+        self._store = store
+        self._payloads = payloads
+        self._run_dir = run_dir
+        self._rule = rule
         self._thread: threading.Thread | None = None
 
     def begin(self, step: int, gone: Callable[[str], bool]) -> "Future[Archived]":

@@ -24,8 +24,10 @@ class GoneWriters:
         files = [path.name for path in folder.iterdir()] if folder.is_dir() else []
         writers = {name.rpartition(".")[0] for name in files}
         self._writers = {name for name in writers if not roles_apart or name.startswith(WRITER)}
-        self._run_dir, self._seconds = run_dir, seconds
-        self._numbers, self._ended = set[int](), set[int]()
+        self._run_dir = run_dir
+        self._seconds = seconds
+        self._numbers = set[int]()
+        self._ended = set[int]()
         absent = writers - self._writers if roles_apart else set[str]()
         self._away = {number: now for name in absent if (number := _number(name)) is not None}
 

@@ -65,8 +65,12 @@ class Journal:
     ) -> None:
         """Writes nothing yet. `store` and journal have been brought together (`recovery.settle`). `era`: this
         controller's; 0: the next one. `is_sure`: whether it certainly has not been replaced."""
-        self._folder, self._store, self._say = folder, store, say
-        self._era, self._position, self._is_sure = era, Position(), is_sure
+        self._folder = folder
+        self._store = store
+        self._say = say
+        self._era = era
+        self._position = Position()
+        self._is_sure = is_sure
         self._file = -1
         self._statements: dict[str, int] = {}
         self._segment_bytes = 0
@@ -136,7 +140,8 @@ class Journal:
             self._file = -1
         name = segment_name(self._position)
         self._file = os.open(self._folder / f".{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-        self._segment_bytes, self._statements = 0, {}
+        self._segment_bytes = 0
+        self._statements = {}
         header = Header(store_id_of(db), self._era, self._position.checksum)
         data, _ = frame(self._position.number, _encode(header), bytes(len(self._position.checksum)))
         self._write(data)

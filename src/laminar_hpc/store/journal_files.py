@@ -91,7 +91,8 @@ class Damaged(Exception):
 
     def __init__(self, path: Path, offset: int, number: int) -> None:
         super().__init__(f"{path} is damaged at byte {offset}")
-        self.path, self.number = path, number
+        self.path = path
+        self.number = number
 
 
 class OtherHistory(Exception):
@@ -139,7 +140,9 @@ class Segment:
     Raises Damaged when its header is not whole."""
 
     def __init__(self, file: File) -> None:
-        self.path, self._data, self.offset = file.path, file.path.read_bytes(), 0
+        self.path = file.path
+        self._data = file.path.read_bytes()
+        self.offset = 0
         self.at = Position(file.era, file.number)
         self.statements: list[str] = []
         header = self._next(bytes(_CHECKSUM_BYTES), file.number)

@@ -21,7 +21,8 @@ class JournalWatch:
     """A context around each write. Each kind of trouble is said once, a wait whenever there is one."""
 
     def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
-        self._folder, self._say = folder, say
+        self._folder = folder
+        self._say = say
         self._since: float | None = None
         self._stuck = self._slow_said = False
         self._average = 0.0
@@ -29,11 +30,13 @@ class JournalWatch:
         threading.Thread(target=self._look, name="journal watch", daemon=True).start()
 
     def __enter__(self) -> None:
-        self._stuck, self._since = False, time.monotonic()
+        self._stuck = False
+        self._since = time.monotonic()
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         assert self._since is not None
-        seconds, self._since = time.monotonic() - self._since, None
+        seconds = time.monotonic() - self._since
+        self._since = None
         if self._stuck:
             self._warn(f"answers again after {seconds:.0f} s")
         self._average += _SMOOTHING * (seconds - self._average)

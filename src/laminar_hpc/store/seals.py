@@ -51,7 +51,9 @@ class Seals:
 
     def __init__(self, db: sqlite3.Connection) -> None:
         """In the transaction that makes the tables, before any row is written."""
-        self._db, self._beside = db, sqlite3.Cursor(db)  # what that executes is not for the journal
+        # what that executes is not for the journal
+        self._db = db
+        self._beside = sqlite3.Cursor(db)
         self._select = dict[str, str]()
         self._beside.execute("CREATE TEMP TABLE touched(kind, a, b)")
         for table, keys in sealed_tables(self._beside).items():

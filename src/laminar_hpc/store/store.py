@@ -54,7 +54,9 @@ class Store:
         """`read_only`: that of another run, which may be a live one, for a replay; only `rows`, to be read,
         `archived_steps` and `run_dir` work. `journal`: gets each transaction first. `assure` raises an error
         in a controller that was replaced: see `commit`. `say`: gets a line when the file was made again."""
-        self.path, self._journal, self.assure = directory / "store.sqlite", journal, assure
+        self.path = directory / "store.sqlite"
+        self._journal = journal
+        self.assure = assure
         self._say = say
         try:
             if read_only:
@@ -69,7 +71,8 @@ class Store:
             check_store_directory(directory)
             self._db = sqlite3.connect(self.path, isolation_level=None, factory=RecordedConnection)
             is_new = not self._refuse_other_layouts()
-            self.rows, self.old_steps = Rows(self._db), OldSteps(self._db)
+            self.rows = Rows(self._db)
+            self.old_steps = OldSteps(self._db)
             self._copy = sqlite3.connect(":memory:", isolation_level=None)
             self._db.backup(self._copy)
             self._begin()

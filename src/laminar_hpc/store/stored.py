@@ -43,7 +43,11 @@ def _prompt(db: sqlite3.Connection, group_id: int) -> bytes:
 def _record(row: tuple) -> Trajectory:
     moves, digest, score, file, offset, size, *columns = row
     record, scored = Trajectory(*columns), decode_score(score)
-    record.time_scored, record.reward = scored.time_scored, scored.reward
-    record.reward_parts, record.reward_error = scored.reward_parts, scored.reward_error
-    record.moves, record.digest, record.place = moves, digest, Place(file, offset, size)
+    record.time_scored = scored.time_scored
+    record.reward = scored.reward
+    record.reward_parts = scored.reward_parts
+    record.reward_error = scored.reward_error
+    record.moves = moves
+    record.digest = digest
+    record.place = Place(file, offset, size)
     return record

@@ -16,7 +16,9 @@ class Agreement:
     """`seconds` bounds each wait for the other ranks."""
 
     def __init__(self, seconds: float) -> None:
-        self.rank, self.size, self.seconds = dist.get_rank(), dist.get_world_size(), seconds
+        self.rank = dist.get_rank()
+        self.size = dist.get_world_size()
+        self.seconds = seconds
 
     def gather(self, text: str) -> list[str]:
         """What each rank says, in the order of the ranks."""

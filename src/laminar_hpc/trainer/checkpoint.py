@@ -82,9 +82,13 @@ class Checkpointer:
         """On rank 0 another thread calls `saved` for each checkpoint that has its name, and `failed` for one
         that could not be written."""
         self._failed = failed
-        self._run_dir, self._policy, self._learner = Path(run_dir), policy, learner
-        self._rank, self._config = dist.get_rank(), policy.config
-        self._welcome, self._saved = welcome or Welcome(""), saved
+        self._run_dir = Path(run_dir)
+        self._policy = policy
+        self._learner = learner
+        self._rank = dist.get_rank()
+        self._config = policy.config
+        self._welcome = welcome or Welcome("")
+        self._saved = saved
         self._ranks = Agreement(self._config.cluster.join_timeout_seconds)
         self._acceptance = Acceptance(self._run_dir, self._config, self._welcome, self._ranks)
         self._live = LiveState(policy)
@@ -173,7 +177,8 @@ class Checkpointer:
 
     def _land(self) -> None:
         """Returns when this rank's part is on the disk, and on rank 0 when the checkpoint has its name."""
-        flight, self._flight = self._flight, None
+        flight = self._flight
+        self._flight = None
         if flight is not None:
             flight.wait()
 
@@ -181,7 +186,8 @@ class Checkpointer:
         """At the end of this process, whatever it ends with: a checkpoint on its way has some seconds, then
         it gets no name."""
         self._copies.close()
-        flight, self._flight = self._flight, None
+        flight = self._flight
+        self._flight = None
         if flight is not None:
             flight.give_up(_LAST_SECONDS)
 

@@ -45,8 +45,10 @@ class Inbox:
 
     def __init__(self, context: RoleContext, progress: Progress) -> None:
         self._progress = progress
-        self._channel, self._seconds = context.channel, context.config.cluster.batch_timeout_seconds
-        self._rank, self._run_dir = dist.get_rank(), context.run_dir
+        self._channel = context.channel
+        self._seconds = context.config.cluster.batch_timeout_seconds
+        self._rank = dist.get_rank()
+        self._run_dir = context.run_dir
 
     def take(self, step: int, part: int = 0, lost: Unreadable | None = None) -> StepBatch | None:
         """The batch that turns step `step` into step + 1, or its mini-batch `part`; None when the run is to

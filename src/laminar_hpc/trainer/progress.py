@@ -16,7 +16,8 @@ class Progress:
     """Every call is a sign of progress."""
 
     def __init__(self, channel: Channel) -> None:
-        self._channel, self._count = channel, 0
+        self._channel = channel
+        self._count = 0
         self._phase: Phase = "load"
         self._has_trained = False
         self.advance()

@@ -110,17 +110,22 @@ class Image:
         """`memory`: uint8, of the lane's size, whatever it holds; `full_every`: of so many publications one
         goes in full, whatever has changed."""
         self._bytes = memory
-        self._width, self._full_every = width, full_every
+        self._width = width
+        self._full_every = full_every
         self.weight_id: int | None = None
         self._as_changes = 0  # publications in a row
-        self._known, self._changed = False, 0  # units of the publication on its way
+        # units of the publication on its way
+        self._known = False
+        self._changed = 0
 
     def begin(self, held: int | None) -> int | None:
         """A publication begins, to a relay that holds weight id `held`: returns the id on top of which it may
         go as changes; None: in full."""
         due = self._as_changes + 1 >= self._full_every
         base = self.weight_id if self.weight_id == held and not due else None
-        self._known, self._changed, self.weight_id = self.weight_id is not None, 0, None
+        self._known = self.weight_id is not None
+        self._changed = 0
+        self.weight_id = None
         self._as_changes = 0 if base is None else self._as_changes + 1
         return base
 

@@ -154,7 +154,8 @@ class TensorReader:
     def __init__(self, directory: str | Path) -> None:
         """Raises LaminarError when the directory holds no safetensors file, or not all that its index
         names."""
-        self._directory, self._stack = Path(directory), ExitStack()
+        self._directory = Path(directory)
+        self._stack = ExitStack()
         index = self._directory / INDEX_FILE
         named = json.loads(index.read_text())["weight_map"].values() if index.exists() else [WEIGHTS_FILE]
         names = sorted(set(named))

@@ -39,7 +39,8 @@ class LaneWriter(SlotWriter):
     the same folder."""
 
     def __init__(self, shm_dir: str, run_id: str, slots: int, model_dir: Path, lane: int, lanes: int) -> None:
-        self._lanes, self._part = lanes, f"lane{lane}.json"
+        self._lanes = lanes
+        self._part = f"lane{lane}.json"
         self._sent_from: dict[int, list[int]] = {}  # slot -> lock descriptors
         self._turn_seconds = _TURN_SECONDS  # the longest turn of another relay
         super().__init__(shm_dir, run_id, slots, model_dir)

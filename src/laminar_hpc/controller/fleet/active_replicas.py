@@ -21,14 +21,14 @@ class Crew:
     def __init__(self, shared: Shared, replicas: Replicas, awaited: set[int]) -> None:
         config = shared.config
         self._members: Members = shared.members
-        self._replicas, self._awaited = replicas, awaited
+        self._replicas = replicas
+        self._awaited = awaited
         self._starting: set[int] = set()  # there since the run began, without weights yet
-        self._known, self._known_at = frozenset[int](), (-1, 0, 0)
+        self._known = frozenset[int]()
+        self._known_at = (-1, 0, 0)
         self._joins = 0  # changes of `_starting`
-        self._local_batch, self._groups = (
-            config.pipeline.local_batch_groups,
-            config.algorithm.prompts_per_step,
-        )
+        self._local_batch = config.pipeline.local_batch_groups
+        self._groups = config.algorithm.prompts_per_step
         # a run that is under way goes on with whoever there is
         self._minimum = 1 if shared.state.gang else replicas_min(shared)
 
@@ -60,7 +60,8 @@ class Crew:
             rows = self._replicas.rows()
             serving = {index for index, row in rows.items() if row.weight_id is not None}
             there = (serving | self._starting | self._awaited) - set(self._replicas.leaving())
-            self._known, self._known_at = frozenset(there), now
+            self._known = frozenset(there)
+            self._known_at = now
         return self._known
 
     @property

@@ -35,8 +35,12 @@ class Departures:
         migration: Migration,
         rescuer: Rescuer,
     ) -> None:
-        self._shared, self._tracker, self._replicas = shared, tracker, replicas
-        self._pool, self._migration, self._rescuer = pool, migration, rescuer
+        self._shared = shared
+        self._tracker = tracker
+        self._replicas = replicas
+        self._pool = pool
+        self._migration = migration
+        self._rescuer = rescuer
         self._tried: set[tuple[int, int]] = set()  # (trajectory, destination)
 
     def on_leaving(self, member: Member, _: Leaving) -> None:

@@ -100,7 +100,8 @@ class Members:
 
     def take_left(self) -> list[str]:
         """Identities of those who have left since the last call."""
-        left, self._left = self._left, []
+        left = self._left
+        self._left = []
         return left
 
     def of(self, identity: str) -> Member | None:

@@ -60,11 +60,19 @@ class Membership:
         slots: str,
         is_gone: Callable[[int], bool],
     ) -> None:
-        self._shared, self._members, self._outbox = shared, shared.members, shared.outbox
-        self._weights, self._store, self._gang = weights, store, gang
-        self._run_id, self._forget, self._came, self._slots = run_id, forget, came, slots
+        self._shared = shared
+        self._members = shared.members
+        self._outbox = shared.outbox
+        self._weights = weights
+        self._store = store
+        self._gang = gang
+        self._run_id = run_id
+        self._forget = forget
+        self._came = came
+        self._slots = slots
         self._is_gone = is_gone
-        self._oom_kills, self._numbers = oom_kills(), ReplicaNumbers(store, self._members)
+        self._oom_kills = oom_kills()
+        self._numbers = ReplicaNumbers(store, self._members)
 
     # ---- who comes -----------------------------------------------------------------------------------------
 

@@ -15,7 +15,8 @@ class ReplicaNumbers:
     """Called by controller/fleet/membership.py; what it gives is in the transaction that lets the replica in."""
 
     def __init__(self, store: Store, members: Members) -> None:
-        self._store, self._members = store, members
+        self._store = store
+        self._members = members
 
     def of(self, identity: str, hello: Hello) -> int:
         """The number that this rollout has, or gets now."""

@@ -48,13 +48,15 @@ class Replicas:
 
     def reported(self, index: int, report: ReplicaLoad) -> None:
         row = self.at(index)
-        row.report, row.report_is_outdated = report, False
+        row.report = report
+        row.report_is_outdated = False
         (self._starting.add if report.phase == "unverified" else self._starting.discard)(index)
 
     def serves(self, index: int, weight_id: int | None) -> None:
         """From here on; None: no verified weights."""
         row = self.at(index)
-        before, row.weight_id = row.weight_id, weight_id
+        before = row.weight_id
+        row.weight_id = weight_id
         if before == weight_id:
             return
         self.changes += before is None or weight_id is None

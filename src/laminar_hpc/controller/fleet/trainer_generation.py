@@ -63,7 +63,10 @@ class Gang:
     """`forget()`: the parts of the controller drop what they had with the gang that has ended."""
 
     def __init__(self, shared: Shared, store: Store, forget: Callable[[], None]) -> None:
-        self._shared, self._members, self._store, self._forget = shared, shared.members, store, forget
+        self._shared = shared
+        self._members = shared.members
+        self._store = store
+        self._forget = forget
         self._run_dir = Path(shared.config.run_dir)
         self._awaited_until: float | None = None  # while the run waits for another gang
         self._failures = Restarts(_FAILURES_PER_HOUR)

@@ -23,7 +23,10 @@ class Answers:
     def __init__(
         self, shared: Shared, tracker: TrajectoryTracker, pool: PartialPool, migration: Migration
     ) -> None:
-        self._shared, self._tracker, self._pool, self._migration = shared, tracker, pool, migration
+        self._shared = shared
+        self._tracker = tracker
+        self._pool = pool
+        self._migration = migration
 
     def on_answer(self, _: Member, answer: Answer) -> None:
         self._pool.answered(answer)

@@ -44,12 +44,20 @@ class Dispatcher:
         first_batch: int,
     ) -> None:
         """`first_batch`: the id of the next local batch; no earlier controller has given it."""
-        self._shared, self._config, self._state = shared, shared.config, shared.state
-        self._tracker, self._evaluations, self._replicas = tracker, evaluations, replicas
-        self._weights, self._rescuer, self._probes, self._crew = weights, rescuer, probes, crew
+        self._shared = shared
+        self._config = shared.config
+        self._state = shared.state
+        self._tracker = tracker
+        self._evaluations = evaluations
+        self._replicas = replicas
+        self._weights = weights
+        self._rescuer = rescuer
+        self._probes = probes
+        self._crew = crew
         barrier = self._config.pipeline.refresh == "barrier"
         self._rounds = Rounds() if barrier else None
-        self._next_batch, self._local_batch = first_batch, 1
+        self._next_batch = first_batch
+        self._local_batch = 1
         self._resets = bool(self._config.environment.factory)  # a row's environment takes its time to begin
         self._asked: set[int] = set()  # replicas whose newest request was not looked at yet
         self._looked: tuple[object, ...] = ()  # what the last look for a round saw
@@ -84,7 +92,8 @@ class Dispatcher:
     def dispatch(self) -> None:
         """Costs as much as there are grants, kinds of waiting replicas and events since the last time; ends
         with the grant that reaches _SAMPLES_AT_ONCE."""
-        self._more, samples = False, 0
+        self._more = False
+        samples = 0
         if self._evaluations and (served := self._replicas.served()):
             self._evaluations.reset_stranded(served)
         if self._state.stops_here:
@@ -111,7 +120,8 @@ class Dispatcher:
 
     def take_more(self) -> bool:
         """Whether there is more to give out at once; asked once a turn."""
-        more, self._more = self._more, False
+        more = self._more
+        self._more = False
         return more
 
     def _update_line(self) -> None:
@@ -120,7 +130,8 @@ class Dispatcher:
         for replica in holders.take_turned() | self._asked:
             line.scores(replica, holders.scores(replica))
         told = {m.hello.index for place in self._weights.take_news() for m in members.on(place, "rollout")}
-        look_at, self._asked = told | self._asked, set()
+        look_at = told | self._asked
+        self._asked = set()
         for replica in look_at:
             member, weight_id = members.at("rollout", replica), line.weight_id(replica)
             if weight_id is None:

@@ -117,8 +117,10 @@ class Evaluation:
         for share in self.shares:
             share.scores.clear()
             share.lengths.clear()
-            share.replica, share.attempt = None, 0
-        self.scored, self._free = 0, list(range(len(self.shares)))
+            share.replica = None
+            share.attempt = 0
+        self.scored = 0
+        self._free = list(range(len(self.shares)))
         self._busy.clear()
 
 
@@ -142,8 +144,10 @@ class Evaluations:
         """`first_attempt`: above those of earlier controllers, whose shares nobody knows. `store` keeps the
         scores of an evaluation until it is complete."""
         self._store = store
-        self._files, self._samples = files, samples
-        self._temperature, self._max_tokens = temperature, max_response_tokens
+        self._files = files
+        self._samples = samples
+        self._temperature = temperature
+        self._max_tokens = max_response_tokens
         self._prompts = [prompt for prompts in files.values() for prompt in prompts]
         self.queue: list[Evaluation] = []
         self.first_id = 0  # of the weights that the present trainers publish
@@ -164,7 +168,9 @@ class Evaluations:
         evaluation = next((each for each in self.queue if each.key == key), None)
         if evaluation is None or self._store is None:
             return
-        evaluation.weight_id, evaluation.weight_step, evaluation.started = weight_id, weight_step, started
+        evaluation.weight_id = weight_id
+        evaluation.weight_step = weight_step
+        evaluation.started = started
         for number, score, length in self._store.evaluated(key, weight_id):
             if share := evaluation.share_of(number):
                 evaluation.score(share, number, score)
@@ -178,7 +184,9 @@ class Evaluations:
         if evaluation is None or share is None:
             return None
         if evaluation.weight_id is None:
-            evaluation.weight_id, evaluation.weight_step, evaluation.started = weight_id, weight_step, now
+            evaluation.weight_id = weight_id
+            evaluation.weight_step = weight_step
+            evaluation.started = now
         evaluation.takes(share, replica)
         self._attempts += 1
         share.attempt = self._attempts

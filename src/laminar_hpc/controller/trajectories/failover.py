@@ -63,8 +63,12 @@ class Rescuer:
         pool: PartialPool,
         migration: Migration,
     ) -> None:
-        self._shared, self._tracker, self._replicas = shared, tracker, replicas
-        self._weights, self._pool, self._migration = weights, pool, migration
+        self._shared = shared
+        self._tracker = tracker
+        self._replicas = replicas
+        self._weights = weights
+        self._pool = pool
+        self._migration = migration
         self._waiting = WaitingOrphans()
         self._loading: dict[int, Rescue] = {}  # by replica
         self._tries: dict[int, int] = {}  # by trajectory
@@ -142,7 +146,8 @@ class Rescuer:
 
     def place_orphans(self) -> None:
         """Those whose moves were called off; the loop calls this after each message and each tick."""
-        orphans, self._migration.orphans = self._migration.orphans, []
+        orphans = self._migration.orphans
+        self._migration.orphans = []
         for orphan in orphans:
             self._place([orphan])
 

@@ -30,7 +30,9 @@ class SampleState:
 
     def owned_by(self, replica: int) -> None:
         """From here on, under the next attempt."""
-        self.attempt, self.replica, self.held = self.attempt + 1, replica, False
+        self.attempt = self.attempt + 1
+        self.replica = replica
+        self.held = False
 
 
 @dataclass

@@ -115,5 +115,6 @@ class Holders:
 
     def take_turned(self) -> set[int]:
         """The replicas of which `scores` may have changed since the last call."""
-        turned, self._turned = self._turned, set()
+        turned = self._turned
+        self._turned = set()
         return turned

@@ -25,7 +25,10 @@ class Homes:
     def __init__(
         self, shared: Shared, tracker: TrajectoryTracker, replicas: Replicas, pool: PartialPool
     ) -> None:
-        self._shared, self._tracker, self._replicas, self._pool = shared, tracker, replicas, pool
+        self._shared = shared
+        self._tracker = tracker
+        self._replicas = replicas
+        self._pool = pool
 
     def on_ask(self, member: Member, ask: Ask) -> None:
         replica = replica_of(ask.home)
@@ -43,7 +46,8 @@ class Homes:
         assert trajectory.place is not None
         group = self._tracker.groups.bare(trajectory.trajectory_id)
         order = ScoreOrder(trajectory.trajectory_id, trajectory.attempt, group, trajectory.place)
-        order.home, order.figures = generated.home, generated.figures
+        order.home = generated.home
+        order.figures = generated.figures
         self._send(generated.home, order)
 
     def replica_lost(self, replica: int) -> None:

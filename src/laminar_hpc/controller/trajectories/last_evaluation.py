@@ -17,7 +17,9 @@ class LastEvaluation:
     """Called at each tick."""
 
     def __init__(self, shared: Shared, evaluations: Evaluations | None) -> None:
-        self._shared, self._state, self._evaluations = shared, shared.state, evaluations
+        self._shared = shared
+        self._state = shared.state
+        self._evaluations = evaluations
         self._idle_since: float | None = None
 
     def tick(self, now: float) -> None:

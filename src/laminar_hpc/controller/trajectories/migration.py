@@ -62,7 +62,10 @@ class Migration:
         steps: dict[int, int],
         first_number: int,
     ) -> None:
-        self._shared, self._tracker, self._replicas, self._pool = shared, tracker, replicas, pool
+        self._shared = shared
+        self._tracker = tracker
+        self._replicas = replicas
+        self._pool = pool
         self._steps = steps
         self._moves: dict[str, _Progress] = {}  # under way, and the last of those that are over
         self._over: deque[str] = deque()
@@ -230,7 +233,8 @@ class Migration:
         move, partial = progress.move, progress.partial
         assert partial is not None and move.destination is not None
         if not self._tracker.owners.move(move.trajectory_id, move.attempt, move.destination, move.weight_id):
-            move.phase, move.reason = Phase.ABORTED, "its trajectory no longer counts"
+            move.phase = Phase.ABORTED
+            move.reason = "its trajectory no longer counts"
             self._call_off(move)
             return
         self._pool.put(move.trajectory_id, move.attempt + 1, moved(partial))

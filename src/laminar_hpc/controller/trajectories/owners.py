@@ -21,7 +21,9 @@ class Owners:
     """Of the trajectories of `groups`; refused reports and discarded tokens go into `counts`."""
 
     def __init__(self, groups: GroupTable, rows: Rows, counts: Counts) -> None:
-        self._groups, self._rows, self._counts = groups, rows, counts
+        self._groups = groups
+        self._rows = rows
+        self._counts = counts
         self.unscored: dict[int, None] = {}  # complete, and nobody is asked for their scores; oldest first
 
     # ---- attempts ------------------------------------------------------------------------------------------
@@ -77,7 +79,8 @@ class Owners:
         """Its owner is dead; it is not given out before a move or a grant takes it elsewhere, or
         `discard`."""
         sample = self._groups.sample(trajectory_id)
-        sample.replica, sample.held = None, True
+        sample.replica = None
+        sample.held = True
         self._groups.changed(trajectory_id)
 
     def discard(self, trajectory_id: int, attempt: int, tokens: int) -> None:
@@ -85,7 +88,8 @@ class Owners:
         sample = self.reported(trajectory_id, attempt)
         if sample is not None and not sample.generated:
             self._counts.tokens_discarded += tokens
-            sample.replica, sample.held = None, False
+            sample.replica = None
+            sample.held = False
             self._groups.changed(trajectory_id)
 
     # ---- who scores ----------------------------------------------------------------------------------------

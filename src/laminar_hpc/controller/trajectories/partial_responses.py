@@ -39,8 +39,10 @@ class PartialPool:
                 last.end = span.end
             else:
                 partial.spans.append(span)
-        partial.time_started, partial.called = more.time_started, more.called
-        partial.awaits, partial.home = more.awaits, more.home
+        partial.time_started = more.time_started
+        partial.called = more.called
+        partial.awaits = more.awaits
+        partial.home = more.home
         self._held[more.trajectory_id] = (more.attempt, partial)
         self.tokens += more.count
 
@@ -88,7 +90,8 @@ class PartialPool:
 
     def take_left(self) -> list[str]:
         """The environments whose trajectories have ended or begun again since the last call."""
-        left, self._left = self._left, []
+        left = self._left
+        self._left = []
         return left
 
     def _take_out(self, trajectory_id: int, home: str) -> int:

@@ -44,9 +44,14 @@ class Reattachment:
         lost: Callable[[int], None],
         last_seen: float,
     ) -> None:
-        self._shared, self._store, self._tracker = shared, store, tracker
-        self._replicas, self._rescuer, self._lost = replicas, rescuer, lost
-        self.awaited, self._last_seen = awaited, last_seen
+        self._shared = shared
+        self._store = store
+        self._tracker = tracker
+        self._replicas = replicas
+        self._rescuer = rescuer
+        self._lost = lost
+        self.awaited = awaited
+        self._last_seen = last_seen
         # who has lost a controller looks for this one after 3 s (line/controller_watch.py)
         silence = rollout_silence(shared.config.cluster.heartbeat_timeout_seconds)
         self._until = time.monotonic() + silence
@@ -79,7 +84,8 @@ class Reattachment:
     def on_holds(self, member: Member, holds: Holds) -> None:
         replica = member.hello.index
         row = self._replicas.at(replica)
-        row.rejoins, row.newest_batch = False, holds.newest_batch
+        row.rejoins = False
+        row.newest_batch = holds.newest_batch
         self._replicas.serves(replica, holds.weight_id)
         held = {sample.trajectory_id: sample.attempt for sample in holds.generating}
         for trajectory_id, attempt in held.items():

@@ -40,10 +40,15 @@ class Repacker:
         weights: Weights,
         migration: Migration,
     ) -> None:
-        self._shared, self._config, self._tracker = shared, shared.config, tracker
-        self._replicas, self._weights, self._migration = replicas, weights, migration
+        self._shared = shared
+        self._config = shared.config
+        self._tracker = tracker
+        self._replicas = replicas
+        self._weights = weights
+        self._migration = migration
         self._seen: dict[int, _Seen] = {}  # by replica
-        self._next, self._soon = 0.0, False
+        self._next = 0.0
+        self._soon = False
 
     def tick(self, now: float) -> None:
         """`now`: monotonic seconds."""

@@ -38,8 +38,13 @@ class TrajectoryReports:
         scorers: Scorers,
         homes: Homes,
     ) -> None:
-        self._shared, self._tracker, self._evaluations = shared, tracker, evaluations
-        self._pool, self._rescuer, self._scorers, self._homes = pool, rescuer, scorers, homes
+        self._shared = shared
+        self._tracker = tracker
+        self._evaluations = evaluations
+        self._pool = pool
+        self._rescuer = rescuer
+        self._scorers = scorers
+        self._homes = homes
         self.reward_errors = RewardErrors(shared.config, shared.say)
         self._refused = False  # it was said that a request of an agent was
         self._last_progress = 0.0
@@ -125,7 +130,8 @@ class TrajectoryReports:
                 where = {"trajectory_id": scored.trajectory_id, "evaluation": scored.evaluation}
                 self._shared.metrics.write("reward_error", text=scored.error, **where)
         if scored.refused and not self._refused:
-            self._refused, of = True, f"trajectory {scored.trajectory_id}"
+            self._refused = True
+            of = f"trajectory {scored.trajectory_id}"
             self._shared.metrics.write("refused", trajectory_id=scored.trajectory_id, text=scored.refused)
             text = f"a request was refused, the first one in {of}: {scored.refused}"
             self._shared.say(console.line("agent", text))

@@ -62,7 +62,8 @@ class RewardErrors:
 
     def __init__(self, config: RunConfig, say: Callable[[str], None]) -> None:
         self._batch = config.algorithm.prompts_per_step * config.algorithm.samples_per_prompt
-        self._instead, self._say = config.reward.score_on_failure, say
+        self._instead = config.reward.score_on_failure
+        self._say = say
         self._keys = "reward.function" if SINGLE in reward_functions(config.reward) else "reward.functions"
         self._logs = Path(config.run_dir) / "logs"
         self.scored = self.count = self.in_a_row = 0

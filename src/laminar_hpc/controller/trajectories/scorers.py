@@ -23,7 +23,9 @@ class Scorers:
     """Called when a replica is lost, for each score, and at each tick."""
 
     def __init__(self, shared: Shared, tracker: TrajectoryTracker, replicas: Replicas) -> None:
-        self._shared, self._tracker, self._replicas = shared, tracker, replicas
+        self._shared = shared
+        self._tracker = tracker
+        self._replicas = replicas
         self._asked: dict[int, int] = {}  # trajectory -> replica
 
     def replica_lost(self, replica: int) -> int:

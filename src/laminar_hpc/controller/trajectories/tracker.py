@@ -35,8 +35,12 @@ class TrajectoryTracker:
         prompt_of_draw: Callable[[int], int],
         filters: bool = False,
     ) -> None:
-        self._store, self._rows, self._prompts, self._size = store, store.rows, prompts, size
-        self._prompt_of_draw, self._filters = prompt_of_draw, filters
+        self._store = store
+        self._rows = store.rows
+        self._prompts = prompts
+        self._size = size
+        self._prompt_of_draw = prompt_of_draw
+        self._filters = filters
         _, self._next_group, self._next_trajectory = store.next_ids()
         self.upcoming = Upcoming(store)
         self._finished_count = store.get("groups_finished", 0)
@@ -59,7 +63,8 @@ class TrajectoryTracker:
         owners = self._rows.owners()
         for trajectory_id, replica, weight_step in owners:
             sample = self.groups.sample(trajectory_id)
-            sample.replica, sample.weight_step = replica, weight_step
+            sample.replica = replica
+            sample.weight_step = weight_step
             self.owners.unscored.pop(trajectory_id, None)
             self.groups.changed(trajectory_id)
             self.groups.live.put(self.groups.group_of(trajectory_id).view())
@@ -174,10 +179,14 @@ class TrajectoryTracker:
         sample = self.owners.reported(trajectory.trajectory_id, trajectory.attempt)
         if sample is None or sample.generated:
             return False
-        trajectory.step_finished, trajectory.weight_step = trainer_step, sample.weight_step
+        trajectory.step_finished = trainer_step
+        trajectory.weight_step = sample.weight_step
         self._rows.store_response(trajectory)
-        sample.generated, sample.replica, sample.held = True, trajectory.replica, False
-        sample.length, sample.weight_id = trajectory.length, trajectory.weight_id
+        sample.generated = True
+        sample.replica = trajectory.replica
+        sample.held = False
+        sample.length = trajectory.length
+        sample.weight_id = trajectory.weight_id
         self.groups.changed(trajectory.trajectory_id)
         return True
 
@@ -195,9 +204,11 @@ class TrajectoryTracker:
         if sample is None or not sample.generated:
             return None
         group = self.groups.group_of(trajectory_id)
-        sample.reward, sample.accuracy = reward, accuracy(reward, parts)
+        sample.reward = reward
+        sample.accuracy = accuracy(reward, parts)
         self._rows.finish_trajectory(trajectory_id, ScorePart(time, reward, parts, error), sample.accuracy)
-        sample.finished, sample.generated = True, False
+        sample.finished = True
+        sample.generated = False
         self.owners.unscored.pop(trajectory_id, None)
         self.groups.changed(trajectory_id)
         if not all(s.finished for s in group.samples.values()):
@@ -228,7 +239,8 @@ class TrajectoryTracker:
             return
         self.filtered_in_a_row = 0
         self._finished_count += 1
-        group.finished, group.finish_order = True, self._finished_count
+        group.finished = True
+        group.finish_order = self._finished_count
         self.groups.live.put(group.view())
         self._store.put("groups_finished", self._finished_count)
         self._rows.finish_group(group.group_id, group.view().weight_step, self._finished_count, time)
@@ -242,7 +254,9 @@ class TrajectoryTracker:
         if sample.generated:
             self.owners.unscored.pop(trajectory_id, None)
             self._rows.lose_response(trajectory_id)
-        sample.replica, sample.held, sample.generated = None, False, False
+        sample.replica = None
+        sample.held = False
+        sample.generated = False
         self.groups.changed(trajectory_id)
         return True
 

@@ -14,7 +14,8 @@ class Upcoming:
     """The numbers of draws, counted from the store."""
 
     def __init__(self, store: Store) -> None:
-        self._store, self._saved = store, store.get_text("prompts_kept")
+        self._store = store
+        self._saved = store.get_text("prompts_kept")
         self._free = deque(map(int, self._saved.split()))  # were kept for somebody
         self._kept: dict[int, deque[int]] = {}
         self._next = store.get("prompts_drawn", 0) + len(self._free)

@@ -25,7 +25,10 @@ class Probes:
     """`dtype`: of the served weights; `layers`: of the model; `say` prints a line for the user."""
 
     def __init__(self, dtype: str, layers: int, metrics: MetricsWriter, say: Callable[[str], None]) -> None:
-        self._dtype, self._layers, self._metrics, self._say = dtype, layers, metrics, say
+        self._dtype = dtype
+        self._layers = layers
+        self._metrics = metrics
+        self._say = say
         self._known: dict[int, dict[str, list[float]]] = {}
 
     def scored(self, weight_id: int, step: int, who: str, logprobs: list[float]) -> None:

@@ -35,10 +35,14 @@ class Weights:
     """`relays`: how many the run starts with."""
 
     def __init__(self, shared: Shared, relays: int, store: Store, probes: Probes) -> None:
-        self._shared, self._members, self._outbox = shared, shared.members, shared.outbox
-        self._store, self._probes = store, probes
+        self._shared = shared
+        self._members = shared.members
+        self._outbox = shared.outbox
+        self._store = store
+        self._probes = probes
         lanes, wanted = shared.config.relay.lanes, max(1, relays // shared.config.relay.lanes)
-        self._epoch, self._next_id = store.get("restore_epoch", 0), store.next_ids()[0]
+        self._epoch = store.get("restore_epoch", 0)
+        self._next_id = store.next_ids()[0]
         first, issued = self._epoch * NUMBERS, self.newest_issued
         self.chains = [Chain(wanted, lane, lanes, first_epoch=first, issued=issued) for lane in range(lanes)]
         self._senders = [0] if lanes == 1 else []  # trainer rank of each lane, as far as known
@@ -119,7 +123,8 @@ class Weights:
             self._outbox.send(member, message)
 
     def on_lane_senders(self, _: Member, senders: LaneSenders) -> None:
-        self._senders, self._looked = senders.ranks, None
+        self._senders = senders.ranks
+        self._looked = None
 
     def gang_ended(self) -> None:
         """The relays are cut off from those who sent to them; the next gang says who sends which lane."""
@@ -150,7 +155,8 @@ class Weights:
         if before and before[0] == member.identity and before[1].request == request.request > 0:
             self._outbox.send(member, before[1])  # it was asked again
             return
-        weight_id, self._next_id = self._next_id, self._next_id + 1
+        weight_id = self._next_id
+        self._next_id = self._next_id + 1
         self._store.add_weights(weight_id, self._epoch, request.step, time.time())
         self.steps[weight_id] = request.step
         relays = max(chain.publication(weight_id) for chain in self.chains)
@@ -204,7 +210,8 @@ class Weights:
 
     def take_news(self) -> set[str]:
         """The machines whose rollouts were told of weights since the last call."""
-        news, self._news = self._news, set()
+        news = self._news
+        self._news = set()
         return news
 
     def newest_on(self, machine: str) -> Version | None:

@@ -261,7 +261,8 @@ def _bar(say: Say | None, name: HubName, made: list[Any]) -> type:
 
     class Bar(tqdm):
         def __init__(self, *args: Any, **settings: Any) -> None:
-            self.said, self.over = time.monotonic(), False
+            self.said = time.monotonic()
+            self.over = False
             hidden = say is None or settings.get("name") != "huggingface_hub.snapshot_download"
             settings |= {
                 "desc": f"{'model':<{LABEL_WIDTH}} {name.short}",

@@ -81,8 +81,10 @@ class KvInbox:
         self._admission = Admission(self._context, client_public.decode())
         self._router = self._context.socket(zmq.ROUTER)
         self._router.setsockopt(zmq.ZAP_DOMAIN, b"laminar-kv")
-        self._router.linger, self._router.rcvhwm = 1000, QUEUED
-        self._router.curve_server, self._router.curve_secretkey = True, secret
+        self._router.linger = 1000
+        self._router.rcvhwm = QUEUED
+        self._router.curve_server = True
+        self._router.curve_secretkey = secret
         try:
             self._router.bind(f"tcp://{socket.gethostbyname(self.host)}:*")
         except (zmq.ZMQError, OSError) as error:
@@ -149,7 +151,8 @@ class KvInbox:
                     raise KvRefused("KV move failed: a message that belongs to no part")
         except (KvRefused, UnicodeDecodeError, msgspec.DecodeError) as error:
             to = self._part.sender if self._part is not None else sender.bytes
-            self._part, self.complete = None, False
+            self._part = None
+            self.complete = False
             self._refused = self._refused or str(error)
             self._router.send_multipart([to, b"no", self._refused.encode()])
 
@@ -164,7 +167,8 @@ class KvInbox:
             there = f"{len(self.tokens)} tokens are there and {len(expected.slots)} reserved"
             raise KvRefused(f"KV part refused: tokens {header.first} to {end} do not fit where {there}")
         # a part sent anew replaces the old one
-        self.tokens, self.complete = self.tokens[: header.first], False
+        self.tokens = self.tokens[: header.first]
+        self.complete = False
         chunks = expected.shape.chunks(header.tokens, header.chunk_bytes)
         self._part = _Part(sender, header, expected.slots[header.first : end], set(range(chunks)))
         self._router.send_multipart([sender, b"go"])
@@ -218,6 +222,7 @@ class KvInbox:
     def _done(self, part: _Part) -> None:
         if part.stage is not None:
             part.stage.empty(self.expected.pool, part.slots)
-        self.tokens, self.complete = self.tokens + part.header.ids(), part.header.last
+        self.tokens = self.tokens + part.header.ids()
+        self.complete = part.header.last
         self._part = None
         self._router.send_multipart([part.sender, b"ok"])

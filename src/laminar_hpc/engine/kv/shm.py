@@ -48,8 +48,11 @@ class _Side:
     def __init__(
         self, fd: int, side: int, header: PartHeader, slots: int, header_bytes: int, seconds: float
     ) -> None:
-        self.header, self.seconds, self.peer = header, seconds, ("destination", "source")[side]
-        self._fd, self._side = fd, side
+        self.header = header
+        self.seconds = seconds
+        self.peer = ("destination", "source")[side]
+        self._fd = fd
+        self._side = side
         records = _records_at(slots, header_bytes)
         self._map = mmap.mmap(fd, records + slots * header.shape.record_bytes(header.chunk_bytes))
         self._ring = (_STATES[side], _STATES[1 - side], _SEQUENCES, records, slots, fd, 1 - side, seconds)

@@ -142,11 +142,10 @@ def send_part(
 def _connect(context: zmq.Context, place: KvAddress, seconds: float) -> zmq.Socket:
     stream = context.socket(zmq.DEALER)
     stream.curve_serverkey = place.server_public.encode()
-    stream.curve_publickey, stream.curve_secretkey = (
-        place.client_public.encode(),
-        place.client_secret.encode(),
-    )
-    stream.sndtimeo, stream.sndhwm = int(seconds * 1000), QUEUED
+    stream.curve_publickey = place.client_public.encode()
+    stream.curve_secretkey = place.client_secret.encode()
+    stream.sndtimeo = int(seconds * 1000)
+    stream.sndhwm = QUEUED
     stream.connect(f"tcp://{place.host}:{place.port}")
     return stream
 

@@ -22,7 +22,9 @@ class MoveCalls:
     scheduler has stood still for moves in all."""
 
     def __init__(self, config: RunConfig, port: PortClient) -> None:
-        self.config, self.port, self.kv_stalled_seconds = config, port, 0.0
+        self.config = config
+        self.port = port
+        self.kv_stalled_seconds = 0.0
 
     async def kv_reserve(self, move_id: str, weight_id: int, tokens: int) -> str:
         host = await asyncio.to_thread(own_address, self.config.cluster.host)

@@ -21,7 +21,8 @@ class PortClient:
     """The ports of an engine's tensor-parallel ranks; used after the start of `process`."""
 
     def __init__(self, process: EngineProcess, ranks: int) -> None:
-        self.process, self.ranks = process, ranks
+        self.process = process
+        self.ranks = ranks
         self._context = zmq.asyncio.Context()
         self._sockets: list[zmq.asyncio.Socket] = []
         self._turn = asyncio.Lock()

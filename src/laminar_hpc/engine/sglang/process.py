@@ -130,7 +130,8 @@ class EngineProcess:
         self.folder = Path(tempfile.mkdtemp(prefix=ENGINE_FOLDER_PREFIX))
         claim(self.folder)
         self._note = shared_memory.Note(self.folder)
-        self._held_port, self.key = hold_port(), secrets.token_hex(24)
+        self._held_port = hold_port()
+        self.key = secrets.token_hex(24)
         key.leave(self.folder, self.key)
         self.port = self._held_port.getsockname()[1]
         self.log.parent.mkdir(parents=True, exist_ok=True)

@@ -28,7 +28,8 @@ class Rejected(Exception):
 
     def __init__(self, message: str, status: int = 400, code: str = "invalid_request") -> None:
         super().__init__(message)
-        self.status, self.code = status, code
+        self.status = status
+        self.code = code
 
     def body(self) -> dict:
         """As OpenAI's API has errors."""

@@ -30,8 +30,11 @@ class Dialogues:
         self, model: Path, stop_ids: Sequence[int], grows: bool = True, arguments: Arguments = None
     ) -> None:
         self._arguments = arguments
-        self._grows, self._stop_ids, self._decoder = grows, frozenset(stop_ids), TextDecoder(model)
-        self._model, self._tokenizer = str(model), load_tokenizer(str(model))
+        self._grows = grows
+        self._stop_ids = frozenset(stop_ids)
+        self._decoder = TextDecoder(model)
+        self._model = str(model)
+        self._tokenizer = load_tokenizer(str(model))
         self.vocabulary = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
         self._known: OrderedDict[str, Dialogue] = OrderedDict()
         self._making = asyncio.Lock()

@@ -36,7 +36,8 @@ class Gateway:
     """`start`, use, `close`. `max_tokens`: of a whole conversation; `branches`: as Door has it."""
 
     def __init__(self, max_tokens: int, branches: bool = False) -> None:
-        self._max_tokens, self._branches = max_tokens, branches
+        self._max_tokens = max_tokens
+        self._branches = branches
         self._sessions: dict[str, Door] = {}
         self._base = ""
         app = web.Application(client_max_size=MAX_REQUEST, middlewares=[self._refusals])

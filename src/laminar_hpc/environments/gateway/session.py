@@ -38,7 +38,9 @@ class Door:
     """`url`: the agent's base_url; `key`: its api_key. `branches`: a rewritten history is not refused."""
 
     def __init__(self, url: str, key: str, branches: bool = False) -> None:
-        self.url, self.key, self._branches = url, key, branches
+        self.url = url
+        self.key = key
+        self._branches = branches
         self._said: Messages = []
         self._tools: list[dict] = []
         self._dialect: type | None = None  # of the first question that was answered
@@ -95,7 +97,8 @@ class Door:
         chat = self._open.chat
         self._dialect = type(chat)
         if isinstance(chat, Chat):
-            self._said, self._tools = [*chat.messages, message], chat.tools
+            self._said = [*chat.messages, message]
+            self._tools = chat.tools
         self._open.answered.set_result(body)
         self._open = None
 

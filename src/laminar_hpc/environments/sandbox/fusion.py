@@ -20,7 +20,8 @@ class SandboxFusion:
     """`run` as of Sandbox. `url` is the server's, without /run_code. Limits of memory and output hold."""
 
     def __init__(self, url: str, limits: Limits | None = None) -> None:
-        self._url, self._limits = url.rstrip("/") + "/run_code", limits or Limits()
+        self._url = url.rstrip("/") + "/run_code"
+        self._limits = limits or Limits()
 
     async def run(self, code: str, stdin: str = "", timeout_seconds: float = 10.0) -> Result:
         """Raises SandboxFailed when the server does not answer, or says that the failure is its own."""

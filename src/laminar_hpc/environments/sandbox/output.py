@@ -6,7 +6,9 @@ class BoundedOutput:
 
     def __init__(self, limit: int) -> None:
         self._half = limit // 2
-        self._head, self._tail, self._total = bytearray(), bytearray(), 0
+        self._head = bytearray()
+        self._tail = bytearray()
+        self._total = 0
 
     def add(self, chunk: bytes) -> None:
         """The next bytes of the stream."""

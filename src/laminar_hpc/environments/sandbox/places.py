@@ -132,7 +132,9 @@ class SharedFiles(SandboxTier):
 
     def __init__(self, given: Limits, folder: str, locked: bool) -> None:
         super().__init__(given)
-        self._folder, self._locked, self._box = folder, locked, ""
+        self._folder = folder
+        self._locked = locked
+        self._box = ""
         self._paths = readable()
         self._counts = os.geteuid() != 0  # the kernel does not count root's processes
 

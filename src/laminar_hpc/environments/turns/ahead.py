@@ -12,14 +12,16 @@ class Ahead:
     has that row may have it."""
 
     def __init__(self, begin: Callable[[dict], Coroutine[Any, Any, Session]], most: int) -> None:
-        self._begin, self._most = begin, most
+        self._begin = begin
+        self._most = most
         self._begun: list[tuple[dict, asyncio.Task[Session]]] = []
         self._closing: set[asyncio.Task[None]] = set()
 
     def expect(self, rows: Sequence[tuple[dict, int]]) -> None:
         """So many of each. Those of other rows are closed."""
         wanted = [row for row, count in rows for _ in range(count)][: self._most]
-        before, self._begun = self._begun, []
+        before = self._begun
+        self._begun = []
         for row in wanted:
             at = _place(before, row)
             self._begun.append((row, asyncio.create_task(self._begin(row))) if at is None else before.pop(at))

@@ -46,12 +46,16 @@ class Conversation:
     ) -> None:
         """`thinks`: the template knows of <think>, so that is tried too. `answered_by`: the role that is
         tried behind a turn; "" tries none. `grows`: a template that rewrites earlier turns is refused."""
-        self._render, self._encode, self._grows = render, encode, grows
-        self._specials, self._marks = _any_of(specials), _any_of(marks)
+        self._render = render
+        self._encode = encode
+        self._grows = grows
+        self._specials = _any_of(specials)
+        self._marks = _any_of(marks)
         _, mark, self.closing = render([_user(MARK)]).partition(MARK)
         if not mark:
             raise LaminarError(f"{_TEMPLATE} leaves out what the user says")
-        self._stop_ids, self._thinks = stop_ids, thinks
+        self._stop_ids = stop_ids
+        self._thinks = thinks
         if answered_by:
             self.check(answered_by)
 

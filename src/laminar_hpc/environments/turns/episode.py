@@ -55,7 +55,8 @@ class Episode:
 
     def reset(self, opened: float, seconds: float) -> None:
         """Its environment is kept for it from then on."""
-        self.opened, self.worked_seconds = opened, seconds
+        self.opened = opened
+        self.worked_seconds = seconds
         self.waited(seconds)
 
     def turn(self, seen_tokens: int, cached_tokens: int, seconds: float) -> None:

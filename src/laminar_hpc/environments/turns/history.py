@@ -23,7 +23,8 @@ class History:
                 f"environment.history=branch: the tokenizer reads a prompt back as ...{begun[-40:]!r}, which "
                 f"does not end with the template's {talk.closing!r}; set environment.history=keep"
             )
-        self._talk, self._begun = talk, begun.removesuffix(talk.closing)
+        self._talk = talk
+        self._begun = begun.removesuffix(talk.closing)
         self._messages: Messages = []
         self.anew = False
 

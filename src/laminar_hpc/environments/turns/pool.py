@@ -79,7 +79,8 @@ class EnvironmentPool(WorkerPool):
     async def start(self) -> None:
         """Raises LaminarError for what cannot be imported, or is no tool or environment."""
         await super().start()
-        self.tools, self.rewards = self._server.ready.tools, self._server.ready.rewards
+        self.tools = self._server.ready.tools
+        self.rewards = self._server.ready.rewards
         if self._has_calls:
             self.tools = {"": [tool for tools in self.tools.values() for tool in tools]}
 

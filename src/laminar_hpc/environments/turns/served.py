@@ -36,7 +36,8 @@ class Tool:
 
     def __init__(self, function: Callable, spec: Spec) -> None:
         self._tool = PythonTool(function, spec.name, spec.label)
-        self.is_async, self.tools = self._tool.is_async, [self._tool.schema]
+        self.is_async = self._tool.is_async
+        self.tools = [self._tool.schema]
         self.idempotent = _idempotent({self._tool.name: function})
 
     def call(self, call: Call) -> object:
@@ -50,7 +51,9 @@ class Environment:
     """A class, and its instances by session."""
 
     def __init__(self, factory: Callable, spec: Spec) -> None:
-        self._factory, self._instances, label = factory, dict[int, object](), spec.label
+        self._factory = factory
+        self._instances = dict[int, object]()
+        label = spec.label
         methods = {
             name: member
             for name, member in inspect.getmembers(factory)
@@ -67,7 +70,8 @@ class Environment:
         self.idempotent = _idempotent(tools)
         self._parameters = inspect.signature(_unbound(factory, "reset")).parameters
         self.is_async = all(inspect.iscoroutinefunction(method) for method in methods.values())
-        self._label, self._runner = label, asyncio.Runner()
+        self._label = label
+        self._runner = asyncio.Runner()
 
     def call(self, call: Call) -> object:
         """What the method returns, to be awaited if all of them are."""
@@ -154,7 +158,8 @@ def _unbound(factory: Callable, name: str) -> Callable:
     def shown() -> None: ...
 
     signature = inspect.signature(method)
-    shown.__name__, shown.__doc__ = method.__name__, inspect.getdoc(method)
+    shown.__name__ = method.__name__
+    shown.__doc__ = inspect.getdoc(method)
     own = signature.replace(parameters=[*signature.parameters.values()][1:])
     shown.__signature__ = own  # type: ignore[attr-defined]
     shown.__annotations__ = {k: v for k, v in inspect.get_annotations(method, eval_str=True).items()}

@@ -54,7 +54,8 @@ class Session:
     ) -> CallResult:
         """`what`: errors call the method so."""
         call, what = Call(0, self._name, session=self._number, method=method), what or method
-        call.row, call.arguments = row or {}, json.dumps(arguments or {})
+        call.row = row or {}
+        call.arguments = json.dumps(arguments or {})
         try:
             result = await self._ask(call)
         except WorkerLost:

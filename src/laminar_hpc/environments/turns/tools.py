@@ -26,10 +26,8 @@ class PythonTool:
             raise LaminarError(f"{label}: {name} is a {type(function).__name__}: write a function with def")
         self.is_async = inspect.iscoroutinefunction(function)
         self.schema = {"type": "function", "function": _schema(function, name, label)}
-        self._call, self._titles = (
-            pydantic.validate_call(function),
-            (function.__name__, function.__qualname__),
-        )
+        self._call = pydantic.validate_call(function)
+        self._titles = (function.__name__, function.__qualname__)
 
     def __call__(self, arguments: dict) -> object:
         """What the function returns, or an awaitable of it. Either may raise ValidationError."""

@@ -85,7 +85,9 @@ class Crew(_Crew):
         """What came of the call, which is ended at the time limit. Raises WorkerLost when its process died
         meanwhile."""
         worker = await self._take()
-        t0, worker.began, answered = time.time(), time.monotonic(), False
+        t0 = time.time()
+        worker.began = time.monotonic()
+        answered = False
         try:
             result = await worker.ask(call, self._limit)
             answered = True

@@ -27,7 +27,8 @@ class Reward:
         if spec.url:
             from laminar_hpc.environments.http_reward import HttpReward  # aiohttp takes a third of a second
 
-            self.is_async, self.style = True, "laminar"
+            self.is_async = True
+            self.style = "laminar"
             self.call: Callable[[protocol.Call], object] = HttpReward(spec, timeout_seconds)
             return
         function = load_function(spec.function, spec.label)

@@ -33,7 +33,9 @@ class Connection:
     """One machine: `command` is its ssh. Lines that come are given to `say`."""
 
     def __init__(self, part: Part, command: Sequence[str], say: Callable[["Connection", str], None]) -> None:
-        self.part, self.begun, self._say = part, False, say
+        self.part = part
+        self.begun = False
+        self._say = say
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -78,9 +80,12 @@ class Launcher:
     def __init__(
         self, commands: Sequence[tuple[Part, Sequence[str]]], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._commands, self._clock = commands, clock
+        self._commands = commands
+        self._clock = clock
         self._codes = dict[Connection, int]()
-        self._signals, self._asked, self._gave_up = 0, 0.0, False
+        self._signals = 0
+        self._asked = 0.0
+        self._gave_up = False
         self._leave_at: float | None = None  # when those that are left are told to leave
         self._lock = threading.RLock()  # a signal may come between two lines
         self._connections: list[Connection] = []

@@ -48,7 +48,9 @@ class SealedFile:
 
     def __init__(self, path: Path, check: Callable[[], None]) -> None:
         self._file = open(path, "wb")  # noqa: SIM115
-        self._sum, self._bytes, self._check = hashlib.sha256(), 0, check
+        self._sum = hashlib.sha256()
+        self._bytes = 0
+        self._check = check
 
     def __enter__(self) -> "SealedFile":
         return self

@@ -26,7 +26,8 @@ class Lease:
     """Used by the thread that renews the lock; others ask whether it `is_sure`."""
 
     def __init__(self, stale_after: float, clock: Clock = boot_time) -> None:
-        self._stale_after, self._clock = stale_after, clock
+        self._stale_after = stale_after
+        self._clock = clock
         self._sure_from = self._sure_until = -1.0
 
     @property

@@ -65,10 +65,12 @@ class RunLock:
         alive, less what was `watched` before. `stale_after`: of these locks."""
         self.lost = ""  # why they are no longer held, or not for long
         self.at_work: Callable[[], None] = lambda: None  # called while `assure` waits
-        self._say, self._held = say, dict[Path, _Held]()
+        self._say = say
+        self._held = dict[Path, _Held]()
         self._stale_after = stale_after or STALE_SECONDS
         self._watched: Watched = {} if watched is None else watched
-        self._released, self._renewing = threading.Event(), threading.Lock()
+        self._released = threading.Event()
+        self._renewing = threading.Lock()
         try:
             for folder in folders:
                 self._held[folder] = self._held.get(folder) or self._take(folder)
@@ -131,8 +133,10 @@ class _Held:
     """One lock of this process."""
 
     def __init__(self, folder: Path, owner: Owner, lease: Lease) -> None:
-        self.owner, self.lease = owner, lease
-        self._folder, self._watched = folder, Watched()
+        self.owner = owner
+        self.lease = lease
+        self._folder = folder
+        self._watched = Watched()
 
     def renew(self) -> str:
         """Shows that the holder is alive. Returns why the lock is no longer held, or "".

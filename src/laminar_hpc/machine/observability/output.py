@@ -67,8 +67,11 @@ class Stream(io.TextIOBase):
     encoding, errors = "utf-8", "backslashreplace"
 
     def __init__(self, descriptor: int, lossless: bool = False) -> None:
-        self._descriptor, self._lossless, self._part = descriptor, lossless, ""
-        self._process, self._is_stuck = 0, False
+        self._descriptor = descriptor
+        self._lossless = lossless
+        self._part = ""
+        self._process = 0
+        self._is_stuck = False
         self._lines: queue.SimpleQueue[tuple[bytes, threading.Event]] = queue.SimpleQueue()  # signal-safe
         self.newest = threading.Event()
         self.newest.set()
@@ -90,7 +93,8 @@ class Stream(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        part, self._part = self._part, ""
+        part = self._part
+        self._part = ""
         self._show(part)
 
     def _show(self, text: str) -> None:
@@ -100,7 +104,8 @@ class Stream(io.TextIOBase):
         if not data:
             return None
         if self._process != os.getpid():  # the first line, also of a process that was forked
-            self._process, self._lines = os.getpid(), queue.SimpleQueue()
+            self._process = os.getpid()
+            self._lines = queue.SimpleQueue()
             threading.Thread(target=self._run, name="output", daemon=True).start()
         taken = threading.Event()
         if self._lines.qsize() < _LINES:

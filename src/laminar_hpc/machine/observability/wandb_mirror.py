@@ -103,7 +103,8 @@ class WandbMirror:
 
     def close(self, failed: bool = False) -> None:
         """Waits at most FINISH_SECONDS for what is still to be sent; it is under run_dir/wandb as well."""
-        run, self._run = self._run, None
+        run = self._run
+        self._run = None
         if run is None:
             return
         sender = threading.Thread(target=run.finish, kwargs={"exit_code": int(failed)}, daemon=True)

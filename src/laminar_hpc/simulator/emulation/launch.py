@@ -32,7 +32,8 @@ def prepare(folder: Path, prompts: int, prompt_tokens: int, max_response_tokens:
     rows = (json.dumps({"prompt": f"{i:0{prompt_tokens}d}", "answer": "0"}) for i in range(prompts))
     (folder / "prompts.jsonl").write_text("\n".join(rows) + "\n")
     config = RunConfig(run_dir=str(folder / "run"), role="controller")
-    config.model.path, config.data.train = str(model), str(folder / "prompts.jsonl")
+    config.model.path = str(model)
+    config.data.train = str(folder / "prompts.jsonl")
     config.reward.function = "laminar_hpc.environments.arithmetic.reward"
     config.sampling.max_response_tokens = max_response_tokens
     config.trainer.tokens_per_microbatch = max_response_tokens + prompt_tokens + 2

@@ -121,7 +121,8 @@ class PayloadWriter:
         rest = memoryview(record)
         while rest:
             written = os.write(self._file, rest)
-            rest, self._size = rest[written:], self._size + written
+            rest = rest[written:]
+            self._size = self._size + written
 
     def _begin_file(self) -> None:
         if self._file >= 0:

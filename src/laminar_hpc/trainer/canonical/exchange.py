@@ -31,7 +31,8 @@ class Exchange:
 
     def __init__(self, ranks: Sequence[int], seconds: float) -> None:
         """`ranks`, with rank 0, take part; `seconds` bounds each wait for one of them."""
-        self.ranks, self._seconds = list(ranks), seconds
+        self.ranks = list(ranks)
+        self._seconds = seconds
         if len(self.ranks) == 1:  # nobody to speak with, and a gloo group costs three threads
             return
         limit = timedelta(seconds=seconds)

@@ -19,7 +19,10 @@ class Acceptance:
     """Of checkpoints in `run_dir`. Collective: all ranks make the same calls and come to the same result."""
 
     def __init__(self, run_dir: Path, config: RunConfig, welcome: Welcome, ranks: Agreement) -> None:
-        self._run_dir, self._config, self._welcome, self._ranks = run_dir, config, welcome, ranks
+        self._run_dir = run_dir
+        self._config = config
+        self._welcome = welcome
+        self._ranks = ranks
 
     def examine(self, path: Path) -> str:
         """Its damage. Raises PermanentFailure on rank 0, LaminarError on others, where it is whole and not to

@@ -82,6 +82,7 @@ class HostCopies:
         return kept
 
     def _join(self) -> None:
-        thread, self._thread = self._thread, None
+        thread = self._thread
+        self._thread = None
         if thread is not None:
             thread.join()

@@ -31,11 +31,15 @@ class HfFiles:
     """Of one policy. `seconds` bounds each wait for another rank."""
 
     def __init__(self, policy: MegatronPolicy, seconds: float) -> None:
-        self._policy, self._seconds, self._rank = policy, seconds, dist.get_rank()
+        self._policy = policy
+        self._seconds = seconds
+        self._rank = dist.get_rank()
         group = parallel_state.get_tensor_model_parallel_group()
-        self._group, self._ranks = group, dist.get_process_group_ranks(group)
+        self._group = group
+        self._ranks = dist.get_process_group_ranks(group)
         stages = parallel_state.get_pipeline_model_parallel_world_size()
-        self._slices, self._dtype = policy.canonical_slices, policy.dtype
+        self._slices = policy.canonical_slices
+        self._dtype = policy.dtype
         size, stage_ranks = self._dtype.itemsize, dist.get_world_size() // stages
         self._files = plan_files(self._slices, size, stage_ranks, len(self._ranks))
         mine = [name for file in self._files if file.writer == self._rank for name in file.tensors]

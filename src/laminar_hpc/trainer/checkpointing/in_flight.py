@@ -36,10 +36,16 @@ class InFlight:
         seconds: float,
         failed: Callable[[BaseException], None] = lambda _: None,
     ) -> None:
-        self._what, self._reports, self._rank, self._seconds = what, reports, rank, seconds
-        self._write, self._complete = write, complete
-        self._failed, self._is_awaited = failed, False
-        self._given_up, self._error = threading.Event(), list[BaseException]()
+        self._what = what
+        self._reports = reports
+        self._rank = rank
+        self._seconds = seconds
+        self._write = write
+        self._complete = complete
+        self._failed = failed
+        self._is_awaited = False
+        self._given_up = threading.Event()
+        self._error = list[BaseException]()
         self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
 
     def start(self, in_foreground: bool) -> None:
@@ -58,7 +64,8 @@ class InFlight:
         """Returns when this rank's part is on the disk, on rank 0 when the checkpoint has its name. Raises
         what went wrong, LaminarError when it takes too long."""
         # rank 0 waits as long for the others when its own part is written, and says for whom
-        limit, self._is_awaited = 2 * self._seconds + _MARGIN_SECONDS, True
+        limit = 2 * self._seconds + _MARGIN_SECONDS
+        self._is_awaited = True
         self._thread.join(limit)
         self.poll()
         if self._thread.is_alive():

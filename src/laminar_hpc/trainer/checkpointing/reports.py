@@ -42,7 +42,8 @@ class Reports:
     """Of one checkpoint, which `name` tells from all others of this world."""
 
     def __init__(self, store: Store, name: str, ranks: int) -> None:
-        self._store, self._keys = store, [f"checkpoint/{name}/{rank}" for rank in range(ranks)]
+        self._store = store
+        self._keys = [f"checkpoint/{name}/{rank}" for rank in range(ranks)]
 
     def tell(self, rank: int, part: Part) -> None:
         self._store.set(self._keys[rank], msgspec.json.encode(part).decode())

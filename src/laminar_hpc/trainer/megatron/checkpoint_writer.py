@@ -114,7 +114,8 @@ class ShardWriter:
     was. `agree` gives whether any rank says so."""
 
     def __init__(self, agree: Callable[[bool], bool]) -> None:
-        self._agree, self._structure = agree, list[tuple]()
+        self._agree = agree
+        self._structure = list[tuple]()
         self._planner = _Planner("torch_dist", 1)
         self._strategy = self._fully_parallel()
 

@@ -26,7 +26,10 @@ class _Head:
     """The output layer of this tensor-parallel rank, and how its logits are made."""
 
     def __init__(self, weight: torch.Tensor, product: Product, temperature: float, vocab: int) -> None:
-        self.weight, self.product, self.temperature, self.vocab = weight, product, temperature, vocab
+        self.weight = weight
+        self.product = product
+        self.temperature = temperature
+        self.vocab = vocab
         self.group = parallel_state.get_tensor_model_parallel_group()
         self.first = parallel_state.get_tensor_model_parallel_rank() * len(weight)
         self.rows = max(1, LOGITS_BYTES // (4 * len(weight)))

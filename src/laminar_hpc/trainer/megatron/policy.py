@@ -81,8 +81,10 @@ class MegatronPolicy:
         """Builds from config.model.path. Raises LaminarError when the directory is not a model that this can
         train."""
         logging.getLogger("megatron").setLevel(logging.WARNING)
-        self.config, self.device = config, local_device()
-        self.dtype, self.shape = getattr(torch, config.model.dtype), read_shape(config.model.path)
+        self.config = config
+        self.device = local_device()
+        self.dtype = getattr(torch, config.model.dtype)
+        self.shape = read_shape(config.model.path)
         torch.set_num_threads(config.trainer.threads)
         let_segments_grow()
         with cuda_as_cpu():

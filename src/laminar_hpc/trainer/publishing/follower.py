@@ -13,7 +13,9 @@ class Follower:
     """Called by `Publisher._run`, turn after turn."""
 
     def __init__(self, model: Publishable, lanes: RankLanes, handover: Handover) -> None:
-        self._exchange, self._lanes, self._handover = model.publishing, lanes, handover
+        self._exchange = model.publishing
+        self._lanes = lanes
+        self._handover = handover
 
     def turn(self) -> None:
         """Once the trainer of this rank has published: all that rank 0 does with these weights."""

@@ -43,7 +43,8 @@ class Handover:
         """By the publisher's thread when it ends and reads nothing any more: whoever waits goes on. Returns
         what was live."""
         with self.changed:
-            held, self.live = self.live, None
+            held = self.live
+            self.live = None
             self.changed.notify_all()
         return held
 

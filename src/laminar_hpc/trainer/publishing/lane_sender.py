@@ -48,7 +48,10 @@ class LaneSender:
     ) -> None:
         self.number = number
         self.link: Link | None = None
-        self._context, self._lane, self._device, self._seconds = context, lane, device, seconds
+        self._context = context
+        self._lane = lane
+        self._device = device
+        self._seconds = seconds
         self._address = own_address(context.config.cluster.host)
         self.nbytes = lane.end - lane.begin
         size = min(context.config.relay.chunk_megabytes << 20, self.nbytes)
@@ -112,10 +115,16 @@ class LaneSender:
     def begin(self, whole: Manifest, chunk: int, given_up: Callable[[], bool]) -> None:
         """The link is closed as soon as `given_up()` holds."""
         self._manifest = lane_manifest(whole, self._lane.begin, self._lane.end)
-        self._chunk, self._number, self._began = chunk, 0, time.monotonic()
-        self._sums, self._data_bytes = dict[int, tuple[int, int]](), 0
+        self._chunk = chunk
+        self._number = 0
+        self._began = time.monotonic()
+        self._sums = dict[int, tuple[int, int]]()
+        self._data_bytes = 0
         self._on_the_way.clear()
-        self.sent, self.bytes_sent, self.full_bytes, self.bytes_changed = False, 0, 0, (False, 0)
+        self.sent = False
+        self.bytes_sent = 0
+        self.full_bytes = 0
+        self.bytes_changed = (False, 0)
         if self.link is not None:
             self._watch.enter_context(self.link.closed_when(given_up))
             self._base_id = self.image.begin(self.link.weight_id) if self.image is not None else None
@@ -124,7 +133,8 @@ class LaneSender:
 
     def bucket(self) -> torch.Tensor:
         """To be filled with the next chunk, once what it held has left."""
-        number, self._number = self._number, self._number + 1
+        number = self._number
+        self._number = self._number + 1
         if len(self._on_the_way) == 2 and self.link is not None:
             with self._careful(self.link) as link:
                 for sent in self._on_the_way.popleft():

@@ -32,8 +32,12 @@ class Leader:
     def __init__(
         self, context: RoleContext, model: Publishable, lanes: RankLanes, handover: Handover
     ) -> None:
-        self._context, self._model, self._lanes, self._handover = context, model, lanes, handover
-        self._exchange, self._seconds = model.publishing, context.config.relay.publish_timeout_seconds
+        self._context = context
+        self._model = model
+        self._lanes = lanes
+        self._handover = handover
+        self._exchange = model.publishing
+        self._seconds = context.config.relay.publish_timeout_seconds
         self._max_chunk = context.config.relay.chunk_megabytes << 20
         self._requests = itertools.count(1)
         self._session: int | None = None  # that knows who sends

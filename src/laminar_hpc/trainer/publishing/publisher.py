@@ -42,7 +42,9 @@ class Publisher:
     """One per trainer rank. `publish`, `fence` and `close` are called by the trainer's thread."""
 
     def __init__(self, context: RoleContext, model: Publishable) -> None:
-        self._context, self._model, self._exchange = context, model, model.publishing
+        self._context = context
+        self._model = model
+        self._exchange = model.publishing
         self._blocking = context.config.relay.publish == "blocking"
         self._seconds = context.config.relay.publish_timeout_seconds
         self._handover = Handover()

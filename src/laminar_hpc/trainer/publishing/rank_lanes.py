@@ -57,10 +57,14 @@ class RankLanes:
 
     def __init__(self, context: RoleContext, model: Publishable, handover: Handover, seconds: float) -> None:
         """`seconds` bounds each wait for a relay."""
-        self._context, self._model, self._handover = context, model, handover
-        self._exchange, rank = model.publishing, dist.get_rank()
+        self._context = context
+        self._model = model
+        self._handover = handover
+        self._exchange = model.publishing
+        rank = dist.get_rank()
         self.shared = any(lane.sender != 0 for lane in model.lanes)  # other ranks than 0 send as well
-        self._streams, self._seconds = streams_of(model.device), seconds
+        self._streams = streams_of(model.device)
+        self._seconds = seconds
         self.resend = False  # a new link of this rank's wants what was sent last
         whole = layout(model.canonical_metadata(), 0, 0)
         self.mine = [

@@ -59,7 +59,9 @@ class Learner:
         """`policy` still has the weights of config.model.path, which are those of the reference model: a
         checkpoint is loaded later. `progress` is called for each micro-batch of each pass over the batch, on
         every pipeline stage, and after each update."""
-        self.config, self.policy, self._progress = config, policy, progress
+        self.config = config
+        self.policy = policy
+        self._progress = progress
         self.skipped_in_a_row = 0
         self.mismatches: dict[int, tuple[float, int]] = {}
         self._reference = ReferenceWeights(policy) if config.algorithm.kl_coefficient > 0 else None

@@ -49,7 +49,8 @@ class Lazily(Sequence[T], Generic[T]):
     tensors of few micro-batches at a time."""
 
     def __init__(self, count: int, make: Callable[[int], T]) -> None:
-        self._count, self._make = count, make
+        self._count = count
+        self._make = make
 
     def __len__(self) -> int:
         return self._count

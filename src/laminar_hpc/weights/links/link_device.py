@@ -22,7 +22,9 @@ class DeviceEnd:
 
     def __init__(self, streams: Streams, store: Store, me: int, seconds: float) -> None:
         """`me`: 0 for the sender, 1 for the receiver."""
-        self._streams, self._me, self._other = streams, me, 1 - me
+        self._streams = streams
+        self._me = me
+        self._other = 1 - me
         self._aborted = False
         self._stream = streams.stream()
         self._pair = streams.pair(store, me, seconds)

@@ -75,7 +75,10 @@ class Link:
         for each wait. `window`: of the sender; where the receiver can map it, chunks that lie in it stay
         there until they are copied to where they go. `transport`: relay.transport, which the sender's holds.
         """
-        self.epoch, self.peer, self.seconds, self.device = epoch, peer, seconds, device
+        self.epoch = epoch
+        self.peer = peer
+        self.seconds = seconds
+        self.device = device
         self._me, self._other = (0, 1) if sender else (1, 0)
         self.device_end: DeviceEnd | None = None  # where chunks go from device to device
         self._store = store  # lives as long as the link

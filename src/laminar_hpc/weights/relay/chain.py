@@ -54,7 +54,9 @@ class WeightStream:
     def __init__(
         self, manifest: Manifest, data: torch.Tensor, chunk: int | None, slot: int = 0, complete: bool = False
     ) -> None:
-        self.manifest, self.data, self.slot = manifest, data, slot
+        self.manifest = manifest
+        self.data = data
+        self.slot = slot
         self.chunk_bytes = chunk  # None until whoever sends it first has decided
         self.there = data.numel() if complete else 0
         self.complete = complete  # the sums are in the manifest
@@ -71,7 +73,8 @@ class WeightStream:
 
     def grown(self, there: int, complete: bool = False) -> None:
         with self._changed:
-            self.there, self.complete = there, complete
+            self.there = there
+            self.complete = complete
             self._changed.notify_all()
 
     def broke(self, why: str) -> None:
@@ -108,7 +111,8 @@ class ArrivingSums:
     way."""
 
     def __init__(self, manifest: Manifest, data: torch.Tensor) -> None:
-        self._manifest, self._data = manifest, data
+        self._manifest = manifest
+        self._data = data
         self._number = self._done = 0  # tensor; bytes of it that are in its sums
         self._parts: list[tuple[int, int]] = []
         self.sums: list[tuple[int, int]] = []  # of the tensors that are complete
@@ -126,7 +130,9 @@ class ArrivingSums:
             if ready < entry.nbytes:
                 return
             self.sums.append(add_sums(self._parts))
-            self._number, self._done, self._parts = self._number + 1, 0, []
+            self._number = self._number + 1
+            self._done = 0
+            self._parts = []
 
 
 def receive_stream(link: Link, stream: WeightStream) -> None:
@@ -233,7 +239,8 @@ class _Giver:
     into pinned memory while the one before is copied to the device and leaves it."""
 
     def __init__(self, link: Link, size: int) -> None:
-        self._link, self._number = link, 0
+        self._link = link
+        self._number = 0
         self._staging = link.device_end.staging(size) if link.device_end is not None else None
         self._leaving = deque[tuple[Posted, torch.Tensor]]()
 

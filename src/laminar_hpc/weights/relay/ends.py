@@ -26,7 +26,9 @@ class LinkEnd(ABC):
 
     def __init__(self, epoch: int, make: MakeLink, down: Down, failed: Failed) -> None:
         self.epoch = epoch
-        self._make, self._down, self._failed = make, down, failed
+        self._make = make
+        self._down = down
+        self._failed = failed
         self._link: Link | None = None
         self._closing = False
         self.thread = threading.Thread(
@@ -93,7 +95,8 @@ class DownstreamEnd(LinkEnd):
         max_chunk: int,
     ) -> None:
         self.relays = relays  # that stand behind the link
-        self._done, self._max_chunk = done, max_chunk
+        self._done = done
+        self._max_chunk = max_chunk
         self._streams: queue.SimpleQueue[WeightStream | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._pending: list[WeightStream] = []  # those that are not done; none once the link is closed

@@ -94,7 +94,8 @@ class Relay:
     everything else."""
 
     def __init__(self, context: RoleContext, writer: SlotWriter) -> None:
-        self._context, self._writer = context, writer
+        self._context = context
+        self._writer = writer
         self._device = (
             torch.device("cuda", torch.cuda.current_device())
             if torch.cuda.is_available() and context.config.relay.transport != HOST
@@ -322,5 +323,6 @@ class Relay:
         """Goes on downstream as it comes."""
         sender = self._downstream
         if sender is not None:
-            stream.slot, stream.passed_on = self._writer.keep_held(), sender.epoch
+            stream.slot = self._writer.keep_held()
+            stream.passed_on = sender.epoch
             sender.put(stream)

@@ -124,9 +124,12 @@ class Decoding:
     def __init__(self, buckets: list[Bucket], requests: torch.Tensor, totals: torch.Tensor) -> None:
         """`buckets` are those of the first step; requests, totals: [all requests] pool index and length of
         each."""
-        self.buckets, self.requests, self.totals = buckets, requests.clone(), totals.clone()
+        self.buckets = buckets
+        self.requests = requests.clone()
+        self.totals = totals.clone()
         self.room = ROOM
-        self.slots, self.biases = [], []
+        self.slots = []
+        self.biases = []
         for bucket in buckets:
             b, _, _, keys = bucket.bias.shape
             slots = bucket.slots.view(b, keys)
@@ -150,7 +153,8 @@ class Decoding:
             slots[rows, column] = newest[bucket.queries]
             bias[rows, 0, 0, column] = 0.0
             keys = bucket.bias.shape[3] + 1
-            bucket.slots, bucket.bias = slots[:, :keys].flatten(), bias[..., :keys]
+            bucket.slots = slots[:, :keys].flatten()
+            bucket.bias = bias[..., :keys]
         return self.buckets
 
 
@@ -169,7 +173,9 @@ class BatchedAttention(TorchNativeAttnBackend):
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         super().init_forward_metadata(forward_batch)
-        before, self._decoding, self._buckets = self._decoding, None, None
+        before = self._decoding
+        self._decoding = None
+        self._buckets = None
         totals, requests, mode = (
             forward_batch.seq_lens,
             forward_batch.req_pool_indices,
@@ -180,10 +186,8 @@ class BatchedAttention(TorchNativeAttnBackend):
         pool = self.req_to_token_pool.req_to_token
         if mode.is_decode():
             if before is not None and before.follows(requests, totals):
-                self._decoding, self._buckets = (
-                    before,
-                    before.advance(pool[requests, totals - 1].to(torch.int64)),
-                )
+                self._decoding = before
+                self._buckets = before.advance(pool[requests, totals - 1].to(torch.int64))
                 return
             news, starts = torch.ones_like(totals), torch.arange(len(totals))
         elif forward_batch.extend_seq_lens is not None:

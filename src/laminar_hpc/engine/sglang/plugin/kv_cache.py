@@ -67,7 +67,8 @@ class KvCache:
 
     def __init__(self, scheduler: Any) -> None:
         self.scheduler = scheduler
-        self.tree, self.allocator = scheduler.tree_cache, scheduler.token_to_kv_pool_allocator
+        self.tree = scheduler.tree_cache
+        self.allocator = scheduler.token_to_kv_pool_allocator
         self.rank, self.ranks = tensor_parallel()
         try:
             from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
@@ -246,7 +247,8 @@ def moved_reason(request: Any) -> Any:
             if self.json is None:
                 request.finished_reason = request.to_finish = None
                 request.update_finish_state()
-                own, request.finished_reason = request.finished_reason, self
+                own = request.finished_reason
+                request.finished_reason = self
                 self.natural = own is not None
                 self.json = own.to_json() if own is not None else {"type": "moved"}
             return self.json

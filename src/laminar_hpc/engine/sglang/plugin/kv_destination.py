@@ -68,7 +68,8 @@ class Destination:
             )
         move.close()
         tokens = request.tokens[: int(there.pop())]
-        move.hold, move.pages = self.moves.cache.insert(tokens, str(move.weight_id), move.pages), None
+        move.hold = self.moves.cache.insert(tokens, str(move.weight_id), move.pages)
+        move.pages = None
         move.expires = after(move.seconds)
         if len(move.hold.slots) < len(tokens):
             yield from self.moves.let_go(move)

@@ -40,7 +40,8 @@ class Source:
         end = after(request.seconds)
         move = Outgoing(request.move_id, running, request.address, request.folder, request.seconds, end)
         self.moves.under_way[request.move_id] = move
-        slots, move.retractions = self.moves.cache.slots(running, tokens), running.retraction_count
+        slots = self.moves.cache.slots(running, tokens)
+        move.retractions = running.retraction_count
         try:
             yield from self._transfer(move, _of(running), tokens, slots, last=False)
             if not self._same(move, slots):

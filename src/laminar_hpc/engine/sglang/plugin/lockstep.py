@@ -148,7 +148,9 @@ class Operations:
     def __post_init__(self) -> None:
         self._lock = threading.Lock()  # a part may end in any thread
         self._socket = zmq.Context.instance().socket(zmq.PUSH)
-        self._socket.sndhwm, self._socket.linger = 0, 0  # never blocks
+        # never blocks
+        self._socket.sndhwm = 0
+        self._socket.linger = 0
         self._socket.connect(f"ipc://{_reports_path(self.base)}")
 
     def turn(self, orders: Sequence[bytes]) -> None:
@@ -197,7 +199,8 @@ class Operations:
         self.ended(operation.number, reply)
 
     def _wait(self, operation: Operation, wait: Wait) -> None:
-        operation.wait, operation.deadline = wait, time.monotonic() + wait.seconds
+        operation.wait = wait
+        operation.deadline = time.monotonic() + wait.seconds
         operation.waits += 1
         if not isinstance(wait, Part):
             return
@@ -226,7 +229,10 @@ class Leader:
         reply: Callable[[bytes, protocol.Reply], None],
         expired: Callable[[], list[str]],
     ) -> None:
-        self.ranks, self.operations, self.expired, self._reply = ranks, operations, expired, reply
+        self.ranks = ranks
+        self.operations = operations
+        self.expired = expired
+        self._reply = reply
         operations.ended = self._answer
         self._clients: dict[int, bytes] = {}
         self._next: list[Begin | GoOn] = []
@@ -257,7 +263,8 @@ class Leader:
         for move_id in self.expired():
             if move_id not in busy:
                 self.ask(protocol.KvEnd(move_id))
-        orders, self._next = self._next, []
+        orders = self._next
+        self._next = []
         return _encoder.encode(orders) if orders else b""
 
     def _take(self, report: Report | Lost) -> None:

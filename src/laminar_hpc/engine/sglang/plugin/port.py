@@ -88,7 +88,8 @@ class EnginePort:
         self._received: list[tuple[bytes, protocol.Request]] = []
         self._has_read = False
         self.kv = KvMoves(scheduler)
-        self.source, self.destination = Source(self.kv), Destination(self.kv)
+        self.source = Source(self.kv)
+        self.destination = Destination(self.kv)
         self.operations = Operations(rank, base, self._start)
         self.leader = None
         if rank == 0:
@@ -128,7 +129,8 @@ class EnginePort:
         if not self._has_read:
             self._read()
         self._has_read = False
-        received, self._received = self._received, []
+        received = self._received
+        self._received = []
         for client, request in received:  # all ranks load weights at the same time
             self._answer(client, request)
         self.operations.turn(orders)
