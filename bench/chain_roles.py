@@ -50,7 +50,7 @@ from laminar_hpc.trainer.publishing.publisher import Publisher
 from laminar_hpc.weights.kernels.sums import add_sums, tensor_sums
 from laminar_hpc.weights.lanes import Lane
 from laminar_hpc.weights.slots import SlotGone, SlotReader
-from laminar_hpc.weights.stream import Span
+from laminar_hpc.weights.stream import TensorSpan
 
 CLONE_NEWNET = 0x40000000
 RUN_ID = "chain"
@@ -135,7 +135,7 @@ class RandomModel:
         return [(name, shape, torch.float32) for name, shape in self._shapes]
 
     def pack(
-        self, spans: Sequence[Span], bucket: torch.Tensor, lane: int
+        self, spans: Sequence[TensorSpan], bucket: torch.Tensor, lane: int
     ) -> Callable[[], list[tuple[int, int]]]:
         """Bytes that follow from the step alone, and their sums; those of whole tensors go to
         sums/<step>.json with the last bucket."""

@@ -22,7 +22,14 @@ from laminar_hpc.line.address import ControllerAddress, read_address
 from laminar_hpc.line.dealer import PING_SECONDS, connect
 from laminar_hpc.line.delivery import Header, Receiver, Sender, decode_header, encode_header
 from laminar_hpc.line.messages.chain import RelayHas
-from laminar_hpc.line.messages.data import Message, Place, PromptGroup, ReplicaLoad, Sample, Trajectory
+from laminar_hpc.line.messages.data import (
+    Message,
+    PromptGroup,
+    ReplicaLoad,
+    ResponsePlace,
+    Sample,
+    Trajectory,
+)
 from laminar_hpc.line.messages.membership import Hello, Ping, Pong, Welcome
 from laminar_hpc.line.messages.publication import NewWeightId, WeightId
 from laminar_hpc.line.messages.rollouts import (
@@ -47,7 +54,7 @@ def record(
 ) -> Trajectory:
     """Of a response that is in no file."""
     who = (sample.trajectory_id, group.group_id, sample.attempt, replica, weight_id, weight_step)
-    place = Place(f"rollout{replica}_00000000.0000", 9 * tokens * sample.trajectory_id, 9 * tokens)
+    place = ResponsePlace(f"rollout{replica}_00000000.0000", 9 * tokens * sample.trajectory_id, 9 * tokens)
     return Trajectory(*who, tokens, tokens, 1, "stop", 1.0, 2.0, digest="0" * 32, place=place)
 
 

@@ -28,7 +28,7 @@ from network import Network, missing
 
 from laminar_hpc.machine.observability import trace
 from laminar_hpc.weights.kernels.sums import tensor_sums
-from laminar_hpc.weights.stream import Span
+from laminar_hpc.weights.stream import TensorSpan
 
 SECONDS = 120.0  # for any one publication
 COLUMNS = ["mbit", "changed", "full", "changes", "full over changes", "bytes over full", "full Gbit/s"]
@@ -47,7 +47,7 @@ class StillModel(RandomModel):
         return [(f"w{number}", (each,), torch.bfloat16) for number in range(8)]
 
     def pack(
-        self, spans: Sequence[Span], bucket: torch.Tensor, lane: int
+        self, spans: Sequence[TensorSpan], bucket: torch.Tensor, lane: int
     ) -> Callable[[], list[tuple[int, int]]]:
         """Copies from memory, as a trainer's own weights are; the step changes them before the first byte."""
         if self._packed_step != self.step:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import common
 
-from laminar_hpc.line.messages.data import Place, ScorePart, Trajectory
+from laminar_hpc.line.messages.data import ResponsePlace, ScorePart, Trajectory
 from laminar_hpc.store.journal import Journal
 from laminar_hpc.store.rebuild import build
 from laminar_hpc.store.recovery import settle
@@ -45,7 +45,7 @@ COLUMNS = (
 
 def response(tokens: int, seed: int) -> Trajectory:
     """Of so many tokens, as a replica reports it."""
-    place = Place("rollout0_00000000.0000", seed, 8 * tokens + 68)
+    place = ResponsePlace("rollout0_00000000.0000", seed, 8 * tokens + 68)
     digest = random.Random(seed).randbytes(16).hex()
     return Trajectory(0, 0, 0, 0, 0, 0, tokens, tokens, 1, "stop", 1.0, 2.0, digest=digest, place=place)
 

@@ -62,8 +62,8 @@ class UserTerminal:
     """The user's terminal: the standard output and error that this process was started with."""
 
     def __init__(self) -> None:
-        self._out = output.Stream(os.dup(1))
-        self._error = output.Stream(os.dup(2))
+        self._out = output.ConsoleStream(os.dup(1))
+        self._error = output.ConsoleStream(os.dup(2))
 
     def say(self, text: str) -> None:
         print(text, file=self._out, flush=True)

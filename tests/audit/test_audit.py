@@ -18,7 +18,7 @@ from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.launch import cli
 from laminar_hpc.machine.files.jsonl import Appender
 from laminar_hpc.report import rundata, sections
-from laminar_hpc.store.audit.checks import SHOWN, CheckResult, audit
+from laminar_hpc.store.audit.checks import SHOWN, AuditFinding, audit
 from laminar_hpc.store.audit.records import read
 from laminar_hpc.store.payload.layout import pack, unpack
 from laminar_hpc.store.payload.writer import FOLDER
@@ -37,7 +37,7 @@ def copy(run_dir, tmp_path) -> Path:
     return Path(shutil.copytree(run_dir, tmp_path / "copy"))
 
 
-def findings(run_dir: Path) -> dict[str, CheckResult]:
+def findings(run_dir: Path) -> dict[str, AuditFinding]:
     with read(run_dir) as records:
         return {finding.name: finding for finding in audit(records)}
 

@@ -14,7 +14,7 @@ from laminar_hpc.machine import devices
 from laminar_hpc.machine.devices import devices_of, present, use_devices
 from laminar_hpc.machine.roles import RoleOfRank, assign_roles
 from laminar_hpc.trainer import world
-from laminar_hpc.weights.links.transport import End, choose, end_here
+from laminar_hpc.weights.links.transport import LinkEndpoint, choose, end_here
 
 
 def chosen(
@@ -193,5 +193,5 @@ def test_slices_of_a_gpu_pass_no_weights_by_nccl(monkeypatch: pytest.MonkeyPatch
                 use_devices(config, here, rank)
     config.relay.transport = "auto"
     use_devices(config, here, here[-1])
-    slices, other = end_here("GPU-of-all-slices"), End("another boot", "GPU-b")
+    slices, other = end_here("GPU-of-all-slices"), LinkEndpoint("another boot", "GPU-b")
     assert choose("auto", slices, other, "relay 1") == choose("auto", other, slices, "relay 1") == "host"

@@ -11,7 +11,7 @@ import pytest
 
 from helpers.stand_ins import STAND_IN, one_rank
 from laminar_hpc.launch import launch, launch_role, ranks
-from laminar_hpc.launch.launch import Agent
+from laminar_hpc.launch.launch import NodeAgent
 from laminar_hpc.launch.slurm import node
 from laminar_hpc.line import stop
 from laminar_hpc.line.address import new_address, write_address
@@ -41,7 +41,7 @@ def test_a_controller_in_a_long_turn_is_asked_to_stop(tmp_path, monkeypatch, liv
     ended: list[bool] = []
     group = SimpleNamespace(role="controller", code=None, is_told=False, leave=lambda: ended.append(True))
     try:
-        Agent(tmp_path, [group]).on_signal(signal.SIGUSR1)  # type: ignore[list-item]
+        NodeAgent(tmp_path, [group]).on_signal(signal.SIGUSR1)  # type: ignore[list-item]
     finally:
         lock.release()
     waits = lives and bool(store_id)
@@ -80,7 +80,7 @@ def test_trainers_whose_job_is_to_end_leave_the_run(said, first, asks, tmp_path,
         group.look()
         assert group.code is None and group.is_told, "another node's agent asks for all"
         group.end()
-    Agent(tmp_path, [group]).run()
+    NodeAgent(tmp_path, [group]).run()
     assert asked == (["SIGUSR1"] * 2 if asks else [])
     assert group.life.failed == (0, -signal.SIGKILL if asks else -signal.SIGTERM)
 

@@ -172,7 +172,7 @@ async def test_an_engines_plugin(tmp_path: Path) -> None:
     for thread in threads:
         thread.start()
     stands()
-    alive = await client.call(protocol.Ping(), protocol.Alive, 2.0)
+    alive = await client.call(protocol.PortPing(), protocol.Alive, 2.0)
     assert [each.pid for each in alive] == [7, 7]
     for thread in threads:
         thread.join(60)

@@ -9,7 +9,7 @@ from helpers import checkpoint_files
 from laminar_hpc.config.errors import Refused
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.launch.supervisor import nothing_to_start
-from laminar_hpc.store.signatures import Key, objection, own_key, read_key
+from laminar_hpc.store.signatures import SigningKey, objection, own_key, read_key
 
 
 def config_of(run_dir: Path, **checkpoint: object) -> RunConfig:
@@ -57,7 +57,7 @@ def test_a_signature_is_of_one_key(tmp_path: Path) -> None:
     """Whoever has another key has not signed, but for who says that it does not matter."""
     path = checkpoint_files.write(tmp_path, 2)
     assert objection(config_of(tmp_path), tmp_path, path) == ""
-    (path / "signature.json").write_bytes(Key(b"2" * 64).sign((path / "files.json").read_bytes()))
+    (path / "signature.json").write_bytes(SigningKey(b"2" * 64).sign((path / "files.json").read_bytes()))
     assert "signed with another key" in objection(config_of(tmp_path), tmp_path, path)
     assert objection(config_of(tmp_path, unsigned=True), tmp_path, path) == ""
 

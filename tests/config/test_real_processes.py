@@ -17,7 +17,7 @@ from laminar_hpc import __main__ as rank_main
 from laminar_hpc import __version__
 from laminar_hpc.config.load import load_config
 from laminar_hpc.launch import cli, ranks
-from laminar_hpc.launch.launch import Agent
+from laminar_hpc.launch.launch import NodeAgent
 from laminar_hpc.launch.supervisor import WholeRun
 
 
@@ -142,7 +142,7 @@ def test_what_the_controller_refuses_ends_laminar_train_with_2(tmp_path, monkeyp
     config = load_config(["experiment=demo", f"run_dir={tmp_path}/run"])
     for word, text, code in (("refused", "a.jsonl, row 701: no field", 2), ("fails", "the trainer died", 1)):
         group = WholeRun(config, [SPEAKS, word], 1)
-        assert Agent(tmp_path / "run", [group]).run() == code
+        assert NodeAgent(tmp_path / "run", [group]).run() == code
         assert capfd.readouterr().err.splitlines() == [f"laminar: error: {text}"]
 
 

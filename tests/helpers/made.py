@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from laminar_hpc.line.messages.data import Place, PromptGroup, Sample, Trajectory, VersionSpan
+from laminar_hpc.line.messages.data import PromptGroup, ResponsePlace, Sample, Trajectory, VersionSpan
 from laminar_hpc.line.messages.training import BatchGroup
 from laminar_hpc.store.payload.layout import Response, logprobs_array, pack, packed_digest, tokens_array
 from laminar_hpc.store.payload.whole import Whole
@@ -48,7 +48,7 @@ class Made:
         columns = tokens_array(self.response_tokens), logprobs_array(self.logprobs)
         return Response(self.trajectory_id, self.attempt, *columns, spans, runs(self.mask))
 
-    def record(self, place: Place | None = None) -> Trajectory:
+    def record(self, place: ResponsePlace | None = None) -> Trajectory:
         """What is said of it."""
         response, columns = self.response, ("prompt_tokens", "response_tokens", "logprobs", "loss_mask")
         fields = {
@@ -113,4 +113,4 @@ def trajectory(
 ) -> Trajectory:
     """The report of such a response; with `run_dir` it is in a payload file there."""
     made = response(group, sample, weight_id, step)
-    return stored(run_dir, made) if run_dir else made.record(Place("rollout0_00000000.0000", 0, 100))
+    return stored(run_dir, made) if run_dir else made.record(ResponsePlace("rollout0_00000000.0000", 0, 100))

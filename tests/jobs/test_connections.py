@@ -11,17 +11,17 @@ from pathlib import Path
 import pytest
 
 from laminar_hpc.launch.slurm.connections import Launcher
-from laminar_hpc.launch.slurm.hosts import Host, Part
+from laminar_hpc.launch.slurm.hosts import Host, HostPart
 
-CONTROLLER = Part(Host("n1", 0), controller=True)
-TRAINERS = Part(Host("n2", 0), trainers=(0, 1))
-REPLICAS = Part(Host("n3", 0), replicas=1)
+CONTROLLER = HostPart(Host("n1", 0), controller=True)
+TRAINERS = HostPart(Host("n2", 0), trainers=(0, 1))
+REPLICAS = HostPart(Host("n3", 0), replicas=1)
 BEGIN = "echo machine here;"
 # begins, then ends in order by the first order that comes
 OBEYS = f'{BEGIN} read word; echo "got $word"'
 
 
-def launched(*scripts: tuple[Part, str]) -> Launcher:
+def launched(*scripts: tuple[HostPart, str]) -> Launcher:
     return Launcher([(part, ["bash", "-c", script]) for part, script in scripts])
 
 

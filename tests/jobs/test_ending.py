@@ -15,14 +15,14 @@ from helpers.paths import ROOT
 from helpers.stand_ins import JOINED, STAND_IN, one_rank
 from laminar_hpc.launch import launch, ranks
 from laminar_hpc.launch.slurm.ending import (
-    Ended,
+    JobEnding,
     controller_since,
     has_more_to_do,
     lead_seconds,
     seconds_to_go_on,
 )
 from laminar_hpc.launch.slurm.machine_number import MachineNumber
-from laminar_hpc.launch.slurm.node import Node, Place
+from laminar_hpc.launch.slurm.node import Node, NodePlace
 from laminar_hpc.line.address import ADDRESS_FILE
 from laminar_hpc.store.run_end import goes_on
 
@@ -74,7 +74,7 @@ def test_who_is_requeued(tmp_path: Path, role: str, word: str, told: bool, lives
     run_dir = write(tmp_path / "run", {"kind": "start"}, *end)
     if lives:
         (run_dir / "controller.json").write_text("{}")
-    ended = Ended(True, told, alone=Place(role, 0, 1, run_dir, "1.0", None).leaves_alone)
+    ended = JobEnding(True, told, alone=NodePlace(role, 0, 1, run_dir, "1.0", None).leaves_alone)
     assert has_more_to_do(role, run_dir, ended) is again
 
 
@@ -114,7 +114,7 @@ def test_the_controller_s_last_record_is_awaited(tmp_path: Path) -> None:
             write(run_dir, {"kind": "start"}, {"kind": "end", "reason": "SIGTERM"})
             (run_dir / "controller.json").unlink()
 
-    assert has_more_to_do("trainer", run_dir, Ended(True, False, stamp), sleep) and len(waits) == 5
+    assert has_more_to_do("trainer", run_dir, JobEnding(True, False, stamp), sleep) and len(waits) == 5
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_a_run_that_stops_while_a_process_starts_has_the_job_back(
     that failed, nor after a stop by the user."""
     run_dir = write(tmp_path / "run", {"kind": "start"}, {"kind": "end", "reason": word})
     (run_dir / "jobs").mkdir()
-    place = Place("rollouts", 0, 1, run_dir, "5.0", None)
+    place = NodePlace("rollouts", 0, 1, run_dir, "5.0", None)
     programs = {"relay": CHILD, "rollout": f"raise SystemExit({code})"}
     node = Node(place, [one_rank(role, run_dir, text, per_hour=9) for role, text in programs.items()])
 
@@ -176,18 +176,18 @@ def test_a_node_leaves_when_the_job_is_told(tmp_path: Path, handlers: None) -> N
     """Promise: TERM is the script's to judge; the file that it then writes becomes one signal to the node's
     ranks; one that ended before it could hear of it has not failed."""
     (tmp_path / "jobs").mkdir()
-    place = Place("rollouts", 0, 1, tmp_path, "5.0", None)
+    place = NodePlace("rollouts", 0, 1, tmp_path, "5.0", None)
     node = Node(place, [one_rank(role, tmp_path, CHILD) for role in ("relay", "rollout")])
     os.kill(os.getpid(), signal.SIGTERM)
     assert place.file("term").exists()
     place.file("end").write_text("now\n")
-    assert node.run() == 0 and node.ended == Ended(in_order=True, told=True, alone=True)
+    assert node.run() == 0 and node.ended == JobEnding(in_order=True, told=True, alone=True)
 
 
 def test_a_preemption_while_it_goes_on_ends_it_at_once(tmp_path: Path, handlers: None) -> None:
     """Promise: before its time limit a job goes on while it can; TERM after that is heard too."""
     (tmp_path / "jobs").mkdir()
-    place = Place("trainer", 0, 1, tmp_path, "5.0", time.time() + 500)
+    place = NodePlace("trainer", 0, 1, tmp_path, "5.0", time.time() + 500)
     node = Node(place, [one_rank("trainer", tmp_path, CHILD)])
     place.file("end").write_text("limit\n")
     threading.Timer(2.0, lambda: place.file("end").write_text("now\n")).start()
@@ -210,7 +210,7 @@ def test_the_reason_of_a_stop_is_what_happened(
     """Promise (docs/promises.md#failure-domains): the run's last record tells a preemption from the end
     of the time."""
     (tmp_path / "jobs").mkdir()
-    place, said = Place("controller", 0, 1, tmp_path, "5.0", None), list[str]()
+    place, said = NodePlace("controller", 0, 1, tmp_path, "5.0", None), list[str]()
     monkeypatch.setattr("laminar_hpc.launch.slurm.node.spare_of", lambda _: "")
     group = one_rank("controller", tmp_path, f"{JOINED}{CHILD}")
 
@@ -236,7 +236,7 @@ def test_a_relay_that_dies_is_started_again_while_the_run_goes_on(
     if goes_on:
         write(tmp_path / "run", {"kind": "start"})
     group = one_rank("relay", tmp_path / "run", f"raise SystemExit({code})", per_hour=3)
-    assert launch.Agent(tmp_path / "run", [group]).run() == code
+    assert launch.NodeAgent(tmp_path / "run", [group]).run() == code
     assert len(group.restarts.times) == (3 if goes_on and code == 1 else 0)
 
 

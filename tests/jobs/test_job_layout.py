@@ -17,7 +17,7 @@ from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.launch import cli
 from laminar_hpc.launch.slurm import submit
 from laminar_hpc.launch.slurm.layout import layout
-from laminar_hpc.launch.slurm.node import Place, local_store, parts
+from laminar_hpc.launch.slurm.node import NodePlace, local_store, parts
 from laminar_hpc.launch.slurm.patience import patience
 from laminar_hpc.machine.devices import devices_of
 from laminar_hpc.machine.locks.run_lock import RunLock
@@ -151,7 +151,7 @@ def test_what_has_no_place_is_refused() -> None:
     replayed = dataclasses.replace(derive(replay), rollout_ranks=0)
     with pytest.raises(LaminarError, match="--hetjob: a replay has no rollouts"):
         layout(replay, replayed, 8, False, True)
-    place = Place("trainer", 0, 2, Path("run"), "1.0", None)
+    place = NodePlace("trainer", 0, 2, Path("run"), "1.0", None)
     with pytest.raises(LaminarError, match=r"1 trainers .* do not divide into 2 nodes"):
         parts(place, config, [], "10.0.0.1")
 
@@ -167,7 +167,7 @@ def test_each_node_starts_its_part(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert local_store(tmp_path) != local_store(tmp_path / "other")
 
     def start(role: str, node: int = 0, machine: int = 0) -> dict[str, str]:
-        place = Place(role, node, 2, tmp_path, "7.0", None)
+        place = NodePlace(role, node, 2, tmp_path, "7.0", None)
         made = parts(place, config, ["steps=3"], "10.0.0.9", machine)
         return {part.role: f"{part.role} {part.processes} {' '.join(part.words)}" for part in made}
 

@@ -19,7 +19,7 @@ from laminar_hpc.launch import launch, ranks
 from laminar_hpc.launch.launch_role import RoleGroup
 from laminar_hpc.launch.slurm import node
 from laminar_hpc.launch.slurm.ending import is_final
-from laminar_hpc.launch.slurm.node import Place, run_node
+from laminar_hpc.launch.slurm.node import NodePlace, run_node
 from laminar_hpc.launch.slurm.spare import spare_of
 from laminar_hpc.line.agent_line import VARIABLE
 from laminar_hpc.line.endings import StopReceived
@@ -143,7 +143,7 @@ def test_a_spare_is_not_needed_any_more(tmp_path: Path, lock: Path, word: str, a
 
 def test_a_spare_that_is_told_to_end_is_requeued(tmp_path: Path, lock: Path) -> None:
     """Promise: at preemption, or before its time limit, it makes room at once, and comes back."""
-    place = Place("controller", 0, 1, tmp_path, "7.0", None)
+    place = NodePlace("controller", 0, 1, tmp_path, "7.0", None)
     place.file("end").parent.mkdir()
     place.file("end").write_text("now\n")
     assert run_node(place, [one_rank("controller", tmp_path, "import time; time.sleep(100)")]) == (0, True)
@@ -180,7 +180,7 @@ def test_a_run_that_is_over_keeps_nobody_waiting(tmp_path: Path) -> None:
     """Promise: a job that waits for the others' jobs (slurm/common.sh), or starts later, ends as well; one
     whose controller has died without a word, or failed in an earlier life of the run, leaves that to the
     spare."""
-    place, failed = Place("controller", 0, 1, tmp_path, "7.0", None), tmp_path / "jobs/failed"
+    place, failed = NodePlace("controller", 0, 1, tmp_path, "7.0", None), tmp_path / "jobs/failed"
     failed.parent.mkdir()
     end(tmp_path, "failed: earlier")
     assert run_node(place, [one_rank("controller", tmp_path, "raise SystemExit(1)")]) == (1, False)
@@ -228,7 +228,7 @@ def test_a_controller_leaves_the_run_to_a_spare(
     the spare."""
     monkeypatch.setattr("laminar_hpc.launch.slurm.spare._TOLD_AS_WELL_SECONDS", 0.0)
     sign_of_a_spare(tmp_path)
-    place = Place("controller", 0, 1, tmp_path, "7.0", None)
+    place = NodePlace("controller", 0, 1, tmp_path, "7.0", None)
     holder = one_rank("controller", tmp_path, HOLDER, str(tmp_path), str(place.file("end")))
     assert run_node(place, [holder]) == (0, True)
     assert not (tmp_path / LOCK_FILE).exists() and "spare 8 (pid" in capsys.readouterr().out
@@ -251,8 +251,8 @@ def test_near_the_limit_the_run_is_stopped(tmp_path: Path, monkeypatch: pytest.M
     sign_of_a_spare(tmp_path)
     end(tmp_path, "SIGUSR1")
     for place in (
-        Place("controller", 0, 1, tmp_path, "7.0", time.time() + 60, False),
-        Place("controller", 0, 1, tmp_path, "9.0", None, True),
+        NodePlace("controller", 0, 1, tmp_path, "7.0", time.time() + 60, False),
+        NodePlace("controller", 0, 1, tmp_path, "9.0", None, True),
     ):
         told, asked = f"{JOINED}import pathlib, sys, time; pathlib.Path(sys.argv[1]).touch()", list[object]()
         group = one_rank("controller", tmp_path, f"{told}; time.sleep(100)", str(tmp_path / "up"))

@@ -9,7 +9,7 @@ import pytest
 from helpers.control.script import Script, samples_of
 from helpers.emulated.stand import small_config
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.line.messages.data import Place, VersionSpan
+from laminar_hpc.line.messages.data import ResponsePlace, VersionSpan
 from laminar_hpc.line.messages.moves import MoveAbort
 from laminar_hpc.line.messages.rollouts import Generated, Increment, Lost
 from laminar_hpc.rollout.partial_response import columns
@@ -130,7 +130,7 @@ def test_a_response_without_a_place_is_lost_with_a_reason_and_granted_again(tmp_
     def astray(role: str, index: int, *messages, life: str = "") -> None:
         for message in messages:
             if isinstance(message, Generated):
-                message.trajectory.place = Place("../../etc/passwd", 0, 100)
+                message.trajectory.place = ResponsePlace("../../etc/passwd", 0, 100)
         heard(role, index, *messages, life=life)
 
     script.hear = astray

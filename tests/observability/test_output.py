@@ -125,7 +125,7 @@ def test_what_was_said_before_the_run_has_its_logs(tmp_path):
     """Promise: lines that nobody could be shown before the run's folder was there are in its logs later."""
     read_end, write_end = os.pipe()
     os.close(read_end)
-    stream = output.Stream(write_end)
+    stream = output.ConsoleStream(write_end)
     output.keep_in(tmp_path)
     print("early", file=stream, flush=True)
     (tmp_path / "logs").mkdir()
@@ -138,7 +138,7 @@ def test_all_is_shown_in_order_where_the_reader_keeps_up(tmp_path):
     """Promise: what is printed reaches the reader at once, whole and in order, and nothing goes to logs/."""
     (tmp_path / "logs").mkdir()
     read_end, write_end = os.pipe()
-    stream = output.Stream(write_end)
+    stream = output.ConsoleStream(write_end)
     output.keep_in(tmp_path)
     for number in range(5):
         print("line", number, file=stream)
@@ -155,14 +155,14 @@ def test_a_lossless_stream_waits_for_its_reader_and_hears_of_its_end(tmp_path):
     read_end, write_end = os.pipe()
     reader = subprocess.Popen(["bash", "-c", "sleep 1; wc -c"], stdin=read_end, stdout=subprocess.PIPE)
     os.close(read_end)
-    stream = output.Stream(write_end, lossless=True)
+    stream = output.ConsoleStream(write_end, lossless=True)
     stream.write("x" * 300_000 + "\n")
     os.close(write_end)
     assert reader.communicate()[0].strip() == b"300001"
     read_end, write_end = os.pipe()
     os.close(read_end)
     with pytest.raises(BrokenPipeError):
-        output.Stream(write_end, lossless=True).write("x\n")
+        output.ConsoleStream(write_end, lossless=True).write("x\n")
     os.close(write_end)
 
 
@@ -179,7 +179,7 @@ def test_a_lossless_stream_waits_for_its_reader_and_hears_of_its_end(tmp_path):
 def test_foreign_text_does_not_steer_the_terminal(text, shown):
     """Promise: what a terminal would obey is shown as an escape; other text stays as it is."""
     read_end, write_end = os.pipe()
-    print(text, file=output.Stream(write_end), flush=True)
+    print(text, file=output.ConsoleStream(write_end), flush=True)
     assert os.read(read_end, 4096).decode() == f"{shown}\n"
     os.close(read_end)
     os.close(write_end)
@@ -188,7 +188,7 @@ def test_foreign_text_does_not_steer_the_terminal(text, shown):
 def test_a_forked_process_speaks_too(tmp_path):
     """Promise: the child of a process that has spoken, as an engine's, is heard."""
     read_end, write_end = os.pipe()
-    stream = output.Stream(write_end)
+    stream = output.ConsoleStream(write_end)
     print("parent", file=stream, flush=True)
     if not (child := os.fork()):
         print("child", file=stream, flush=True)

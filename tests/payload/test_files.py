@@ -14,7 +14,7 @@ import pytest
 from helpers.made import Made
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.line.in_order import InOrder
-from laminar_hpc.line.messages.data import Place
+from laminar_hpc.line.messages.data import ResponsePlace
 from laminar_hpc.store.payload import writer as writing
 from laminar_hpc.store.payload.layout import pack
 from laminar_hpc.store.payload.reader import is_sound, read
@@ -26,9 +26,9 @@ def made(i: int) -> Made:
     return Made(i, i // 4, [1, 2], [(i + k) % 1000 for k in range(n)], [-k / 256 for k in range(n)])
 
 
-def written(run_dir: Path, count: int) -> list[tuple[int, Place]]:
+def written(run_dir: Path, count: int) -> list[tuple[int, ResponsePlace]]:
     writer = PayloadWriter(run_dir, "rollout7")
-    places = list[tuple[int, Place]]()
+    places = list[tuple[int, ResponsePlace]]()
     for first in range(0, count, 50):  # so many are written at once
         some = range(first, min(first + 50, count))
         futures = [writer.append(pack(made(i).response)) for i in some]
@@ -57,7 +57,7 @@ def test_it_is_on_the_disk_before_anybody_is_told(tmp_path, monkeypatch):
         synced[0] = os.fstat(file).st_size
 
     monkeypatch.setattr(os, "fdatasync", sync)
-    writer, late = PayloadWriter(tmp_path, "rollout0"), list[Place]()
+    writer, late = PayloadWriter(tmp_path, "rollout0"), list[ResponsePlace]()
 
     def told(done: Future) -> None:
         if synced[0] < done.result().offset + done.result().size:
@@ -161,7 +161,7 @@ def test_what_is_not_as_it_was_is_named_in_one_line(tmp_path, damage):
     elif damage == "gone":
         path.unlink()
     else:
-        place = Place("../store.sqlite", 0, 10)
+        place = ResponsePlace("../store.sqlite", 0, 10)
     with pytest.raises(
         LaminarError, match=r"^the response of trajectory 2 is not in .*laminar audit RUN_DIR$"
     ):

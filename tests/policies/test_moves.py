@@ -5,7 +5,7 @@ import doctest
 import itertools
 
 from laminar_hpc.policies import moves, rounds
-from laminar_hpc.policies.moves import Action, Move, Phase
+from laminar_hpc.policies.moves import Action, Move, MovePhase
 from laminar_hpc.policies.sizing import saturation_requests
 
 EVENTS = {
@@ -43,8 +43,8 @@ def test_invariants_over_all_short_histories():
             assert len(ends) <= 1 and move.over == bool(ends)
             assert done.count(Action.ORPHAN) <= (1 if Action.CALL_OFF in done else 0)
             assert Action.ORPHAN not in done or source is None or "source gone" in history
-            assert move.phase is not Phase.COMMITTED or Action.CHANGE_OWNER in done
-            committed += move.phase is Phase.COMMITTED
+            assert move.phase is not MovePhase.COMMITTED or Action.CHANGE_OWNER in done
+            committed += move.phase is MovePhase.COMMITTED
     assert committed > 100
 
 

@@ -144,10 +144,10 @@ def test_the_port_refuses_what_is_not_a_request_and_lives_on(pair):
     with zmq.Context() as context, context.socket(zmq.REQ) as socket:
         socket.linger = 0
         socket.connect(f"ipc://{path}")
-        for frame in (b"", b"\x80\x04K\x01.", protocol.encode(protocol.Refused("not a request"))):
+        for frame in (b"", b"\x80\x04K\x01.", protocol.encode(protocol.OperationRefused("not a request"))):
             socket.send(frame)
             assert socket.poll(5000)
-            assert isinstance(protocol.decode_reply(socket.recv()), protocol.Refused)
+            assert isinstance(protocol.decode_reply(socket.recv()), protocol.OperationRefused)
     pair.loop.run(pair.engines[0].ping())
 
 

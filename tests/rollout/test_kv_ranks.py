@@ -99,7 +99,7 @@ def test_a_rank_that_fails_ends_the_move_on_all(make: Make) -> None:
     """Promise: the answer names the rank, no rank keeps a page, and the next move works; in each step."""
     source, destination = make(2), make(2)
     mend = fails(1, destination, "_listen")
-    assert destination.call(reserve(destination)) == protocol.Refused(
+    assert destination.call(reserve(destination)) == protocol.OperationRefused(
         "_listen of this rank fails (tensor-parallel rank 1)"
     )
     assert_nothing_is_held(destination)
@@ -113,7 +113,7 @@ def test_a_rank_that_fails_ends_the_move_on_all(make: Make) -> None:
         mend = fails(1, source, "_send")
         asked = send(source, reserved.address) if step == "send" else protocol.KvDetach("m", "r")
         said = source.call(asked, destination)
-        assert said == protocol.Refused("_send of this rank fails (tensor-parallel rank 1)")
+        assert said == protocol.OperationRefused("_send of this rank fails (tensor-parallel rank 1)")
         assert not source.ranks[0].port.kv.under_way
         refused = destination.call(protocol.KvImport("m", requests[0].tokens), source)
         rank = 0 if step == "send" else 1  # the other has all
@@ -136,7 +136,7 @@ def test_kv_of_one_rank_is_missing(make: Make) -> None:
         (inboxes[::-1], r"it is of model rank \d of 2, this engine serves rank"),
     ):
         refused = source.call(send(source, json.dumps(wrong)), destination)
-        assert isinstance(refused, protocol.Refused)
+        assert isinstance(refused, protocol.OperationRefused)
         assert re.search(says, refused.text)
     destination.call(protocol.KvEnd("m"), source)
     assert_nothing_is_held(source, destination)
@@ -163,7 +163,7 @@ def test_a_program_error_on_one_rank(make: Make) -> None:
         if (said := source.answer()) is not None:
             break
         source.ranks[0].port.leader.socket.poll(20)
-    assert said == protocol.Refused("KvSend: ValueError: a program error (tensor-parallel rank 1)")
+    assert said == protocol.OperationRefused("KvSend: ValueError: a program error (tensor-parallel rank 1)")
     source.ranks[1].port.kv.cache.slots = hold
     destination.call(protocol.KvEnd("m"), source)
     assert_nothing_is_held(source, destination)
@@ -179,7 +179,7 @@ def test_a_rank_that_does_not_end_its_part(make: Make, monkeypatch: pytest.Monke
     left = json.loads(reserved.address)
     left[1]["port"] = 1  # nobody listens there
     said = source.call(send(source, json.dumps(left), seconds=0.5), destination)
-    assert said == protocol.Refused("KvSend: tensor-parallel rank 1 took more than 0.2 s")
+    assert said == protocol.OperationRefused("KvSend: tensor-parallel rank 1 took more than 0.2 s")
     assert_nothing_is_held(source)
 
 
@@ -196,7 +196,7 @@ def test_a_request_that_takes_no_step(make: Make, monkeypatch: pytest.MonkeyPatc
     for rank in source.ranks:
         rank.step = lambda token: None
     said = source.call(protocol.KvDetach("m", "r"))
-    assert said == protocol.Refused("KV detach refused: request r took no step for 0 s")
+    assert said == protocol.OperationRefused("KV detach refused: request r took no step for 0 s")
     assert all(batches) and not any(request.to_finish for request in requests)
     for rank in source.ranks:
         del rank.step
@@ -231,7 +231,7 @@ def history(make: Make, seed: int) -> None:
             reply = engine.call(asked, source if engine is destination else destination)
             if isinstance(reply, protocol.KvReserved):
                 address = reply.address
-            if over or isinstance(reply, protocol.Refused):
+            if over or isinstance(reply, protocol.OperationRefused):
                 break
         for mend in mends:
             mend()

@@ -17,7 +17,7 @@ from laminar_hpc.engine.sglang.server import SglangServer
 from laminar_hpc.machine.observability.trace import Trace
 from laminar_hpc.rollout import weight_loader
 from laminar_hpc.rollout.engine_lives import EngineLives
-from laminar_hpc.rollout.weight_loader import EngineOverflows, SlotRefused, SumsDiffer, WeightLoader
+from laminar_hpc.rollout.weight_loader import EngineOverflows, EngineSumsDiffer, SlotRefused, WeightLoader
 from laminar_hpc.weights.probe import probe_sequences
 from laminar_hpc.weights.slots import SlotReader, SlotWriter
 
@@ -147,5 +147,5 @@ def test_sums_that_are_missing_count_as_different():
         "float32",
         [TensorEntry("a", [1], "float32", sum_words=3, sum_indexed=3), TensorEntry("b", [1], "float32")],
     )
-    with pytest.raises(SumsDiffer, match=r"1 of 2 tensors .* first b"):
+    with pytest.raises(EngineSumsDiffer, match=r"1 of 2 tensors .* first b"):
         weight_loader.check_sums({"a": (3, 3)}, manifest)

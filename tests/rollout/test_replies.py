@@ -11,7 +11,7 @@ from helpers.engines.pair import Pair
 from helpers.engines.prompts import PROMPTS, Ended, before_its_end, sampling, until_decoding
 from laminar_hpc.engine.interface import RequestFailed
 from laminar_hpc.engine.sglang.plugin import columns as plugin
-from laminar_hpc.engine.sglang.replies import Reply, columns, decode, parse_generation
+from laminar_hpc.engine.sglang.replies import GenerateReply, columns, decode, parse_generation
 
 LENGTH = 400
 
@@ -56,7 +56,7 @@ def test_events_of_a_stream_hold_what_is_new(pair):
         return [decode(event) async for event in engine.http.events("/generate", payload, 60)]
 
     async def run() -> tuple:
-        async def cut(number: int) -> Reply:
+        async def cut(number: int) -> GenerateReply:
             asked = request(pair, rid=f"cut-{number}")
             call = asyncio.create_task(engine.http.post_for_bytes("/generate", asked, 60))
             await until_decoding(engine, f"cut-{number}", call)

@@ -16,7 +16,7 @@ from laminar_hpc.line.messages.data import Message
 from laminar_hpc.line.messages.training import Batch
 from laminar_hpc.store.payload.writer import FOLDER
 from laminar_hpc.trainer import loop
-from laminar_hpc.trainer.inbox import Inbox, Unreadable
+from laminar_hpc.trainer.inbox import BatchInbox, Unreadable
 from laminar_hpc.trainer.step.batch import StepBatch
 
 
@@ -40,7 +40,7 @@ def taken(run_dir: Path, batch: Batch) -> StepBatch:
     config = SimpleNamespace(cluster=cluster)
     context = SimpleNamespace(channel=Channel(batch), config=config, run_dir=run_dir)
     progress = SimpleNamespace(advance=lambda: None, enter=lambda phase: None)
-    found = Inbox(context, progress).take(batch.step)
+    found = BatchInbox(context, progress).take(batch.step)
     assert found is not None
     return found
 
@@ -84,7 +84,7 @@ def test_another_batch_is_asked_for(world, tmp_path):
     sent = list[Message]()
     channel.send = sent.append
     config = RunConfig()
-    inbox = Inbox(
+    inbox = BatchInbox(
         SimpleNamespace(channel=channel, config=config, run_dir=tmp_path),
         SimpleNamespace(advance=lambda: None, enter=lambda phase: None),
     )

@@ -21,9 +21,9 @@ from laminar_hpc.trainer.checkpointing import copies, in_flight
 from laminar_hpc.trainer.checkpointing.copies import Wanted
 from laminar_hpc.trainer.checkpointing.hf_files import HfFiles
 from laminar_hpc.trainer.checkpointing.in_flight import InFlight
-from laminar_hpc.trainer.checkpointing.reports import Part, Reports
+from laminar_hpc.trainer.checkpointing.reports import CheckpointPart, Reports
 
-PART = Part({"megatron/__0_0.distcp": FileSum(3, "abc")})
+PART = CheckpointPart({"megatron/__0_0.distcp": FileSum(3, "abc")})
 
 
 class Gate:
@@ -227,7 +227,7 @@ def test_the_making_of_buffers_ends_with_the_process() -> None:
 
 
 def flight(
-    rank: int, store: dist.Store, write: Callable[[], Part], done: list, seconds: float = 60
+    rank: int, store: dist.Store, write: Callable[[], CheckpointPart], done: list, seconds: float = 60
 ) -> InFlight:
     reports = Reports(store, "some", 2)
     complete = done.append if rank == 0 else None
@@ -239,9 +239,9 @@ def test_rank_0_waits_for_the_parts_of_all() -> None:
     store."""
     store, done, written = dist.HashStore(), [], threading.Event()
 
-    def write() -> Part:
+    def write() -> CheckpointPart:
         written.wait(60)
-        return Part(PART.files)
+        return CheckpointPart(PART.files)
 
     both = [flight(0, store, lambda: PART, done), flight(1, store, write, done)]
     for each in both:
@@ -257,7 +257,7 @@ def test_rank_0_waits_for_the_parts_of_all() -> None:
 def test_a_rank_that_fails_or_does_not_come_is_named() -> None:
     """By rank 0, which gives the checkpoint no name; the other raises its own error."""
 
-    def fail() -> Part:
+    def fail() -> CheckpointPart:
         raise OSError(28, "No space left on device")
 
     store, done = dist.HashStore(), []
@@ -282,7 +282,7 @@ def test_a_failure_is_heard_while_the_trainer_waits_for_a_batch() -> None:
     for it and raises the error itself."""
     heard, full = list[BaseException](), OSError(28, "No space left on device")
 
-    def complete(_: list[Part]) -> None:
+    def complete(_: list[CheckpointPart]) -> None:
         raise full
 
     def run(in_foreground: bool) -> InFlight:
@@ -302,7 +302,7 @@ def test_a_disk_that_hangs_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """After the time that ranks are waited for."""
     hung = threading.Event()
 
-    def hang() -> Part:
+    def hang() -> CheckpointPart:
         hung.wait(60)
         return PART
 

@@ -45,7 +45,7 @@ def forge(path: Path, kind: str, mark: Path) -> None:
     files = json.dumps(listed).encode()
     (path / "files.json").write_bytes(files)
     if "another key" in kind:
-        (path / "signature.json").write_bytes(signatures.Key(b"x" * 64).sign(files))
+        (path / "signature.json").write_bytes(signatures.SigningKey(b"x" * 64).sign(files))
     elif "taken away" in kind:
         (path / "signature.json").unlink()
 

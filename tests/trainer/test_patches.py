@@ -24,7 +24,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.optim.optimizer import _default_to_fused_or_foreach
 
 from helpers.trainer import tiny
-from laminar_hpc.store.checkpoints import Damaged
+from laminar_hpc.store.checkpoints import DamagedCheckpoint
 from laminar_hpc.trainer.checkpoint import Checkpointer
 from laminar_hpc.trainer.checkpointing import live_state
 from laminar_hpc.trainer.megatron import adam, building, cpu, optimizer_shards
@@ -64,7 +64,7 @@ def test_an_adam_saved_before_its_first_update_cannot_be_loaded(
     monkeypatch.setattr(optimizer_shards, "restore_step_0", nothing)
     checkpointer = trained(tied_model, tmp_path, steps=0)
     checkpointer.save(0)
-    with pytest.raises(Damaged, match="KeyError: 'step'"):
+    with pytest.raises(DamagedCheckpoint, match="KeyError: 'step'"):
         checkpointer.load(0)
 
 

@@ -11,10 +11,10 @@ from laminar_hpc.line.messages.membership import TrainerProgress
 from laminar_hpc.trainer.checkpointing import in_flight
 from laminar_hpc.trainer.progress import Progress
 from laminar_hpc.trainer.step.learner import Learner
-from laminar_hpc.trainer.step.parallel import Share
+from laminar_hpc.trainer.step.parallel import RankShare
 from laminar_hpc.trainer.step.rescoring import own_logprobs
 
-SHARE = Share([[], [], [], []], 0)
+SHARE = RankShare([[], [], [], []], 0)
 
 
 class FirstStage:

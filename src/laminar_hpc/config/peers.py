@@ -6,7 +6,7 @@ from collections.abc import Container, Iterator
 from typing import NamedTuple
 
 
-class Row(NamedTuple):
+class PeerKey(NamedTuple):
     """`key` is ours; `how` says what its value is, where that is not theirs unchanged."""
 
     key: str
@@ -86,7 +86,7 @@ observability.wandb | trainer.logger | --use-wandb | online or offline
 observability.wandb_project | trainer.project_name | --wandb-project |
 """
 ROWS = [
-    Row(key, tuple(verl.split()), tuple(slime.split()), how)
+    PeerKey(key, tuple(verl.split()), tuple(slime.split()), how)
     for key, verl, slime, how in _cells(
         _ROWS.replace("ACTOR.", "actor_rollout_ref.actor.").replace("ROLLOUT.", "actor_rollout_ref.rollout.")
     )

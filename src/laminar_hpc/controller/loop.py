@@ -28,7 +28,7 @@ from laminar_hpc.config.models import model_config
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.controller.archiving import Archiving
 from laminar_hpc.controller.continuation import Continuation
-from laminar_hpc.controller.fleet.active_replicas import Crew
+from laminar_hpc.controller.fleet.active_replicas import ActiveReplicas
 from laminar_hpc.controller.fleet.draining import Departures
 from laminar_hpc.controller.fleet.handlers import handlers
 from laminar_hpc.controller.fleet.members import Member, Members
@@ -37,11 +37,11 @@ from laminar_hpc.controller.fleet.replicas import Replicas
 from laminar_hpc.controller.fleet.trainer_generation import Gang
 from laminar_hpc.controller.shared import NUMBERS, Outbox, RunState, Shared
 from laminar_hpc.controller.training import Training
-from laminar_hpc.controller.trajectories.answers import Answers
+from laminar_hpc.controller.trajectories.answers import AnswerRouting
 from laminar_hpc.controller.trajectories.dispatcher import Dispatcher
 from laminar_hpc.controller.trajectories.evaluations import Evaluations
 from laminar_hpc.controller.trajectories.failover import Rescuer
-from laminar_hpc.controller.trajectories.homes import Homes
+from laminar_hpc.controller.trajectories.homes import HomeRouting
 from laminar_hpc.controller.trajectories.last_evaluation import LastEvaluation
 from laminar_hpc.controller.trajectories.migration import Migration
 from laminar_hpc.controller.trajectories.partial_responses import PartialPool
@@ -121,8 +121,8 @@ class Controller:
         self.migration = Migration(shared, tracker, self.replicas, self.pool, self.weights.steps, first)
         self.repacker = Repacker(shared, tracker, self.replicas, self.weights, self.migration)
         self.rescuer = Rescuer(shared, tracker, self.replicas, self.weights, self.pool, self.migration)
-        self.answers = Answers(shared, tracker, self.pool, self.migration)
-        self.homes = Homes(shared, tracker, self.replicas, self.pool)
+        self.answers = AnswerRouting(shared, tracker, self.pool, self.migration)
+        self.homes = HomeRouting(shared, tracker, self.replicas, self.pool)
         self.departures = Departures(shared, tracker, self.replicas, self.pool, self.migration, self.rescuer)
         self.continuation = Continuation(store, self.state, evaluations)
         self.last_evaluation = LastEvaluation(shared, evaluations)
@@ -130,7 +130,7 @@ class Controller:
         if shared.roles_apart:
             self.continuation.recall(derived.rollout_ranks)
             awaited, last_seen = tracker.keep_owners(), status.last_seen(Path(config.run_dir))
-        self.crew = Crew(shared, self.replicas, awaited)
+        self.crew = ActiveReplicas(shared, self.replicas, awaited)
         self.dispatcher = Dispatcher(
             shared, tracker, evaluations, self.replicas, self.weights, self.rescuer, probes, self.crew, first
         )

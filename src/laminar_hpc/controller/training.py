@@ -17,7 +17,7 @@ from pathlib import Path
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.controller.archiving import Archiving
 from laminar_hpc.controller.continuation import Continuation
-from laminar_hpc.controller.fleet.active_replicas import Crew
+from laminar_hpc.controller.fleet.active_replicas import ActiveReplicas
 from laminar_hpc.controller.fleet.members import Member
 from laminar_hpc.controller.shared import Shared
 from laminar_hpc.controller.shown_samples import ShownSamples
@@ -60,7 +60,7 @@ class Training:
         store: Store,
         replay: Store | None,
         continuation: Continuation,
-        crew: Crew,
+        crew: ActiveReplicas,
         archiving: Archiving | None,
     ) -> None:
         self._shared = shared

@@ -187,7 +187,7 @@ def last_step(run_dir: Path) -> int:
     return next((r["step"] for r in reversed(list(jsonl.read(run_dir / "metrics.jsonl", "step")))), 0)
 
 
-class Agent:
+class NodeAgent:
     """The groups of this machine."""
 
     def __init__(

@@ -16,7 +16,7 @@ from pathlib import Path
 from laminar_hpc.config.errors import LaminarError, print_lines
 from laminar_hpc.config.load import load_config
 from laminar_hpc.launch import cli
-from laminar_hpc.launch.launch import Agent, WorkerGroup
+from laminar_hpc.launch.launch import NodeAgent, WorkerGroup
 from laminar_hpc.launch.ranks import Ranks
 from laminar_hpc.line.agent_line import FAILED_ELSEWHERE, RankOrders
 from laminar_hpc.machine.observability import console, output
@@ -104,7 +104,7 @@ def main(arguments: list[str]) -> int:
     def stop_run(_: str) -> None:
         cli.run(["stop", str(run_dir)])
 
-    agent = Agent(run_dir, groups, one_terminal=several, ask=stop_run if several else None)
+    agent = NodeAgent(run_dir, groups, one_terminal=several, ask=stop_run if several else None)
     on_stop_signals(agent.on_signal)
     return agent.run()
 

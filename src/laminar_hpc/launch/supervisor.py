@@ -12,7 +12,7 @@ from pathlib import Path
 
 from laminar_hpc.config.check import derive
 from laminar_hpc.config.schema import RunConfig
-from laminar_hpc.launch.launch import Agent, WorkerGroup
+from laminar_hpc.launch.launch import NodeAgent, WorkerGroup
 from laminar_hpc.launch.ranks import Ranks
 from laminar_hpc.machine.files import jsonl
 from laminar_hpc.machine.locks.run_lock import refuse_if_held
@@ -80,7 +80,7 @@ class WholeRun(WorkerGroup):
 def run(config: RunConfig, words: list[str], world: int) -> int:
     """Runs the job to its end. Exit code 0 when it is done or was stopped in order, 2 when it was refused,
     else 1."""
-    agent = Agent(Path(config.run_dir), [WholeRun(config, words, world)])
+    agent = NodeAgent(Path(config.run_dir), [WholeRun(config, words, world)])
     on_stop_signals(agent.on_signal)
     return agent.run()
 

@@ -5,7 +5,7 @@ import zmq
 from zmq.utils import z85
 
 
-class Admission:
+class CurveAuthenticator:
     """Lets in who holds the secret of `client_key` (z85). For the thread that polls `socket` and then calls
     `answer`; until it does, whoever connects waits."""
 

@@ -23,7 +23,7 @@ import zmq
 
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.line.address import ControllerAddress, new_address, read_address, write_address
-from laminar_hpc.line.admission import Admission
+from laminar_hpc.line.admission import CurveAuthenticator
 from laminar_hpc.line.delivery import DeliveryError, Header, Receiver, Sender, decode_header, encode_header
 from laminar_hpc.line.messages.data import Message
 from laminar_hpc.line.messages.membership import Hello, Ping, Pong, Rejoin, StopRequest, Welcome
@@ -81,7 +81,7 @@ class Hub:
         self._context = zmq.Context()
         self._run_dir = run_dir
         self._address, secret = new_address(run_id, host, machine)
-        self._admission = Admission(self._context, self._address.client_public)
+        self._admission = CurveAuthenticator(self._context, self._address.client_public)
         self._router = self._context.socket(zmq.ROUTER)
         self._router.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._router.setsockopt(zmq.LINGER, 2000)

@@ -25,7 +25,7 @@ from enum import Enum
 MORE_THAN_MEAN, DECODED_MEANWHILE = 1.25, 512
 
 
-class Phase(Enum):
+class MovePhase(Enum):
     """How far a move is."""
 
     RESERVE = "reserve"
@@ -58,48 +58,48 @@ class Move:
     destination: int | None
     weight_id: int
     deadline: float
-    phase: Phase = Phase.RESERVE
+    phase: MovePhase = MovePhase.RESERVE
     address: str = ""
     reason: str = ""  # why it was called off
 
     @property
     def over(self) -> bool:
-        return self.phase in (Phase.COMMITTED, Phase.ABORTED)
+        return self.phase in (MovePhase.COMMITTED, MovePhase.ABORTED)
 
     def reserved(self, address: str) -> list[Action]:
         if self.over:
             return [Action.ANSWER]
-        if self.phase is not Phase.RESERVE:
+        if self.phase is not MovePhase.RESERVE:
             return []  # said again while the source is at work
         self.address = address
         if self.source is None:
-            self.phase = Phase.IMPORT
+            self.phase = MovePhase.IMPORT
             return [Action.IMPORT]
-        self.phase = Phase.DETACH
+        self.phase = MovePhase.DETACH
         return [Action.ORDER]
 
     def ready(self) -> list[Action]:
         """The source stands still and has said what there is."""
         if self.over:
             return [Action.ANSWER]
-        if self.phase is not Phase.DETACH:
+        if self.phase is not MovePhase.DETACH:
             return []
-        self.phase = Phase.IMPORT
+        self.phase = MovePhase.IMPORT
         return [Action.IMPORT]
 
     def imported(self) -> list[Action]:
         if self.over:
             return [Action.ANSWER]
-        if self.phase is not Phase.IMPORT:
+        if self.phase is not MovePhase.IMPORT:
             return []
-        self.phase = Phase.COMMITTED
+        self.phase = MovePhase.COMMITTED
         return [Action.CHANGE_OWNER]
 
     def call_off(self, reason: str) -> list[Action]:
         """Either side cannot do its part, the trajectory has ended, or the deadline has passed."""
         if self.over:
             return []
-        self.phase = Phase.ABORTED
+        self.phase = MovePhase.ABORTED
         self.reason = reason
         return [Action.CALL_OFF] + ([Action.ORPHAN] if self.source is None else [])
 
@@ -109,9 +109,9 @@ class Move:
             return []
         if replica == self.source:
             self.source = None
-            if self.phase is Phase.IMPORT:
+            if self.phase is MovePhase.IMPORT:
                 return []  # the destination has, or gets, all that is needed
-            self.phase = Phase.ABORTED
+            self.phase = MovePhase.ABORTED
             self.reason = "its source is gone"
             return [Action.CALL_OFF]  # the trajectory is among those that the source leaves behind
         self.destination = None

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 
 from laminar_hpc.line.context import RoleContext
-from laminar_hpc.line.messages.data import Place
+from laminar_hpc.line.messages.data import ResponsePlace
 from laminar_hpc.line.messages.rollouts import Generated, Lost
 from laminar_hpc.rollout.health import BatchHealth
 from laminar_hpc.rollout.in_flight import Outcome, TrajectoryInFlight
@@ -80,6 +80,6 @@ class Results:
                 self._context.channel.send(trajectory.unfinished())
 
 
-def _stored(generated: Generated, place: Place) -> Generated:
+def _stored(generated: Generated, place: ResponsePlace) -> Generated:
     generated.trajectory.place = place
     return generated

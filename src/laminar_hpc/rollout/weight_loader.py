@@ -43,7 +43,7 @@ class EngineOverflows(SlotRefused):
     """The live weights are the trainer's, which are finite, but what the engine computes with them is not."""
 
 
-class SumsDiffer(LaminarError):
+class EngineSumsDiffer(LaminarError):
     """What the engine holds is not what the manifest says."""
 
 
@@ -105,7 +105,7 @@ def check_sums(live: Sums, manifest: Manifest) -> None:
     wrong = [t.name for t in manifest.tensors if tuple(live.get(t.name, ())) != (t.sum_words, t.sum_indexed)]
     if wrong:
         count = f"{len(wrong)} of {len(manifest.tensors)} tensors"
-        raise SumsDiffer(
+        raise EngineSumsDiffer(
             f"weight id {manifest.weight_id}: {count} in the "
             f"engine differ from the manifest, first {wrong[0]}"
         )

@@ -34,7 +34,7 @@ _FENCE_FILE = "gang"
 _STATE_KEYS = ("step", "state_hash", "skipped_in_a_row", "distributed_optimizer")
 
 
-class Damaged(Exception):
+class DamagedCheckpoint(Exception):
     """A checkpoint is not what was written; the text says which of its files, and what is wrong with it."""
 
 
@@ -65,7 +65,7 @@ def read_state(checkpoint: Path) -> dict:
     state = _read_json(checkpoint, STATE_FILE)
     missing = [key for key in _STATE_KEYS if key not in state]
     if missing:
-        raise Damaged(f"{STATE_FILE} has no {missing[0]}")
+        raise DamagedCheckpoint(f"{STATE_FILE} has no {missing[0]}")
     return state
 
 
@@ -73,7 +73,7 @@ def store_id(checkpoint: Path) -> str:
     """Of the store that knows what it was trained on; "" where it does not say or cannot be read."""
     try:
         return str(_read_json(checkpoint, STATE_FILE).get("store_id", ""))
-    except Damaged:
+    except DamagedCheckpoint:
         return ""
 
 
@@ -85,7 +85,7 @@ def damage(checkpoint: Path, share: int = 0, of: int = 1) -> str:
         if not is_listed(checkpoint) and "files" not in state:
             return ""
         files = _listed(checkpoint)
-    except Damaged as error:
+    except DamagedCheckpoint as error:
         return str(error)
     if f"step_{state['step']:06d}" != checkpoint.name:
         return f"{STATE_FILE} is that of step {state['step']}"
@@ -111,18 +111,18 @@ def _listed(checkpoint: Path) -> dict[str, FileSum]:
     try:
         return {name: FileSum(int(size), str(digest)) for name, (size, digest) in listed.items()}
     except (TypeError, ValueError):
-        raise Damaged(f"{LIST_FILE} is no list of files") from None
+        raise DamagedCheckpoint(f"{LIST_FILE} is no list of files") from None
 
 
 def _read_json(checkpoint: Path, name: str) -> dict:
     try:
         content = json.loads((checkpoint / name).read_bytes())
     except FileNotFoundError:
-        raise Damaged(f"{name} is missing") from None
+        raise DamagedCheckpoint(f"{name} is missing") from None
     except (OSError, ValueError) as error:
-        raise Damaged(f"{name} cannot be read ({error})") from None
+        raise DamagedCheckpoint(f"{name} cannot be read ({error})") from None
     if not isinstance(content, dict):
-        raise Damaged(f"{name} is no table")
+        raise DamagedCheckpoint(f"{name} is no table")
     return content
 
 

@@ -26,8 +26,8 @@ import msgspec
 
 from laminar_hpc.machine.observability import console
 from laminar_hpc.store.journal_files import (
-    Header,
     Position,
+    SegmentHeader,
     claim_era,
     frame,
     newest_era,
@@ -142,7 +142,7 @@ class Journal:
         self._file = os.open(self._folder / f".{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
         self._segment_bytes = 0
         self._statements = {}
-        header = Header(store_id_of(db), self._era, self._position.checksum)
+        header = SegmentHeader(store_id_of(db), self._era, self._position.checksum)
         data, _ = frame(self._position.number, _encode(header), bytes(len(self._position.checksum)))
         self._write(data)
         (self._folder / f".{name}").rename(self._folder / name)

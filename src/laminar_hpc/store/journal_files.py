@@ -57,7 +57,7 @@ class Position:
         return cls(int(era), int(number), bytes.fromhex(checksum))
 
 
-class Header(msgspec.Struct, array_like=True):
+class SegmentHeader(msgspec.Struct, array_like=True):
     """The first frame of a segment; its number is that of the transaction before the segment."""
 
     store_id: str
@@ -86,7 +86,7 @@ class File:
         return self.path.stat().st_size
 
 
-class Damaged(Exception):
+class DamagedJournal(Exception):
     """`path` cannot be read on at `offset`; transactions up to `number` are known."""
 
     def __init__(self, path: Path, offset: int, number: int) -> None:
@@ -137,7 +137,7 @@ def _frame_follows(data: bytes, offset: int) -> bool:
 class Segment:
     """A segment that is read. `offset` is where reading has come to, `at` the history's position there.
 
-    Raises Damaged when its header is not whole."""
+    Raises DamagedJournal when its header is not whole."""
 
     def __init__(self, file: File) -> None:
         self.path = file.path
@@ -147,8 +147,8 @@ class Segment:
         self.statements: list[str] = []
         header = self._next(bytes(_CHECKSUM_BYTES), file.number)
         if header is None:
-            raise Damaged(file.path, 0, file.number)
-        self.header = msgspec.msgpack.decode(header[0], type=Header)
+            raise DamagedJournal(file.path, 0, file.number)
+        self.header = msgspec.msgpack.decode(header[0], type=SegmentHeader)
         self.at = Position(file.era, file.number, self.header.checksum)
 
     def transactions(self, until: int | None) -> Iterator[msgspec.Raw]:
@@ -177,7 +177,7 @@ class Segment:
                     self.offset = end
                     return body, checksum
         if _frame_follows(self._data, start):
-            raise Damaged(self.path, start, number - 1)
+            raise DamagedJournal(self.path, start, number - 1)
         return None
 
 
@@ -278,7 +278,7 @@ def read_after(folder: Path, start: Position) -> Iterator[tuple[Segment, msgspec
                 at = segment.at
                 yield segment, calls
         if until is not None and segment.at.number != until:
-            raise Damaged(file.path, segment.offset, segment.at.number)
+            raise DamagedJournal(file.path, segment.offset, segment.at.number)
     if files and at is None:
         raise OtherHistory
 
@@ -289,7 +289,7 @@ def _join(at: Position | None, start: Position, segment: Segment) -> Position | 
     if at is None and here.number < start.number:
         return None
     if here.number != expected.number or (at and here.checksum != at.checksum):
-        raise Damaged(segment.path, 0, expected.number)
+        raise DamagedJournal(segment.path, 0, expected.number)
     if here.checksum != expected.checksum:
         raise OtherHistory
     return expected

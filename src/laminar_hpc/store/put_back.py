@@ -7,7 +7,7 @@ from itertools import islice
 from pathlib import Path
 
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.line.messages.data import Place
+from laminar_hpc.line.messages.data import ResponsePlace
 from laminar_hpc.line.messages.training import BatchGroup
 from laminar_hpc.store.archive import files
 from laminar_hpc.store.payload.layout import DamagedResponse, pack, packed_digest
@@ -19,7 +19,7 @@ _PUT_SECONDS = 300.0  # for the disk to take a part
 _AT_ONCE = 256  # responses of a part
 
 
-def put_back(writer: PayloadWriter, path: Path) -> Iterator[tuple[Whole, Place]]:
+def put_back(writer: PayloadWriter, path: Path) -> Iterator[tuple[Whole, ResponsePlace]]:
     """The responses of an archive's file, each with its new place, on the disk. Raises LaminarError where the
     file cannot be read, does not hold what was generated, or cannot be written into payload files."""
     packed = _packed(path)
@@ -29,7 +29,7 @@ def put_back(writer: PayloadWriter, path: Path) -> Iterator[tuple[Whole, Place]]
             yield whole, _result(place, path)
 
 
-def _result(place: "Future[Place]", path: Path) -> Place:
+def _result(place: "Future[ResponsePlace]", path: Path) -> ResponsePlace:
     try:
         return place.result(_PUT_SECONDS)
     except OSError as error:

@@ -14,7 +14,7 @@ import msgspec
 
 from laminar_hpc.config.errors import LaminarError, Refused
 from laminar_hpc.store.journal import FOLDER, MARK, file_digest, position_of
-from laminar_hpc.store.journal_files import Damaged, File, OtherHistory, Position, read_after, segments
+from laminar_hpc.store.journal_files import DamagedJournal, File, OtherHistory, Position, read_after, segments
 from laminar_hpc.store.journal_files import snapshots as snapshots_of
 
 _calls = msgspec.msgpack.Decoder(list[tuple[int, Any]])
@@ -35,10 +35,10 @@ def build(folder: Path, target: Path) -> tuple[Position, int, int]:
         try:
             start = position_of(db) if snapshots else Position()
             end, count, read = replay(folder, db, start)
-        except Damaged as error:
+        except DamagedJournal as error:
             raise Refused([refusal(folder, error, db)]) from None
         except OtherHistory:
-            unknown = Damaged(snapshots[-1].path if snapshots else folder, 0, 0)
+            unknown = DamagedJournal(snapshots[-1].path if snapshots else folder, 0, 0)
             raise Refused([refusal(folder, unknown, None)]) from None
         db.execute("COMMIT")
     finally:
@@ -52,7 +52,7 @@ def _copy_snapshot(folder: Path, snapshot: File, target: Path) -> int:
     shutil.copyfile(snapshot.path, target)
     with open(target, "rb") as file:
         if file_digest(file) != snapshot.digest:
-            error = Damaged(snapshot.path, 0, 0)
+            error = DamagedJournal(snapshot.path, 0, 0)
             raise Refused([refusal(folder, error, None)])
     return snapshot.size
 
@@ -71,7 +71,7 @@ def replay(folder: Path, db: sqlite3.Connection, start: Position) -> tuple[Posit
     return end, count, size
 
 
-def refusal(folder: Path, error: Damaged, db: sqlite3.Connection | None) -> str:
+def refusal(folder: Path, error: DamagedJournal, db: sqlite3.Connection | None) -> str:
     """With what the journal still tells, if `db` is a store that was rebuilt up to the damage."""
     number, step = error.number, None
     if db is not None and number:

@@ -30,13 +30,13 @@ from laminar_hpc.store.journal import (
     store_id_of,
     take_snapshot,
 )
-from laminar_hpc.store.journal_files import Damaged, OtherHistory, Position
+from laminar_hpc.store.journal_files import DamagedJournal, OtherHistory, Position
 from laminar_hpc.store.read_only import connect_read_only
 from laminar_hpc.store.rebuild import build, refusal, replay
 
 
 @dataclass(frozen=True)
-class Found:
+class StoreIdentity:
     """What a store file is known by."""
 
     store_id: str
@@ -78,7 +78,7 @@ def _continue(folder: Path, store: Path, position: Position, say: Callable[[str]
     try:
         first = files.since(segments, Position(0, snapshot))
         if first and first[0].number > snapshot:
-            raise Damaged(first[0].path, 0, snapshot)  # those before it are gone
+            raise DamagedJournal(first[0].path, 0, snapshot)  # those before it are gone
         if not files.since(segments, position) and snapshot != position.number:
             raise OtherHistory
         _catch_up(folder, store, position, say)
@@ -87,7 +87,7 @@ def _continue(folder: Path, store: Path, position: Position, say: Callable[[str]
             _begin_anew(folder, store, say, "is ahead of its journal, which has lost its end", era)
         else:
             _rebuild(folder, store, say)
-    except Damaged as error:
+    except DamagedJournal as error:
         if not last_writer:
             raise Refused([refusal(folder, error, None)]) from None
         _begin_anew(folder, store, say, f"is whole and its journal is not ({error})", era)
@@ -116,7 +116,7 @@ def journal_id(folder: Path) -> str:
     try:
         if segments and (snapshots or len(segments) > 1 or _has_transactions(segments[-1])):
             return files.Segment(segments[-1]).header.store_id
-    except Damaged as error:
+    except DamagedJournal as error:
         raise Refused([refusal(folder, error, None)]) from None
     if not snapshots:
         return ""
@@ -128,7 +128,7 @@ def _has_transactions(file: files.File) -> bool:
     return any(True for _ in files.Segment(file).transactions(None))
 
 
-def identity(store: Path) -> Found | None:
+def identity(store: Path) -> StoreIdentity | None:
     """None where there is no database of a run: no file, an empty one, or a damaged one. Changes nothing."""
     if not store.is_file() or store.stat().st_size == 0:
         return None
@@ -144,7 +144,7 @@ def identity(store: Path) -> Found | None:
         if is_full_disk(error):
             raise
         return None
-    return Found(store_id, position if position.number else None, run_dir)
+    return StoreIdentity(store_id, position if position.number else None, run_dir)
 
 
 # ---- the ways to bring them together -----------------------------------------------------------------------

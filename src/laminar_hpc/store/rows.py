@@ -5,7 +5,7 @@ store/store.py, store_layout.py.
 import sqlite3
 from collections.abc import Iterable, Sequence
 
-from laminar_hpc.line.messages.data import Place, Sample, ScorePart, Trajectory
+from laminar_hpc.line.messages.data import ResponsePlace, Sample, ScorePart, Trajectory
 from laminar_hpc.line.messages.training import BatchGroup
 from laminar_hpc.line.messages.wire import encode
 from laminar_hpc.store.payload.layout import tokens_array
@@ -84,10 +84,10 @@ class Rows:
         )
         self._db.execute("DELETE FROM responses WHERE trajectory_id = ?", (trajectory_id,))
 
-    def place(self, trajectory_id: int) -> Place:
+    def place(self, trajectory_id: int) -> ResponsePlace:
         """Of a stored response."""
         sql = "SELECT file, offset, size FROM responses WHERE trajectory_id = ?"
-        return Place(*self._db.execute(sql, (trajectory_id,)).fetchone())
+        return ResponsePlace(*self._db.execute(sql, (trajectory_id,)).fetchone())
 
     def finish_trajectory(self, trajectory_id: int, score: ScorePart, accuracy: float) -> None:
         self._db.execute(
@@ -164,7 +164,7 @@ class Rows:
         ):
             self._db.executemany(f"DELETE FROM {table} WHERE {key} = ?", [(i,) for i in ids])
 
-    def put_back(self, trajectory_id: int, place: Place) -> None:
+    def put_back(self, trajectory_id: int, place: ResponsePlace) -> None:
         """Its response is in a payload file again."""
         row = (trajectory_id, place.file, place.offset, place.size)
         self._db.execute("INSERT OR REPLACE INTO responses VALUES(?, ?, ?, ?)", row)

@@ -17,7 +17,7 @@ from laminar_hpc.config.errors import Refused
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.machine.files import durable
 from laminar_hpc.store import checkpoints
-from laminar_hpc.store.checkpoints import LIST_FILE, SIGNATURE_FILE, Damaged
+from laminar_hpc.store.checkpoints import LIST_FILE, SIGNATURE_FILE, DamagedCheckpoint
 
 KEY_FILE = "checkpoint.key"
 _LENGTH_MIN = 32  # characters of a key
@@ -28,7 +28,7 @@ _TRUST = (
 )
 
 
-class Key:
+class SigningKey:
     """A secret text; `name` tells it from others and does not give it away."""
 
     def __init__(self, secret: bytes) -> None:
@@ -50,7 +50,7 @@ def key_path(config: RunConfig, run_dir: Path) -> Path:
     return Path(config.checkpoint.key or run_dir / KEY_FILE)
 
 
-def own_key(config: RunConfig, run_dir: Path) -> Key:
+def own_key(config: RunConfig, run_dir: Path) -> SigningKey:
     """The key that signs this run's checkpoints; made where it is not there. Raises LaminarError where
     checkpoint.key names none."""
     path = key_path(config, run_dir)
@@ -75,7 +75,7 @@ def own_key(config: RunConfig, run_dir: Path) -> Key:
     return own_key(config, run_dir)
 
 
-def read_key(path: Path) -> Key | None:
+def read_key(path: Path) -> SigningKey | None:
     """None where there is none. Raises LaminarError for a file that is no key, or that others than its
     owner may read or have written."""
     try:
@@ -94,7 +94,7 @@ def read_key(path: Path) -> Key | None:
         )
     if len(secret) < _LENGTH_MIN:
         raise Refused([f"{path} is no key: it has less than {_LENGTH_MIN} characters; {_MAKE_ONE}"])
-    return Key(secret)
+    return SigningKey(secret)
 
 
 def _private(path: Path) -> int:
@@ -119,7 +119,7 @@ def _is_private(path: Path) -> bool:
 
 def objection(config: RunConfig, run_dir: Path, checkpoint: Path) -> str:
     """Why this checkpoint is not the run's own, with the cure; "" if its key has signed the list of files as
-    it is, or checkpoint.unsigned=true. Raises Damaged where the key has signed another list, LaminarError
+    it is, or checkpoint.unsigned=true. Raises DamagedCheckpoint where the key has signed another list, LaminarError
     for a key that is none."""
     if config.checkpoint.unsigned:
         return ""
@@ -129,7 +129,7 @@ def objection(config: RunConfig, run_dir: Path, checkpoint: Path) -> str:
     except FileNotFoundError:
         return f"{checkpoint} is not signed: {_TRUST}"
     except OSError as error:
-        raise Damaged(f"{SIGNATURE_FILE} cannot be read ({error.strerror})") from None
+        raise DamagedCheckpoint(f"{SIGNATURE_FILE} cannot be read ({error.strerror})") from None
     signer, digest = _parsed(content)
     key = read_key(path)
     if key is None:
@@ -139,11 +139,11 @@ def objection(config: RunConfig, run_dir: Path, checkpoint: Path) -> str:
     try:
         files = (checkpoint / LIST_FILE).read_bytes()
     except FileNotFoundError:
-        raise Damaged(f"{LIST_FILE} is missing") from None
+        raise DamagedCheckpoint(f"{LIST_FILE} is missing") from None
     except OSError as error:
-        raise Damaged(f"{LIST_FILE} cannot be read ({error.strerror})") from None
+        raise DamagedCheckpoint(f"{LIST_FILE} cannot be read ({error.strerror})") from None
     if not key.has_signed(files, digest):
-        raise Damaged(f"{LIST_FILE} has changed since it was signed")
+        raise DamagedCheckpoint(f"{LIST_FILE} has changed since it was signed")
     return ""
 
 
@@ -152,7 +152,7 @@ def _parsed(content: bytes) -> tuple[str, str]:
         found = json.loads(content)
         return str(found["key"]), str(found["hmac"])
     except (ValueError, TypeError, KeyError):
-        raise Damaged(f"{SIGNATURE_FILE} is no signature") from None
+        raise DamagedCheckpoint(f"{SIGNATURE_FILE} is no signature") from None
 
 
 def refuse_foreign(config: RunConfig) -> None:
@@ -161,7 +161,7 @@ def refuse_foreign(config: RunConfig) -> None:
     run_dir = Path(config.run_dir)
     newest = max(checkpoints.steps(run_dir), default=None) if config.resume == "auto" else None
     if newest is not None:
-        with suppress(Damaged):  # the trainers pass it over
+        with suppress(DamagedCheckpoint):  # the trainers pass it over
             if text := objection(config, run_dir, checkpoints.checkpoint_path(run_dir, newest)):
                 raise Refused([text])
     elif config.checkpoint.key:

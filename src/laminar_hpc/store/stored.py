@@ -4,7 +4,7 @@ their columns, which are in payload files."""
 import sqlite3
 from collections.abc import Iterable
 
-from laminar_hpc.line.messages.data import Place, Trajectory
+from laminar_hpc.line.messages.data import ResponsePlace, Trajectory
 from laminar_hpc.line.messages.training import BatchGroup
 from laminar_hpc.line.messages.wire import decode_score
 
@@ -49,5 +49,5 @@ def _record(row: tuple) -> Trajectory:
     record.reward_error = scored.reward_error
     record.moves = moves
     record.digest = digest
-    record.place = Place(file, offset, size)
+    record.place = ResponsePlace(file, offset, size)
     return record

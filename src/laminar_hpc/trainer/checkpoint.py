@@ -30,7 +30,7 @@ from laminar_hpc.config.errors import LaminarError, PermanentFailure
 from laminar_hpc.line.messages.membership import Welcome
 from laminar_hpc.machine.files import durable
 from laminar_hpc.store import checkpoints
-from laminar_hpc.store.checkpoints import Damaged, checkpoint_path, read_state
+from laminar_hpc.store.checkpoints import DamagedCheckpoint, checkpoint_path, read_state
 from laminar_hpc.store.signatures import own_key
 from laminar_hpc.trainer.agreement import Agreement
 from laminar_hpc.trainer.checkpointing.acceptance import Acceptance, layout_of
@@ -38,7 +38,7 @@ from laminar_hpc.trainer.checkpointing.copies import HostCopies
 from laminar_hpc.trainer.checkpointing.hf_files import Collected, HfFiles
 from laminar_hpc.trainer.checkpointing.in_flight import InFlight
 from laminar_hpc.trainer.checkpointing.live_state import LiveState, rng_state
-from laminar_hpc.trainer.checkpointing.reports import Part, Reports, Saved
+from laminar_hpc.trainer.checkpointing.reports import CheckpointPart, Reports, Saved
 from laminar_hpc.trainer.control import all_frames, from_first
 from laminar_hpc.trainer.megatron.checkpoint_writer import Shards, ShardWriter
 from laminar_hpc.trainer.megatron.cpu import cuda_as_cpu
@@ -58,7 +58,7 @@ class _Content(NamedTuple):
     copied: bool
 
 
-class Found(NamedTuple):
+class RestorePoint(NamedTuple):
     """Where a gang starts: the step of the checkpoint that is loaded, None without one; and a line on each
     newer one that is damaged."""
 
@@ -131,7 +131,7 @@ class Checkpointer:
         name = from_first(uuid.uuid4().hex.encode(), self._ranks.seconds, f"checkpoint {target}").decode()
         stalled = time.monotonic() - started
 
-        def complete(parts: list[Part]) -> None:
+        def complete(parts: list[CheckpointPart]) -> None:
             self._complete(partial, target, content.shards, state, parts)
             seconds = time.monotonic() - started
             self._saved(Saved(step, target, seconds, stalled if content.copied else seconds, state_hash))
@@ -214,7 +214,7 @@ class Checkpointer:
             )
         return partial
 
-    def _write(self, partial: Path, content: _Content, check: Callable[[], None]) -> Part:
+    def _write(self, partial: Path, content: _Content, check: Callable[[], None]) -> CheckpointPart:
         """This rank's part, by its thread."""
         own, folder = f"rng/{self._rank:05d}.pt", partial / "hf"
         durable.write(partial / own, content.random)
@@ -222,9 +222,11 @@ class Checkpointer:
         files = {own: durable.sum_of(content.random)}
         files |= {f"megatron/{name}": each for name, each in sums.items()}
         files |= {f"hf/{name}": each for name, each in self._hf.write(folder, content.hf, check).items()}
-        return Part(files, written)
+        return CheckpointPart(files, written)
 
-    def _complete(self, partial: Path, target: Path, shards: Shards, state: dict, parts: list[Part]) -> None:
+    def _complete(
+        self, partial: Path, target: Path, shards: Shards, state: dict, parts: list[CheckpointPart]
+    ) -> None:
         """On rank 0, when all parts are on the disk."""
         shards.complete([part.written for part in parts])
         sums = {name: each for part in parts for name, each in part.files.items()}
@@ -252,7 +254,7 @@ class Checkpointer:
 
     # ---- loading -------------------------------------------------------------------------------------------
 
-    def restore(self) -> Found:
+    def restore(self) -> RestorePoint:
         """Loads the newest checkpoint of the run that is whole, and puts damaged newer ones aside. The same
         on all ranks.
 
@@ -273,20 +275,20 @@ class Checkpointer:
             if wrong := self._acceptance.examine(path) or self._try(step):
                 damaged.append((path, wrong))
             else:
-                return Found(step, [self._set_aside(*each, step) for each in damaged])
+                return RestorePoint(step, [self._set_aside(*each, step) for each in damaged])
         if damaged:
             what = "; ".join(f"{path.name}: {wrong}" for path, wrong in damaged)
             self._acceptance.refuse(
                 f"none of the {len(damaged)} checkpoints in {damaged[0][0].parent} is whole ({what}); "
                 "restore one from a copy, or begin anew with resume=never"
             )
-        return Found(None, [])
+        return RestorePoint(None, [])
 
     def _try(self, step: int) -> str:
         """Loads it; its damage, the same on all ranks, where it has no list that would have told before."""
         try:
             self.load(step)
-        except Damaged as error:
+        except DamagedCheckpoint as error:
             path = checkpoint_path(self._run_dir, step)
             if checkpoints.is_listed(path):
                 self._acceptance.refuse(
@@ -321,11 +323,11 @@ class Checkpointer:
             words = str(error).strip().splitlines()
             wrong = f"it cannot be read: {type(error).__name__}: {words[-1] if words else ''}"
         if wrong := self._ranks.first(wrong):
-            raise Damaged(wrong)
+            raise DamagedCheckpoint(wrong)
         self._learner.skipped_in_a_row = state["skipped_in_a_row"]
         hashed = state["state_hash"] if same_layout else ""  # else other random streams, other shards to hash
         if hashed and (state_hash := self.state_hash()) != hashed:
-            raise Damaged(f"its state hash is {state_hash[:12]}, not {hashed[:12]}")
+            raise DamagedCheckpoint(f"its state hash is {state_hash[:12]}, not {hashed[:12]}")
         self._live.apply_settings()
 
     def state_hash(self) -> str:

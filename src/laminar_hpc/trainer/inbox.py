@@ -24,7 +24,7 @@ from laminar_hpc.store.payload.reader import LATE_SECONDS, read
 from laminar_hpc.store.payload.whole import place_of
 from laminar_hpc.trainer.control import all_frames, from_first
 from laminar_hpc.trainer.progress import Progress
-from laminar_hpc.trainer.step.batch import Planned, StepBatch, plan_of
+from laminar_hpc.trainer.step.batch import PlannedMicrobatch, StepBatch, plan_of
 
 log = logging.getLogger(__name__)
 # the other ranks wait so much longer than rank 0, so that rank 0's error is the one that is seen
@@ -40,7 +40,7 @@ class Unreadable(LaminarError):
         self.samples = samples
 
 
-class Inbox:
+class BatchInbox:
     """Collective: every rank of the trainer world makes the same calls in the same order."""
 
     def __init__(self, context: RoleContext, progress: Progress) -> None:
@@ -63,7 +63,7 @@ class Inbox:
         run_dir = Path(answer.run_dir) if answer.run_dir else self._run_dir
         return StepBatch(plan_of(answer.groups), lambda wanted: self._read(run_dir, step, wanted))
 
-    def _read(self, run_dir: Path, step: int, wanted: Sequence[Planned]) -> list[Response]:
+    def _read(self, run_dir: Path, step: int, wanted: Sequence[PlannedMicrobatch]) -> list[Response]:
         self._progress.enter("wait")
         found, lost, why = list[Response](), list[Sample](), ""
         try:
@@ -123,14 +123,14 @@ class Inbox:
         )
 
 
-def _checked(run_dir: Path, wanted: Sequence[Planned], late: float) -> list[Response]:
+def _checked(run_dir: Path, wanted: Sequence[PlannedMicrobatch], late: float) -> list[Response]:
     found = read(run_dir, [place_of(planned.record) for planned in wanted], late)
     for planned, response in zip(wanted, found, strict=True):
         _check(planned, response)
     return found
 
 
-def _unreadable(run_dir: Path, wanted: Sequence[Planned]) -> list[Sample]:
+def _unreadable(run_dir: Path, wanted: Sequence[PlannedMicrobatch]) -> list[Sample]:
     lost = []
     for planned in wanted:
         try:
@@ -140,7 +140,7 @@ def _unreadable(run_dir: Path, wanted: Sequence[Planned]) -> list[Sample]:
     return lost
 
 
-def _check(planned: Planned, response: Response) -> None:
+def _check(planned: PlannedMicrobatch, response: Response) -> None:
     record = planned.record
     if response.digest != record.digest or len(response.tokens) != record.length:
         raise LaminarError(

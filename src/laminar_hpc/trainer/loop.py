@@ -20,7 +20,7 @@ from laminar_hpc.line.messages.training import Checkpointed, Restored, TrainerDo
 from laminar_hpc.policies.metrics import merged
 from laminar_hpc.trainer.checkpoint import Checkpointer
 from laminar_hpc.trainer.checkpointing.reports import Saved
-from laminar_hpc.trainer.inbox import Inbox, Unreadable
+from laminar_hpc.trainer.inbox import BatchInbox, Unreadable
 from laminar_hpc.trainer.megatron.policy import MegatronPolicy
 from laminar_hpc.trainer.progress import Progress
 from laminar_hpc.trainer.publishing.publisher import Publisher
@@ -59,7 +59,7 @@ def run(context: RoleContext) -> None:
         restored, passed_over = checkpointer.restore()
         if dist.get_rank() == 0:
             context.channel.send(Restored(restored, passed_over))
-        inbox = Inbox(context, progress)
+        inbox = BatchInbox(context, progress)
         publisher = _NoPublisher() if config.source.startswith("replay:") else Publisher(context, policy)
     with closing(checkpointer):
         step = _steps(context, policy, learner, checkpointer, inbox, publisher, progress, restored)
@@ -76,7 +76,7 @@ def _steps(
     policy: MegatronPolicy,
     learner: Learner,
     checkpointer: Checkpointer,
-    inbox: Inbox,
+    inbox: BatchInbox,
     publisher: Publisher | _NoPublisher,
     progress: Progress,
     restored: int | None,
@@ -127,7 +127,7 @@ class _Step(NamedTuple):
 
 def _train(
     context: RoleContext,
-    inbox: Inbox,
+    inbox: BatchInbox,
     learner: Learner,
     publisher: Publisher | _NoPublisher,
     progress: Progress,

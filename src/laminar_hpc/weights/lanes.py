@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.weights.kernels.sums import add_sums, shifted
 from laminar_hpc.weights.manifest import ITEM_BYTES, Manifest, TensorEntry
-from laminar_hpc.weights.stream import Span, chunks
+from laminar_hpc.weights.stream import TensorSpan, chunks
 
 _WORD = 4
 _SNAP = 8  # a border moves by at most one part in so many of a lane
@@ -64,7 +64,7 @@ def lane_manifest(whole: Manifest, begin: int, end: int) -> Manifest:
     return Manifest(whole.weight_id, whole.step, whole.dtype, parts, begin, whole)
 
 
-def lane_chunks(lane: Manifest, size: int) -> list[list[Span]]:
+def lane_chunks(lane: Manifest, size: int) -> list[list[TensorSpan]]:
     """What lies in each chunk of a lane, as stream.chunks; tensors and items are numbered as in the whole."""
     cut = chunks(lane, size)
     if lane.whole is None:
@@ -74,8 +74,8 @@ def lane_chunks(lane: Manifest, size: int) -> list[list[Span]]:
     return [[_moved(span, number, 0 if span.tensor else before) for span in spans] for spans in cut]
 
 
-def _moved(span: Span, tensors: int, items: int) -> Span:
-    return Span(span.tensor + tensors, span.first + items, span.last + items, span.offset)
+def _moved(span: TensorSpan, tensors: int, items: int) -> TensorSpan:
+    return TensorSpan(span.tensor + tensors, span.first + items, span.last + items, span.offset)
 
 
 def lane_sums(lane: Manifest, sums: dict[int, tuple[int, int]]) -> list[tuple[int, int]]:

@@ -21,7 +21,7 @@ from laminar_hpc.weights.manifest import ITEM_BYTES, Manifest, decode_manifest, 
 _IN_FULL = -1  # on the wire, in place of the id that a publication changes
 
 
-class Span(NamedTuple):
+class TensorSpan(NamedTuple):
     """Items [first, last), in row-major order, of tensor number `tensor` of a manifest; they begin at byte
     `offset` of their chunk."""
 
@@ -52,13 +52,13 @@ def decode_header(frame: bytes) -> tuple[Manifest, int, int | None]:
         ) from None
 
 
-def chunks(manifest: Manifest, size: int) -> list[list[Span]]:
+def chunks(manifest: Manifest, size: int) -> list[list[TensorSpan]]:
     """What lies in each chunk of `size` bytes (the last may be shorter), in order; a tensor may be cut
     anywhere between two items.
 
     `size` is a multiple of 4; tensors lie without gaps, as manifest.layout has them.
     """
-    cut: list[list[Span]] = [[] for _ in range(-(-manifest.data_bytes // size))]
+    cut: list[list[TensorSpan]] = [[] for _ in range(-(-manifest.data_bytes // size))]
     for number, entry in enumerate(manifest.tensors):
         item, end = ITEM_BYTES[entry.dtype], entry.offset + entry.nbytes
         place = entry.offset
@@ -66,7 +66,7 @@ def chunks(manifest: Manifest, size: int) -> list[list[Span]]:
             index = place // size
             stop = min(end, (index + 1) * size)
             cut[index].append(
-                Span(
+                TensorSpan(
                     number,
                     (place - entry.offset) // item,
                     (stop - entry.offset) // item,

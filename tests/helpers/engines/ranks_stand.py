@@ -173,12 +173,12 @@ class Engine:
     def ask(self, request: protocol.KvRequest) -> None:
         self.client.send_multipart([b"", protocol.encode(request)])
 
-    def answer(self) -> protocol.Reply | None:
+    def answer(self) -> protocol.PortReply | None:
         if not self.client.get(zmq.EVENTS) & zmq.POLLIN:
             return None
         return protocol.decode_reply(self.client.recv_multipart()[1])
 
-    def call(self, request: protocol.KvRequest, *others: "Engine") -> protocol.Reply:
+    def call(self, request: protocol.KvRequest, *others: "Engine") -> protocol.PortReply:
         """Turns of this engine and the others until it is answered."""
         self.ask(request)
         for engine in (self, *others):

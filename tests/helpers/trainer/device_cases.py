@@ -17,7 +17,7 @@ from laminar_hpc.trainer.canonical.gather import Canonical
 from laminar_hpc.weights.kernels.slices import LocalSlice
 from laminar_hpc.weights.kernels.sums import LazySums
 from laminar_hpc.weights.lanes import Lane
-from laminar_hpc.weights.stream import Span
+from laminar_hpc.weights.stream import TensorSpan
 
 ROWS, COLUMNS = 16, 512  # of a tensor that each rank holds
 
@@ -55,7 +55,7 @@ class Rows:
     def canonical_metadata(self) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
         return self._canonical.metadata(torch.float32)
 
-    def pack(self, spans: Sequence[Span], bucket: torch.Tensor | None, lane: int) -> LazySums:
+    def pack(self, spans: Sequence[TensorSpan], bucket: torch.Tensor | None, lane: int) -> LazySums:
         return self._canonical.pack(self._slices, torch.float32, spans, bucket, lane)
 
     def probe_logprobs(self) -> list[float]:

@@ -15,7 +15,7 @@ from laminar_hpc.controller.fleet.replicas import Replicas
 from laminar_hpc.controller.shared import Shared
 
 
-class Crew:
+class ActiveReplicas:
     """`awaited`: replicas that may have outlived the last controller; one that is heard of is taken out."""
 
     def __init__(self, shared: Shared, replicas: Replicas, awaited: set[int]) -> None:

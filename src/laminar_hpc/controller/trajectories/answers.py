@@ -17,7 +17,7 @@ from laminar_hpc.controller.trajectories.tracker import TrajectoryTracker
 from laminar_hpc.line.messages.moves import Answer
 
 
-class Answers:
+class AnswerRouting:
     """Called for Answer, and when a replica is lost."""
 
     def __init__(

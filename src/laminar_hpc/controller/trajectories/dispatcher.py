@@ -6,7 +6,7 @@ admission allows.
 
 import time
 
-from laminar_hpc.controller.fleet.active_replicas import Crew
+from laminar_hpc.controller.fleet.active_replicas import ActiveReplicas
 from laminar_hpc.controller.fleet.members import Member
 from laminar_hpc.controller.fleet.replicas import Replicas
 from laminar_hpc.controller.shared import Shared
@@ -40,7 +40,7 @@ class Dispatcher:
         weights: Weights,
         rescuer: Rescuer,
         probes: Probes,
-        crew: Crew,
+        crew: ActiveReplicas,
         first_batch: int,
     ) -> None:
         """`first_batch`: the id of the next local batch; no earlier controller has given it."""

@@ -20,7 +20,7 @@ _NO_GROUP = -1  # on the wire: the groups of an evaluation have no ids
 
 
 @dataclass
-class Share:
+class EvaluationShare:
     """The part of an evaluation that one replica does at a time: the responses to problems `first` up to
     `last`, `samples` to each.
 
@@ -55,7 +55,7 @@ class Evaluation:
     min_step: int
     temperature: float
     samples: int
-    shares: list[Share]
+    shares: list[EvaluationShare]
     weight_id: int | None = None
     weight_step: int | None = None
     started: float = 0.0
@@ -75,22 +75,22 @@ class Evaluation:
         """Nobody is at work on it."""
         return not self._busy
 
-    def first_free(self) -> Share | None:
+    def first_free(self) -> EvaluationShare | None:
         while self._free and not self.shares[self._free[0]].free:
             heappop(self._free)
         return self.shares[self._free[0]] if self._free else None
 
-    def _place(self, share: Share) -> int:
+    def _place(self, share: EvaluationShare) -> int:
         """All shares but the last are of one size."""
         return share.first // self.shares[0].last
 
-    def share_of(self, number: int) -> Share | None:
+    def share_of(self, number: int) -> EvaluationShare | None:
         """That holds the response of this number."""
         if not 0 <= number < self.responses:
             return None
         return self.shares[number // self.samples // self.shares[0].last]
 
-    def takes(self, share: Share, replica: int | None) -> None:
+    def takes(self, share: EvaluationShare, replica: int | None) -> None:
         """`replica` does this share from here on; None: nobody."""
         share.replica = replica
         place = self._place(share)
@@ -101,7 +101,7 @@ class Evaluation:
         if share.free:
             heappush(self._free, place)
 
-    def score(self, share: Share, number: int, score: float) -> None:
+    def score(self, share: EvaluationShare, number: int, score: float) -> None:
         self.scored += number not in share.scores
         share.scores[number] = score
         if share.done:
@@ -160,7 +160,7 @@ class Evaluations:
         for name, temperature, samples in (("greedy", 0.0, 1), ("sampled", self._temperature, self._samples)):
             if samples and only in ("", name):
                 starts = range(0, len(self._prompts), size)
-                parts = [Share(i, min(i + size, len(self._prompts)), samples) for i in starts]
+                parts = [EvaluationShare(i, min(i + size, len(self._prompts)), samples) for i in starts]
                 self.queue.append(Evaluation(name, label, min_step, temperature, samples, parts))
 
     def go_on(self, key: str, weight_id: int, weight_step: int, started: float) -> None:
@@ -197,7 +197,9 @@ class Evaluations:
         """Whether `grant` would give a share to a replica with these weights."""
         return self._next_share(weight_id, weight_step) != (None, None)
 
-    def _next_share(self, weight_id: int, weight_step: int) -> tuple[Evaluation, Share] | tuple[None, None]:
+    def _next_share(
+        self, weight_id: int, weight_step: int
+    ) -> tuple[Evaluation, EvaluationShare] | tuple[None, None]:
         for evaluation in self.queue:
             fits = (
                 weight_step >= evaluation.min_step and weight_id >= self.first_id
@@ -208,7 +210,7 @@ class Evaluations:
                 return evaluation, share
         return None, None
 
-    def _groups(self, share: Share) -> list[PromptGroup]:
+    def _groups(self, share: EvaluationShare) -> list[PromptGroup]:
         """Its problems with the samples that have no score yet."""
         groups = []
         for problem in range(share.first, share.last):
@@ -219,7 +221,9 @@ class Evaluations:
                 groups.append(PromptGroup(_NO_GROUP, prompt.tokens, prompt.text, prompt.row, samples))
         return groups
 
-    def _share(self, key: str, number: int, attempt: int) -> tuple[Evaluation, Share] | tuple[None, None]:
+    def _share(
+        self, key: str, number: int, attempt: int
+    ) -> tuple[Evaluation, EvaluationShare] | tuple[None, None]:
         for evaluation in self.queue:
             share = evaluation.share_of(number) if evaluation.key == key else None
             if share is not None and share.attempt == attempt:

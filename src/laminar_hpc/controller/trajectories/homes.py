@@ -19,7 +19,7 @@ from laminar_hpc.line.messages.moves import Answer
 from laminar_hpc.line.messages.rollouts import Generated, ScoreOrder
 
 
-class Homes:
+class HomeRouting:
     """Called for Ask, for Generated with a home, when a replica is lost or leaves, and once in each turn."""
 
     def __init__(

@@ -33,14 +33,14 @@ from laminar_hpc.line.messages.moves import (
     Reserve,
     Reserved,
 )
-from laminar_hpc.policies.moves import Action, Move, Phase
+from laminar_hpc.policies.moves import Action, Move, MovePhase
 
 PHASE_SECONDS = 60.0  # a phase that takes longer is called off; KV caches of some GB move in seconds
 _REMEMBERED = 4096  # moves that are over and may still be asked about
 
 
 @dataclass
-class _Progress:
+class _MoveProgress:
     """A move, when it began (monotonic seconds), and what its sides have said."""
 
     move: Move
@@ -67,7 +67,7 @@ class Migration:
         self._replicas = replicas
         self._pool = pool
         self._steps = steps
-        self._moves: dict[str, _Progress] = {}  # under way, and the last of those that are over
+        self._moves: dict[str, _MoveProgress] = {}  # under way, and the last of those that are over
         self._over: deque[str] = deque()
         self.moving: dict[int, str] = {}  # trajectory -> its move under way
         self._late_at: list[tuple[float, str]] = []  # a heap: when a move under way is late, or later
@@ -101,7 +101,7 @@ class Migration:
         for the KV cache at the destination. `now`: monotonic seconds."""
         move_id, deadline = f"{trajectory_id}-{attempt}-{next(self._numbers)}", now + PHASE_SECONDS
         move = Move(move_id, trajectory_id, attempt, source, destination, weight_id, deadline)
-        self._moves[move_id] = _Progress(move, now, partial)
+        self._moves[move_id] = _MoveProgress(move, now, partial)
         self.moving[trajectory_id] = move_id
         heappush(self._late_at, (deadline, move_id))
         group, step = self._tracker.groups.bare(trajectory_id), self._steps[weight_id]
@@ -148,7 +148,7 @@ class Migration:
 
     # ---- what the two sides say, perhaps not for the first time --------------------------------------------
 
-    def _progress(self, member: Member, move_id: str, said: type[Message]) -> _Progress | None:
+    def _progress(self, member: Member, move_id: str, said: type[Message]) -> _MoveProgress | None:
         """Of a move that concerns this replica; else the replica is told how it ended."""
         progress, replica = self._moves.get(move_id), member.hello.index
         if progress is None or replica not in (progress.move.source, progress.move.destination):
@@ -176,7 +176,7 @@ class Migration:
     def on_move_ready(self, member: Member, message: MoveReady) -> None:
         if progress := self._progress(member, message.move_id, MoveReady):
             move = progress.move
-            if move.phase is Phase.DETACH:
+            if move.phase is MovePhase.DETACH:
                 progress.partial = message.partial
                 self._pool.put(move.trajectory_id, move.attempt, message.partial)
             self._act(progress, move.ready(), member.hello.index)
@@ -189,13 +189,13 @@ class Migration:
     def on_move_failed(self, member: Member, message: MoveFailed) -> None:
         if progress := self._progress(member, message.move_id, MoveFailed):
             move = progress.move
-            if move.phase is Phase.RESERVE and move.source is None:
+            if move.phase is MovePhase.RESERVE and move.source is None:
                 self._replicas.at(member.hello.index).report_is_outdated = True
             self._act(progress, move.call_off(message.reason))
 
     # ---- what to do about it -------------------------------------------------------------------------------
 
-    def _act(self, progress: _Progress, actions: list[Action], asker: int | None = None) -> None:
+    def _act(self, progress: _MoveProgress, actions: list[Action], asker: int | None = None) -> None:
         """`asker`: the replica whose message led to these actions."""
         now, move = time.monotonic(), progress.move
         for action in actions:
@@ -228,12 +228,12 @@ class Migration:
             reason=move.reason,
         )
 
-    def _change_owner(self, progress: _Progress, now: float) -> None:
+    def _change_owner(self, progress: _MoveProgress, now: float) -> None:
         """In the transaction of this turn; the messages leave after its commit."""
         move, partial = progress.move, progress.partial
         assert partial is not None and move.destination is not None
         if not self._tracker.owners.move(move.trajectory_id, move.attempt, move.destination, move.weight_id):
-            move.phase = Phase.ABORTED
+            move.phase = MovePhase.ABORTED
             move.reason = "its trajectory no longer counts"
             self._call_off(move)
             return
@@ -252,7 +252,7 @@ class Migration:
             seconds=now - progress.began,
         )
 
-    def _forget(self, progress: _Progress) -> None:
+    def _forget(self, progress: _MoveProgress) -> None:
         """Keeps the outcome only, and that only of the newest moves."""
         move = progress.move
         del self.moving[move.trajectory_id]
@@ -276,6 +276,6 @@ def attempt_of(move_id: str) -> tuple[int, int] | None:
 
 
 def _outcome(move: Move) -> MoveCommit | MoveAbort:
-    if move.phase is Phase.COMMITTED:
+    if move.phase is MovePhase.COMMITTED:
         return MoveCommit(move.move_id, move.attempt + 1)
     return MoveAbort(move.move_id, move.reason)

@@ -10,7 +10,7 @@ from laminar_hpc.controller.shared import Shared
 from laminar_hpc.controller.trajectories.evaluations import Evaluations
 from laminar_hpc.controller.trajectories.failover import Rescuer
 from laminar_hpc.controller.trajectories.groups import Group
-from laminar_hpc.controller.trajectories.homes import Homes
+from laminar_hpc.controller.trajectories.homes import HomeRouting
 from laminar_hpc.controller.trajectories.partial_responses import PartialPool
 from laminar_hpc.controller.trajectories.rewards import RewardErrors
 from laminar_hpc.controller.trajectories.scorers import Scorers
@@ -36,7 +36,7 @@ class TrajectoryReports:
         pool: PartialPool,
         rescuer: Rescuer,
         scorers: Scorers,
-        homes: Homes,
+        homes: HomeRouting,
     ) -> None:
         self._shared = shared
         self._tracker = tracker

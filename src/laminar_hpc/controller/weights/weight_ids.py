@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 _LOOK_SECONDS = 0.1  # between two looks at the chains while nothing happens to them
 
 
-class Version(NamedTuple):
+class HeldVersion(NamedTuple):
     """Weights that a relay holds."""
 
     weight_id: int
@@ -47,9 +47,9 @@ class Weights:
         self.chains = [Chain(wanted, lane, lanes, first_epoch=first, issued=issued) for lane in range(lanes)]
         self._senders = [0] if lanes == 1 else []  # trainer rank of each lane, as far as known
         self._answered: tuple[str, WeightId] | None = None  # the newest request for an id, and its answer
-        self.newest: Version | None = None  # that some relay holds
+        self.newest: HeldVersion | None = None  # that some relay holds
         self.steps = self._steps_so_far()  # by id
-        self._newest_on: dict[str, Version] = {}  # by machine
+        self._newest_on: dict[str, HeldVersion] = {}  # by machine
         self._looked: float | None = None  # at the chains; None: something has happened to them since
         self._news: set[str] = set()  # machines that were told of weights since `take_news`
         # by machine, oldest first: what its slots hold, if the oldest has not just been given up
@@ -190,7 +190,7 @@ class Weights:
     def relay_has(self, member: Member, has: RelayHas) -> bool:
         """Tells the rollouts of the relay's machine. Whether the weights are newer than all before."""
         index, machine = member.hello.index, member.hello.machine
-        version = Version(has.weight_id, has.weight_step)
+        version = HeldVersion(has.weight_id, has.weight_step)
         if has.bytes:  # else it is what a relay that was taken for dead still holds
             fields = {"index": index, **version._asdict(), "seconds": has.seconds, "bytes": has.bytes}
             self._shared.metrics.write("relay", **fields)
@@ -214,7 +214,7 @@ class Weights:
         self._news = set()
         return news
 
-    def newest_on(self, machine: str) -> Version | None:
+    def newest_on(self, machine: str) -> HeldVersion | None:
         """What the rollouts of a machine were told of last."""
         return self._newest_on.get(machine)
 

@@ -19,7 +19,7 @@ from laminar_hpc.engine.kv.native import extension
 from laminar_hpc.engine.kv.pool import NATIVE_PLAN, Pool
 from laminar_hpc.engine.kv.shm import Taken
 from laminar_hpc.engine.kv.transfer import QUEUED, STREAMS, KvAddress
-from laminar_hpc.line.admission import Admission
+from laminar_hpc.line.admission import CurveAuthenticator
 
 log = logging.getLogger(__name__)
 POLL_SECONDS = 0.05
@@ -78,7 +78,7 @@ class KvInbox:
         self._context = zmq.Context(io_threads=STREAMS)
         server_public, secret = zmq.curve_keypair()
         client_public, client_secret = zmq.curve_keypair()
-        self._admission = Admission(self._context, client_public.decode())
+        self._admission = CurveAuthenticator(self._context, client_public.decode())
         self._router = self._context.socket(zmq.ROUTER)
         self._router.setsockopt(zmq.ZAP_DOMAIN, b"laminar-kv")
         self._router.linger = 1000

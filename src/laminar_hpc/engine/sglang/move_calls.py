@@ -14,7 +14,7 @@ from laminar_hpc.line.address import own_address
 
 MOVE_SECONDS = 60.0  # from one step of a move to the next; also of one wait for the other side
 ANSWER_SECONDS = 300.0  # for the transfer of a very long request over a slow network
-R = TypeVar("R", bound=protocol.Reply)
+R = TypeVar("R", bound=protocol.PortReply)
 
 
 class MoveCalls:
@@ -62,7 +62,7 @@ class MoveCalls:
             raise
         except LaminarError as error:
             raise KvRefused(str(error)) from None
-        if isinstance(said, protocol.Refused):
+        if isinstance(said, protocol.OperationRefused):
             raise KvRefused(said.text)
         if isinstance(said, protocol.KvDone):
             self.kv_stalled_seconds += said.stalled

@@ -14,7 +14,7 @@ from laminar_hpc.engine.sglang.process import EngineProcess
 from laminar_hpc.machine.own_time import within
 
 T = TypeVar("T")
-R = TypeVar("R", bound=protocol.Reply)
+R = TypeVar("R", bound=protocol.PortReply)
 
 
 class PortClient:
@@ -27,7 +27,7 @@ class PortClient:
         self._sockets: list[zmq.asyncio.Socket] = []
         self._turn = asyncio.Lock()
 
-    async def call(self, request: protocol.Request, reply: type[R], seconds: float) -> list[R]:
+    async def call(self, request: protocol.PortRequest, reply: type[R], seconds: float) -> list[R]:
         """Each rank's `reply`, in their order, one call at a time. Raises LaminarError when a rank refuses or
         does not answer within `seconds`, and EngineDied."""
         return await self._unless_dead(self._call(request, reply, seconds))
@@ -37,7 +37,7 @@ class PortClient:
         answers for all."""
         return await self._unless_dead(self._call_beside(request, seconds))
 
-    async def _call(self, request: protocol.Request, reply: type[R], seconds: float) -> list[R]:
+    async def _call(self, request: protocol.PortRequest, reply: type[R], seconds: float) -> list[R]:
         async with self._turn:
             if not self._sockets:
                 self._sockets = [self._connected(rank) for rank in range(self.ranks)]
@@ -54,11 +54,15 @@ class PortClient:
                 raise self._late(request, rank, seconds) from None
             return replies
 
-    async def _receive(self, rank: int, request: protocol.Request, reply: type[R]) -> R:
+    async def _receive(self, rank: int, request: protocol.PortRequest, reply: type[R]) -> R:
         name, said = type(request).__name__, protocol.decode_reply(await self._sockets[rank].recv())
         if not isinstance(said, reply):
             self._drop()  # with the other ranks' replies, which nobody has read
-            why = said.text if isinstance(said, protocol.Refused) else f"it answered {type(said).__name__}"
+            why = (
+                said.text
+                if isinstance(said, protocol.OperationRefused)
+                else f"it answered {type(said).__name__}"
+            )
             raise LaminarError(f"the engine refused {name}: {why}")
         return said
 
@@ -84,7 +88,7 @@ class PortClient:
             call.cancel()
             death.cancel()
 
-    def _late(self, request: protocol.Request, rank: int, seconds: float) -> LaminarError:
+    def _late(self, request: protocol.PortRequest, rank: int, seconds: float) -> LaminarError:
         name, path = type(request).__name__, self._path(rank)
         return LaminarError(f"the engine did not answer {name} on {path} within {seconds:g} s")
 

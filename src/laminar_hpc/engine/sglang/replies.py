@@ -39,16 +39,16 @@ class Meta(msgspec.Struct):
     cached_tokens: int | None = None
 
 
-class Reply(msgspec.Struct):
+class GenerateReply(msgspec.Struct):
     """Of /generate, or one event of its stream."""
 
     meta_info: Meta
 
 
-_decoder = msgspec.json.Decoder(Reply)
+_decoder = msgspec.json.Decoder(GenerateReply)
 
 
-def decode(body: bytes) -> Reply:
+def decode(body: bytes) -> GenerateReply:
     """Raises RequestFailed for what is no response, which may be an error's text."""
     try:
         return _decoder.decode(body)
@@ -80,7 +80,7 @@ def columns(meta: Meta) -> tuple[Tokens, Logprobs]:
     return np.frombuffer(meta.laminar_tokens, "<i4"), np.frombuffer(meta.laminar_logprobs, "<f4")
 
 
-def parse_generation(replies: list[Reply]) -> Generation:
+def parse_generation(replies: list[GenerateReply]) -> Generation:
     """The response that comes in these parts, the last of which has its end. Raises RequestFailed."""
     last = replies[-1].meta_info
     parts = [columns(reply.meta_info) for reply in replies]

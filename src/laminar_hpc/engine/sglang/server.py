@@ -30,7 +30,7 @@ from laminar_hpc.engine.sglang.move_calls import MoveCalls
 from laminar_hpc.engine.sglang.plugin import protocol
 from laminar_hpc.engine.sglang.port_client import PortClient
 from laminar_hpc.engine.sglang.process import EngineProcess
-from laminar_hpc.engine.sglang.replies import Reply, columns, decode, logprob, parse_generation
+from laminar_hpc.engine.sglang.replies import GenerateReply, columns, decode, logprob, parse_generation
 from laminar_hpc.engine.sglang.shards import whole_sums, whole_tensors
 from laminar_hpc.machine.own_time import own_time
 
@@ -123,11 +123,13 @@ class SglangServer(MoveCalls):
             return parse_generation([decode(await self.http.post_for_bytes("/generate", payload, seconds))])
         return parse_generation(await self._stream(payload, on_tokens, seconds))
 
-    async def _stream(self, payload: dict[str, Any], on_tokens: OnTokens, seconds: float) -> list[Reply]:
+    async def _stream(
+        self, payload: dict[str, Any], on_tokens: OnTokens, seconds: float
+    ) -> list[GenerateReply]:
         """The events of one request, each of which holds what is new."""
         interval = self.config.rollout.increment_tokens
         sampling = {**payload["sampling_params"], "stream_interval": interval}
-        replies: list[Reply] = []
+        replies: list[GenerateReply] = []
         events = self.http.events(
             "/generate", {**payload, "stream": True, "sampling_params": sampling}, seconds
         )
@@ -246,4 +248,4 @@ class SglangServer(MoveCalls):
 
     async def ping(self, seconds: float = CONTROL_SECONDS) -> None:
         """Asks each scheduler's own loop for a sign of life."""
-        await self.port.call(protocol.Ping(), protocol.Alive, seconds)
+        await self.port.call(protocol.PortPing(), protocol.Alive, seconds)

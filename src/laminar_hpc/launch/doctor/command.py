@@ -10,7 +10,7 @@ from argparse import Namespace
 
 from laminar_hpc.engine import leftovers
 from laminar_hpc.launch.doctor import machine, packages
-from laminar_hpc.launch.doctor.findings import CheckResult, CheckTable, ok, report, size_text
+from laminar_hpc.launch.doctor.findings import CheckTable, MachineFinding, ok, report, size_text
 
 CHECKS = CheckTable([*packages.CHECKS, *machine.CHECKS])
 
@@ -18,5 +18,5 @@ CHECKS = CheckTable([*packages.CHECKS, *machine.CHECKS])
 def main(options: Namespace) -> int:
     """Prints the findings; returns 1 if one of them is a FAIL."""
     for each in leftovers.clean() if options.clean else ():
-        print(CheckResult("removed", ok(f"{each.what} {each.path}, {size_text(each.size)}")), flush=True)
+        print(MachineFinding("removed", ok(f"{each.what} {each.path}, {size_text(each.size)}")), flush=True)
     return report(CHECKS.findings())

@@ -27,7 +27,7 @@ def fail(value: str, cure: str = "") -> Verdict:
     return Verdict("FAIL", value, cure)
 
 
-class CheckResult(NamedTuple):
+class MachineFinding(NamedTuple):
     """A line of a report."""
 
     what: str
@@ -50,15 +50,15 @@ class CheckTable(list[tuple[str, str, Callable[..., Verdict | None]]]):
 
         return add
 
-    def findings(self, *given: Any) -> Iterator[CheckResult]:
+    def findings(self, *given: Any) -> Iterator[MachineFinding]:
         """Of each row, whose function takes what is given."""
         for name, cure, run in self:
             if (answer := run(*given)) is not None:
                 own = answer.cure or answer.level == "ok"
-                yield CheckResult(name, answer if own else answer._replace(cure=cure))
+                yield MachineFinding(name, answer if own else answer._replace(cure=cure))
 
 
-def report(findings: Iterable[CheckResult]) -> int:
+def report(findings: Iterable[MachineFinding]) -> int:
     """Prints them; 1 if one says FAIL, else 0."""
     failed = False
     for finding in findings:

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.launch.doctor.findings import (
-    CheckResult,
     CheckTable,
+    MachineFinding,
     Verdict,
     fail,
     ok,
@@ -82,14 +82,14 @@ def probe_all(nodes: int, folder: Path, name: str) -> str:
     return " ".join(error.split())
 
 
-def rows(nodes: int, seen: Sequence[Seen], said: str) -> Iterator[CheckResult]:
+def rows(nodes: int, seen: Sequence[Seen], said: str) -> Iterator[MachineFinding]:
     """One finding for each thing."""
     if missing := sorted(set(range(nodes)) - {each.node for each in seen}):
         text = f"{len(missing)} of {nodes} did not answer: {missing[:8]}"
-        yield CheckResult("nodes", fail(text, f"look at these nodes: {said[:200]}"))
+        yield MachineFinding("nodes", fail(text, f"look at these nodes: {said[:200]}"))
     else:
         names = ", ".join(each.host for each in seen[:4]) + (" ..." if len(seen) > 4 else "")
-        yield CheckResult("nodes", ok(f"{nodes}: {names}"))
+        yield MachineFinding("nodes", ok(f"{nodes}: {names}"))
     yield from CHECKS.findings(seen)
 
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from laminar_hpc.launch.launch import REPEAT_SECONDS
-from laminar_hpc.launch.slurm.hosts import Part
+from laminar_hpc.launch.slurm.hosts import HostPart
 from laminar_hpc.line.agent_line import REFUSED
 from laminar_hpc.machine.processes import die_with_parent
 
@@ -32,7 +32,9 @@ _NO_PYTHON = (126, 127)  # a shell's, for a command that is not there
 class Connection:
     """One machine: `command` is its ssh. Lines that come are given to `say`."""
 
-    def __init__(self, part: Part, command: Sequence[str], say: Callable[["Connection", str], None]) -> None:
+    def __init__(
+        self, part: HostPart, command: Sequence[str], say: Callable[["Connection", str], None]
+    ) -> None:
         self.part = part
         self.begun = False
         self._say = say
@@ -78,7 +80,7 @@ class Launcher:
     """All connections of one `laminar launch`, until all have ended."""
 
     def __init__(
-        self, commands: Sequence[tuple[Part, Sequence[str]]], clock: Callable[[], float] = time.monotonic
+        self, commands: Sequence[tuple[HostPart, Sequence[str]]], clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._commands = commands
         self._clock = clock

@@ -43,7 +43,7 @@ def seconds_to_go_on(role: str, run_dir: Path, left: float | None) -> float:
 
 
 @dataclass(frozen=True)
-class Ended:
+class JobEnding:
     """How a job's processes have ended: in order, told of the job's end, which controller was there when the
     first of them did (`served_by`), and whether a job that is told leaves a run that goes on (`alone`)."""
 
@@ -67,7 +67,7 @@ def controller_since(run_dir: Path) -> float | None:
 
 
 def has_more_to_do(
-    role: str, run_dir: Path, ended: Ended, sleep: Callable[[float], None] = time.sleep
+    role: str, run_dir: Path, ended: JobEnding, sleep: Callable[[float], None] = time.sleep
 ) -> bool:
     """Whether a job of `role` whose processes have ended is to run again.
 

@@ -25,11 +25,11 @@ from pathlib import Path
 from laminar_hpc import __version__
 from laminar_hpc.config.errors import LaminarError, Refused, print_lines
 from laminar_hpc.config.load import load_config
-from laminar_hpc.launch.launch import Agent
+from laminar_hpc.launch.launch import NodeAgent
 from laminar_hpc.launch.launch_role import RolePart
 from laminar_hpc.launch.slurm.machine_number import MachineNumber
 from laminar_hpc.launch.slurm.network import INTERFACE, addresses, own_address, use_interface
-from laminar_hpc.launch.slurm.node import Place, parts
+from laminar_hpc.launch.slurm.node import NodePlace, parts
 from laminar_hpc.line.agent_line import REFUSED, RankOrders
 from laminar_hpc.machine.observability import console, output
 
@@ -38,13 +38,13 @@ _SEEN_SECONDS = 15.0  # for a network file system to show what the launcher has 
 _CTRL_C = "SIGINT"  # of the launcher, as the run records it
 
 
-class Output:
+class HostOutput:
     """Takes the standard output and error of this process and all that it starts, and passes them on: a
     reader that has gone ends nobody."""
 
     def __init__(self, run_dir: Path) -> None:
         self._log = run_dir / "logs" / f"host-{socket.gethostname()}.log"
-        self._reader = output.Stream(os.dup(1))
+        self._reader = output.ConsoleStream(os.dup(1))
         read_end, write_end = os.pipe()
         for number in (1, 2):
             os.dup2(write_end, number)
@@ -89,7 +89,7 @@ class Orders:
         if self._tied:
             self._given.append("stop")
 
-    def obey(self, agent: Agent) -> None:
+    def obey(self, agent: NodeAgent) -> None:
         """Does what has been said since the last time."""
         while self._given:
             if (order := self._given.popleft()) == "stop":
@@ -149,7 +149,7 @@ def parts_of(options: argparse.Namespace, words: list[str], run_dir: Path, machi
     node, _, nodes = options.trainers.partition("/")
     wanted = {"controller": options.controller, "trainer": options.trainers, "rollouts": options.replicas}
     places = [
-        Place(role, int(node or 0), int(nodes or 1), run_dir, options.launch, None)
+        NodePlace(role, int(node or 0), int(nodes or 1), run_dir, options.launch, None)
         for role, here in wanted.items()
         if here
     ]
@@ -165,14 +165,14 @@ def main(arguments: list[str]) -> int:
         config = load_config(words)
         run_dir = Path(config.run_dir)
         check_here(run_dir, options.launch)
-        passed_on = Output(run_dir)
+        passed_on = HostOutput(run_dir)
         machine = MachineNumber(run_dir, config.relay.lanes) if options.replicas else None
         found = parts_of(options, words, run_dir, machine.number if machine else 0)
         roles = ", ".join(part.role for part in found)
         print(console.line("machine", f"{socket.gethostname()}  {roles}"), flush=True)
         orders = Orders(options.tied)  # before anything starts that would read them
         groups = [each for part in found for each in part.start(RankOrders(one_terminal=True), tended=True)]
-        agent = Agent(run_dir, groups, one_terminal=True)
+        agent = NodeAgent(run_dir, groups, one_terminal=True)
         return agent.run(partial(orders.obey, agent))
     except LaminarError as error:
         print_lines(error)

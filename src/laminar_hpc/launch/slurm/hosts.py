@@ -28,7 +28,7 @@ class Host:
 
 
 @dataclass(frozen=True)
-class Part:
+class HostPart:
     """What one machine does. `trainers`: (which of the trainers' machines, how many of them there are).
     `replicas`: here, with their relays."""
 
@@ -65,7 +65,7 @@ def read_hosts(path: Path, gpus: int) -> list[Host]:
     return hosts
 
 
-def assign(config: RunConfig, derived: Derived, hosts: Sequence[Host]) -> list[Part]:
+def assign(config: RunConfig, derived: Derived, hosts: Sequence[Host]) -> list[HostPart]:
     """A part for each machine that has one, in the order of `hosts`.
 
     Raises LaminarError for what has no place on them."""
@@ -80,7 +80,7 @@ def assign(config: RunConfig, derived: Derived, hosts: Sequence[Host]) -> list[P
     free = [host for host in hosts if host not in here]
     replicas = _replicas(config, derived, free or ([] if on_gpus else list(hosts)))
     return [
-        Part(host, host == hosts[0], here.get(host), replicas.get(host, 0))
+        HostPart(host, host == hosts[0], here.get(host), replicas.get(host, 0))
         for host in hosts
         if host == hosts[0] or host in here or host in replicas
     ]

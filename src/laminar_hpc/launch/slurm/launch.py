@@ -17,7 +17,7 @@ from laminar_hpc import __version__
 from laminar_hpc.config.errors import LaminarError, Refused
 from laminar_hpc.config.options import split, with_absolute_config_dir
 from laminar_hpc.launch.slurm.connections import Launcher
-from laminar_hpc.launch.slurm.hosts import Host, Part, assign, read_hosts
+from laminar_hpc.launch.slurm.hosts import Host, HostPart, assign, read_hosts
 from laminar_hpc.launch.slurm.layout import gpus_by_default
 from laminar_hpc.launch.slurm.submit import OURS, look_around, plan_words
 from laminar_hpc.machine.files import durable
@@ -32,7 +32,7 @@ _PREFIXES, _NAMES = ("NCCL_", "GLOO_"), ("LAMINAR_INTERFACE", "STORE_DIR", "OMP_
 
 
 @dataclass
-class Options:
+class LaunchOptions:
     """`only`: names of machines; empty = all. `ssh`: more options of ssh."""
 
     hosts: str = ""
@@ -42,9 +42,9 @@ class Options:
     ssh: list[str] = field(default_factory=list)
 
 
-def take_options(words: Sequence[str]) -> tuple[Options, list[str]]:
+def take_options(words: Sequence[str]) -> tuple[LaunchOptions, list[str]]:
     """Splits them from the settings. Raises LaminarError for values that they cannot have."""
-    taken, rest, left = Options(), list[str](), iter(words)
+    taken, rest, left = LaunchOptions(), list[str](), iter(words)
     for word in left:
         flag, equals, value = word.partition("=")
         if flag in ("--dry-run", "--tied"):
@@ -93,7 +93,7 @@ def main(arguments: list[str]) -> int:
     return 0 if options.dry_run else launched(lines, run_dir, launch)
 
 
-def chosen(parts: Sequence[Part], only: Sequence[str]) -> list[Part]:
+def chosen(parts: Sequence[HostPart], only: Sequence[str]) -> list[HostPart]:
     """Those of the machines that --only names. Raises LaminarError for a name that has no part."""
     names = [part.host.name for part in parts]
     if wrong := [name for name in only if name not in names]:
@@ -101,7 +101,7 @@ def chosen(parts: Sequence[Part], only: Sequence[str]) -> list[Part]:
     return [part for part in parts if not only or part.host.name in only]
 
 
-def unused(hosts: Sequence[Host], parts: Sequence[Part]) -> list[str]:
+def unused(hosts: Sequence[Host], parts: Sequence[HostPart]) -> list[str]:
     """A line on machines that have nothing to do."""
     busy = {part.host for part in parts}
     names = [host.name for host in hosts if host not in busy]
@@ -109,7 +109,7 @@ def unused(hosts: Sequence[Host], parts: Sequence[Part]) -> list[str]:
 
 
 def command_of(
-    part: Part, options: Options, launch: str, run_dir: Path, settings: Sequence[str]
+    part: HostPart, options: LaunchOptions, launch: str, run_dir: Path, settings: Sequence[str]
 ) -> list[str]:
     """The words of one ssh."""
     python = Path(os.environ.get("VENV", sys.prefix)) / "bin" / "python"
@@ -139,7 +139,7 @@ def command_of(
     ]
 
 
-def launched(lines: Sequence[tuple[Part, Sequence[str]]], run_dir: Path, launch: str) -> int:
+def launched(lines: Sequence[tuple[HostPart, Sequence[str]]], run_dir: Path, launch: str) -> int:
     """Starts them, until all have ended; the exit code. Raises Refused where it cannot."""
     if shutil.which("ssh") is None:
         raise LaminarError("there is no ssh here: install its client (openssh-client)")

@@ -17,14 +17,14 @@ GPUS_PER_NODE = 8
 
 
 @dataclass(frozen=True)
-class Job:
+class SlurmJob:
     """A job script of slurm/, sbatch's options for it, and the environment that it needs. A heterogeneous job
     has its options in its components, each named after the script of a job of its own."""
 
     script: str
     options: tuple[str, ...]
     environment: tuple[tuple[str, str], ...] = ()
-    components: tuple["Job", ...] = ()
+    components: tuple["SlurmJob", ...] = ()
 
 
 def gpus_by_default(config: RunConfig) -> int:
@@ -38,7 +38,9 @@ def shares_gpus(config: RunConfig) -> bool:
     return bool(set(config.trainer.devices or ()) & set(config.rollout.devices or ()))
 
 
-def layout(config: RunConfig, derived: Derived, gpus: int, apart: bool, hetjob: bool = False) -> list[Job]:
+def layout(
+    config: RunConfig, derived: Derived, gpus: int, apart: bool, hetjob: bool = False
+) -> list[SlurmJob]:
     """The jobs, in the order in which they are submitted. `gpus` of each node, 0 = run on the CPU; `apart`:
     a job for each role although one node would do; `hetjob`: one heterogeneous job of all roles.
 
@@ -57,12 +59,12 @@ def layout(config: RunConfig, derived: Derived, gpus: int, apart: bool, hetjob: 
         return [_single(derived, nodes, min(used, gpus))]
     trainer = _trainer(config, derived, gpus)
     if replay:
-        return [Job("control.sbatch", (), (("WAIT_FOR", "trainer"),)), trainer]
+        return [SlurmJob("control.sbatch", (), (("WAIT_FOR", "trainer"),)), trainer]
     rollouts = _rollouts(config, derived, gpus, hetjob)
     if hetjob:
-        parts = (Job("control.sbatch", ("--nodes=1",)), trainer, rollouts)
-        return [Job("laminar_hetjob.sbatch", (), rollouts.environment, parts)]
-    return [Job("control.sbatch", ()), trainer, rollouts]
+        parts = (SlurmJob("control.sbatch", ("--nodes=1",)), trainer, rollouts)
+        return [SlurmJob("laminar_hetjob.sbatch", (), rollouts.environment, parts)]
+    return [SlurmJob("control.sbatch", ()), trainer, rollouts]
 
 
 def _nodes(derived: Derived, gpus: int) -> int:
@@ -74,9 +76,9 @@ def _gpus(count: int) -> tuple[str, ...]:
     return (f"--gpus-per-node={count}",) if count else ()
 
 
-def _single(derived: Derived, nodes: int, gpus: int) -> Job:
+def _single(derived: Derived, nodes: int, gpus: int) -> SlurmJob:
     ranks = (("NPROC_PER_NODE", str(derived.world_size)),)
-    return Job("laminar_single.sbatch", (f"--nodes={nodes}", *_gpus(gpus)), ranks)
+    return SlurmJob("laminar_single.sbatch", (f"--nodes={nodes}", *_gpus(gpus)), ranks)
 
 
 def trainers_per_node(config: RunConfig, derived: Derived, gpus: int) -> int:
@@ -90,13 +92,13 @@ def trainers_per_node(config: RunConfig, derived: Derived, gpus: int) -> int:
     return max(whole or fits)
 
 
-def _trainer(config: RunConfig, derived: Derived, gpus: int) -> Job:
+def _trainer(config: RunConfig, derived: Derived, gpus: int) -> SlurmJob:
     each = trainers_per_node(config, derived, gpus)
     nodes = derived.trainer_ranks // each
-    return Job("trainer.sbatch", (f"--nodes={nodes}", *_gpus(each if gpus else 0)))
+    return SlurmJob("trainer.sbatch", (f"--nodes={nodes}", *_gpus(each if gpus else 0)))
 
 
-def _rollouts(config: RunConfig, derived: Derived, gpus: int, hetjob: bool) -> Job:
+def _rollouts(config: RunConfig, derived: Derived, gpus: int, hetjob: bool) -> SlurmJob:
     """As many replicas on each node as its GPUs hold, one without GPUs; as equally many as possible."""
     size = config.rollout.tensor_parallel
     if gpus and size > gpus:
@@ -107,4 +109,4 @@ def _rollouts(config: RunConfig, derived: Derived, gpus: int, hetjob: bool) -> J
     each = math.ceil(derived.rollout_ranks / nodes)
     place = f"--nodes={nodes}" if hetjob else f"--array=0-{nodes - 1}"
     options = (place, *_gpus(each * size if gpus else 0))
-    return Job("rollouts.sbatch", options, (("ROLLOUTS", str(each)),))
+    return SlurmJob("rollouts.sbatch", options, (("ROLLOUTS", str(each)),))

@@ -27,11 +27,11 @@ from laminar_hpc.config.errors import LaminarError, print_lines
 from laminar_hpc.config.file_systems import NETWORK_FILE_SYSTEMS, file_system
 from laminar_hpc.config.load import load_config
 from laminar_hpc.config.schema import RunConfig
-from laminar_hpc.launch.launch import Agent, WorkerGroup
+from laminar_hpc.launch.launch import NodeAgent, WorkerGroup
 from laminar_hpc.launch.launch_role import RolePart
 from laminar_hpc.launch.ranks import Ranks
 from laminar_hpc.launch.slurm.ending import (
-    Ended,
+    JobEnding,
     controller_since,
     has_more_to_do,
     is_final,
@@ -58,7 +58,7 @@ _REASONS = {_LIMIT: "SIGUSR1", _NOW: "SIGTERM"}  # as the run records them
 
 
 @dataclass(frozen=True)
-class Place:
+class NodePlace:
     """Where this process is, by Slurm's variables."""
 
     role: str
@@ -70,7 +70,7 @@ class Place:
     is_component: bool = False  # of a heterogeneous job, which ends as a whole
 
     @staticmethod
-    def here(role: str) -> "Place":
+    def here(role: str) -> "NodePlace":
         """Raises LaminarError for a process that slurm/common.sh did not start."""
         given = os.environ
         if role not in ROLES or "RUN_DIR" not in given or "LAMINAR_LIFE" not in given:
@@ -79,7 +79,7 @@ class Place:
                 "`laminar submit ...`, or sbatch with one of them"
             )
         end = given.get("LAMINAR_JOB_END", "")
-        return Place(
+        return NodePlace(
             role,
             int(given.get("SLURM_NODEID", "0")),
             int(given.get("SLURM_JOB_NUM_NODES", "1")),
@@ -99,7 +99,7 @@ class Place:
 
 
 def parts(
-    place: Place, config: RunConfig, words: list[str], address: str, machine: int = 0
+    place: NodePlace, config: RunConfig, words: list[str], address: str, machine: int = 0
 ) -> list[RolePart]:
     """What to start on this node, which is number `machine` of those with rollouts. Raises LaminarError where
     the trainers do not divide."""
@@ -134,7 +134,7 @@ def parts(
 class WorldGroup(WorkerGroup):
     """This node's ranks of one world over all nodes of a job, whose death is the job's."""
 
-    def __init__(self, place: Place, part: RolePart, orders: RankOrders) -> None:
+    def __init__(self, place: NodePlace, part: RolePart, orders: RankOrders) -> None:
         self._node = place.node
         ranks = Ranks(range(part.processes), part.processes, place.node, place.nodes)
         super().__init__(load_config(part.words), part.words, ranks, Restarts(0), orders, place.life)
@@ -144,7 +144,7 @@ class WorldGroup(WorkerGroup):
         return self.run_dir.with_name(f"{self.run_dir.name}-launch{self._node}.log")
 
 
-def start(place: Place, found: list[RolePart]) -> list[WorkerGroup]:
+def start(place: NodePlace, found: list[RolePart]) -> list[WorkerGroup]:
     orders = RankOrders(deaf_to_term=True, spare=str(place.file("spare")))
     if place.role == "all":
         return [WorldGroup(place, part, orders) for part in found]
@@ -167,7 +167,7 @@ def replicas_here(config: RunConfig) -> int:
     return max(1, int(gpus if gpus.isdigit() else 0) // max(1, config.rollout.tensor_parallel))
 
 
-def hear_orders(place: Place) -> None:
+def hear_orders(place: NodePlace) -> None:
     """TERM and HUP are passed on to the script, which finds out what they mean. The others are heard too: the
     children would inherit that they are ignored."""
 
@@ -182,11 +182,11 @@ def hear_orders(place: Place) -> None:
 class Node:
     """The agent of this node, and whether it was told of the job's end."""
 
-    def __init__(self, place: Place, groups: Sequence[WorkerGroup]) -> None:
+    def __init__(self, place: NodePlace, groups: Sequence[WorkerGroup]) -> None:
         self._place = place
         self._groups = groups
-        self._agent = Agent(place.run_dir, groups)
-        self.ended: Ended | None = None  # once one of them has
+        self._agent = NodeAgent(place.run_dir, groups)
+        self.ended: JobEnding | None = None  # once one of them has
         self.gave_way = False  # to another controller, or before it had begun
         self._left = False
         self._look_at = 0.0
@@ -212,7 +212,7 @@ class Node:
         code = codes.get("rollout", max(codes.values(), default=0))
         if codes:
             served_by = self.ended.served_by if self.ended else controller_since(place.run_dir)
-            self.ended = Ended(code == 0, self._stop_at is not None, served_by, place.leaves_alone)
+            self.ended = JobEnding(code == 0, self._stop_at is not None, served_by, place.leaves_alone)
             if self.ended.has_begun_again(place.run_dir):
                 self._leave()
         return code
@@ -282,7 +282,7 @@ def leave_run(trainers: WorkerGroup, reason: str) -> None:
         trainers.leave()
 
 
-def run_node(place: Place, groups: Sequence[WorkerGroup]) -> tuple[int, bool]:
+def run_node(place: NodePlace, groups: Sequence[WorkerGroup]) -> tuple[int, bool]:
     """Waits for the end of these. Exit code, and whether the job is to be requeued."""
     node, before = Node(place, groups), last_word(place.run_dir)
     code, word = node.run(), last_word(place.run_dir)
@@ -301,7 +301,7 @@ def main(arguments: list[str]) -> int:
     output.guard()
     machine = None
     try:
-        place, words = Place.here(arguments[0]), arguments[1:]
+        place, words = NodePlace.here(arguments[0]), arguments[1:]
         output.keep_in(place.run_dir)
         if place.role != "all" or place.node == 0:  # whose word the others may await in vain
             hear_orders(place)

@@ -18,7 +18,7 @@ from laminar_hpc.config.errors import LaminarError, Refused
 from laminar_hpc.config.options import split, with_absolute_config_dir
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.launch.slurm.ending import LEAD_SECONDS, lead_seconds
-from laminar_hpc.launch.slurm.layout import Job, gpus_by_default, layout
+from laminar_hpc.launch.slurm.layout import SlurmJob, gpus_by_default, layout
 from laminar_hpc.launch.slurm.patience import patience, slurm_configuration
 from laminar_hpc.machine.locks.run_lock import refuse_if_held
 from laminar_hpc.machine.observability import console
@@ -33,7 +33,7 @@ _PARTS = {
 
 
 @dataclass
-class Options:
+class SubmitOptions:
     """`gpus`: of each node. `slurm`: options of sbatch for all jobs; `parts`: those of one script."""
 
     dry_run: bool = False
@@ -44,10 +44,10 @@ class Options:
     parts: dict[str, list[str]] = field(default_factory=dict)
 
 
-def take_options(words: Sequence[str]) -> tuple[Options, list[str]]:
+def take_options(words: Sequence[str]) -> tuple[SubmitOptions, list[str]]:
     """Splits them from the settings. --plan FILE becomes the two words that name the experiment of
     `laminar plan`. Raises LaminarError for values that they cannot have."""
-    taken, rest, left = Options(), list[str](), iter(words)
+    taken, rest, left = SubmitOptions(), list[str](), iter(words)
     for word in left:
         flag, equals, value = word.partition("=")
         if flag in ("--dry-run", "--apart", "--hetjob"):
@@ -142,7 +142,7 @@ def look_around(config: RunConfig) -> bool:
 
 
 def command_of(
-    job: Job, run_dir: Path, options: Options, settings: Sequence[str]
+    job: SlurmJob, run_dir: Path, options: SubmitOptions, settings: Sequence[str]
 ) -> tuple[dict[str, str], list[str]]:
     """The variables and words of one sbatch. A run that has been measured is told of its end as early as it
     needs."""
@@ -173,7 +173,7 @@ def submitted(environment: dict[str, str], command: list[str], before: Sequence[
     return done.stdout.strip().partition(";")[0]  # behind a semicolon: the cluster's name
 
 
-def next_steps(jobs: Sequence[Job], ids: Sequence[str], run_dir: Path) -> list[str]:
+def next_steps(jobs: Sequence[SlurmJob], ids: Sequence[str], run_dir: Path) -> list[str]:
     """What the user may want to type next."""
     folder = shlex.quote(str(run_dir))
     lines = [

@@ -70,7 +70,7 @@ class Partial(msgspec.Struct):
         return {span.weight_id for span in self.spans}
 
 
-class Place(msgspec.Struct, frozen=True):
+class ResponsePlace(msgspec.Struct, frozen=True):
     """Where a response lies (store/payload/layout.py): `size` bytes from `offset` in a file of RUN_DIR/payloads."""
 
     file: str
@@ -102,7 +102,7 @@ class Trajectory(msgspec.Struct, omit_defaults=True):
     turns: int = 1
     moves: int = 0
     digest: str = ""
-    place: Place | None = None
+    place: ResponsePlace | None = None
 
 
 class ScorePart(msgspec.Struct, omit_defaults=True):

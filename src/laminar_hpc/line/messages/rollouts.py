@@ -6,8 +6,8 @@ from laminar_hpc.line.messages.data import (
     TOKEN_BYTES,
     Message,
     Partial,
-    Place,
     PromptGroup,
+    ResponsePlace,
     Sample,
     Trajectory,
     VersionSpan,
@@ -96,7 +96,7 @@ class ScoreOrder(Message):
     trajectory_id: int
     attempt: int
     group: PromptGroup
-    place: Place
+    place: ResponsePlace
     home: str = ""
     figures: dict[str, float] = msgspec.field(default_factory=dict)
 

@@ -18,7 +18,7 @@ NOTE_FILE = "shared-memory"
 
 
 @dataclass(frozen=True)
-class Segment:
+class SharedSegment:
     """A file of /dev/shm; with its inode the name stands for this one, not for another of the same name
     later."""
 
@@ -26,14 +26,14 @@ class Segment:
     inode: int
 
 
-def present() -> set[Segment]:
+def present() -> set[SharedSegment]:
     """This user's segments; no folders."""
     segments = set()
     with os.scandir(SHM) as entries:
         for entry in entries:
             status = _status(Path(entry.path))
             if status is not None:
-                segments.add(Segment(entry.name, status.st_ino))
+                segments.add(SharedSegment(entry.name, status.st_ino))
     return segments
 
 
@@ -69,10 +69,10 @@ class Note:
     """What one session has made so far, kept in `folder`. Make it before the session begins."""
 
     folder: Path
-    before: set[Segment] = field(default_factory=present)
-    noted: set[Segment] = field(default_factory=set)
+    before: set[SharedSegment] = field(default_factory=present)
+    noted: set[SharedSegment] = field(default_factory=set)
     # new, but nobody of the session had it at the last look
-    doubtful: set[Segment] = field(default_factory=set)
+    doubtful: set[SharedSegment] = field(default_factory=set)
 
     def update(self, leader: int) -> None:
         """Adds what the session of `leader` holds by now. Looks into its processes only if /dev/shm has

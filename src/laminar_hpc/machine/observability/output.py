@@ -24,7 +24,7 @@ _LINES = 10_000  # that wait for a stuck stream, or for the folder of the log
 _CONTROL = [*range(9), *range(11, 32), *range(127, 160)]
 _ORDER = [0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2066, 0x206A)]  # they move the text around them
 _ESCAPES = {code: ascii(chr(code))[1:-1] for code in [*_CONTROL, *_ORDER]}
-_streams: "WeakSet[Stream]" = WeakSet()
+_streams: "WeakSet[ConsoleStream]" = WeakSet()
 _unshown: deque[bytes] = deque(maxlen=_LINES)
 _log: Path | None = None
 
@@ -41,8 +41,8 @@ def guard(lossless: bool = False) -> None:
         given, now = getattr(sys, f"__{name}__"), getattr(sys, name)
         if given is None:  # the process was started without it; no file of ours may take its place
             os.dup2(os.open(os.devnull, os.O_WRONLY), number)
-        if now is given or isinstance(now, Stream):
-            setattr(sys, name, Stream(number, lossless))
+        if now is given or isinstance(now, ConsoleStream):
+            setattr(sys, name, ConsoleStream(number, lossless))
 
 
 def keep_in(run_dir: Path) -> None:
@@ -61,7 +61,7 @@ def drain() -> None:
 atexit.register(drain)
 
 
-class Stream(io.TextIOBase):
+class ConsoleStream(io.TextIOBase):
     """Shows lines through a thread. `write` and `flush` raise nothing, and wait _PATIENCE_SECONDS at most."""
 
     encoding, errors = "utf-8", "backslashreplace"

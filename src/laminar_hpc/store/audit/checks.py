@@ -15,7 +15,7 @@ SHOWN = 10  # culprits of one check
 
 
 @dataclass
-class CheckResult:
+class AuditFinding:
     """What one check has found: of `looked_at` things, `wrong` are culprits, the first of which are named."""
 
     name: str
@@ -23,7 +23,7 @@ class CheckResult:
     wrong: int = 0
     culprits: list[str] = field(default_factory=list)
 
-    def take(self, lines: Iterable[str | None]) -> "CheckResult":
+    def take(self, lines: Iterable[str | None]) -> "AuditFinding":
         """A line for a culprit, None for a thing that is as it should be."""
         for line in _all(lines):
             self.looked_at += 1
@@ -66,11 +66,11 @@ CHECKS: dict[str, Check] = {
 }
 
 
-def audit(records: Records) -> list[CheckResult]:
+def audit(records: Records) -> list[AuditFinding]:
     """All checks, in the order in which they are shown."""
     damage = None if records.is_replay else records.damage or None
-    findings = [CheckResult("the store can be read").take([damage])]
-    findings.append(CheckResult("steps follow on each other").take(steps.steps_follow(records)))
+    findings = [AuditFinding("the store can be read").take([damage])]
+    findings.append(AuditFinding("steps follow on each other").take(steps.steps_follow(records)))
     if records.store is not None:
-        findings += [CheckResult(name).take(check(records, records.store)) for name, check in CHECKS.items()]
+        findings += [AuditFinding(name).take(check(records, records.store)) for name, check in CHECKS.items()]
     return findings

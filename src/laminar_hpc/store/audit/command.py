@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.store.audit.checks import CheckResult, audit
+from laminar_hpc.store.audit.checks import AuditFinding, audit
 from laminar_hpc.store.audit.records import Records, read
 from laminar_hpc.store.audit.sealed import not_proven
 from laminar_hpc.store.old_steps import GIVEN_UP
@@ -35,7 +35,7 @@ def main(options: Namespace) -> int:
     return int(not summary["clean"])
 
 
-def _summary(records: Records, findings: list[CheckResult]) -> dict:
+def _summary(records: Records, findings: list[AuditFinding]) -> dict:
     """What --json writes."""
     store = records.store
     states = Counter(t.state for t in store.trajectories) if store else Counter[str]()
@@ -65,7 +65,7 @@ def _summary(records: Records, findings: list[CheckResult]) -> dict:
     }
 
 
-def _lines(summary: dict, findings: list[CheckResult]) -> list[str]:
+def _lines(summary: dict, findings: list[AuditFinding]) -> list[str]:
     newest = summary["newest_checkpoint"]
     head = (
         f"{Path(summary['run_dir']).resolve().name}  step {summary['steps']}  "

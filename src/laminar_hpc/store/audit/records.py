@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.line.messages.data import Place, ScorePart, Trajectory
+from laminar_hpc.line.messages.data import ResponsePlace, ScorePart, Trajectory
 from laminar_hpc.line.messages.wire import decode_score
 from laminar_hpc.machine.files import jsonl
 from laminar_hpc.store.checkpoints import checkpoint_path, steps
@@ -139,7 +139,7 @@ class StoreRecords:
         rows = self.connection.execute(
             "SELECT trajectory_id, file, offset, size FROM responses ORDER BY file, offset"
         )
-        while some := [(i, Place(*place)) for i, *place in rows.fetchmany(_AT_ONCE)]:
+        while some := [(i, ResponsePlace(*place)) for i, *place in rows.fetchmany(_AT_ONCE)]:
             for (i, _), found in zip(some, self._read(some), strict=True):
                 if isinstance(found, str):
                     unread[i] = found
@@ -157,7 +157,7 @@ class StoreRecords:
         known = self.seals.get((PROMPTS, group_id))
         return known == seal_of((group_id, tokens)) or (known is None and ALL_SEALED not in self.meta)
 
-    def _read(self, some: list[tuple[int, Place]]) -> Sequence[Response | str]:
+    def _read(self, some: list[tuple[int, ResponsePlace]]) -> Sequence[Response | str]:
         try:
             return read_payloads(self.run_dir, some, late=0.0)
         except LaminarError as error:

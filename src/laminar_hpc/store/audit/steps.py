@@ -69,7 +69,7 @@ def _signature_damage(run_dir: Path, checkpoint: Path) -> str:
     try:
         config = read_config(run_dir / "config.yaml")
         return objection(config, run_dir, checkpoint) if read_key(key_path(config, run_dir)) else ""
-    except checkpoints.Damaged as error:
+    except checkpoints.DamagedCheckpoint as error:
         return str(error)
     except LaminarError:
         return ""

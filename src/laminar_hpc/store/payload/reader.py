@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.line.messages.data import Place
+from laminar_hpc.line.messages.data import ResponsePlace
 from laminar_hpc.store.payload.layout import DamagedResponse, Response, unpack
 from laminar_hpc.store.payload.writer import FOLDER
 
@@ -26,12 +26,14 @@ _AT_ONCE_BYTES = 64 << 20  # per thread and turn
 LATE_SECONDS = 10.0
 
 
-def is_sound(place: Place | None) -> bool:
+def is_sound(place: ResponsePlace | None) -> bool:
     """Whether this can be a place at all: a peer may say anything."""
     return place is not None and bool(_NAME.fullmatch(place.file)) and place.offset >= 0 and place.size > 0
 
 
-def read(run_dir: Path, wanted: Sequence[tuple[int, Place]], late: float = LATE_SECONDS) -> list[Response]:
+def read(
+    run_dir: Path, wanted: Sequence[tuple[int, ResponsePlace]], late: float = LATE_SECONDS
+) -> list[Response]:
     """The responses of these trajectories, in this order: views of one buffer, which is as large as they are.
     Raises LaminarError, with the trajectory and the file, where one is not there, also after `late` seconds,
     or not as it was generated."""
@@ -52,7 +54,7 @@ def read(run_dir: Path, wanted: Sequence[tuple[int, Place]], late: float = LATE_
     return [response for response in found if response is not None]
 
 
-def _shares(wanted: Sequence[tuple[int, Place]]) -> list[list[int]]:
+def _shares(wanted: Sequence[tuple[int, ResponsePlace]]) -> list[list[int]]:
     """Indices in the order of the files, in parts of some megabytes."""
     order = sorted(range(len(wanted)), key=lambda i: (wanted[i][1].file, wanted[i][1].offset))
     shares, size = list[list[int]](), _AT_ONCE_BYTES
@@ -65,7 +67,9 @@ def _shares(wanted: Sequence[tuple[int, Place]]) -> list[list[int]]:
     return shares
 
 
-def _read(folder: Path, trajectory_id: int, place: Place, into: np.ndarray, deadline: float) -> Response:
+def _read(
+    folder: Path, trajectory_id: int, place: ResponsePlace, into: np.ndarray, deadline: float
+) -> Response:
     path = folder / place.file
     try:
         if not is_sound(place):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from laminar_hpc.line.messages.data import Place, Trajectory
+from laminar_hpc.line.messages.data import ResponsePlace, Trajectory
 from laminar_hpc.line.messages.training import BatchGroup
 from laminar_hpc.store.payload.layout import Response, Tokens
 from laminar_hpc.store.payload.reader import LATE_SECONDS, read
@@ -27,7 +27,7 @@ def prompt_array(group: BatchGroup) -> Tokens:
     return np.frombuffer(group.prompt_tokens, "<i4")
 
 
-def place_of(record: Trajectory) -> tuple[int, Place]:
+def place_of(record: Trajectory) -> tuple[int, ResponsePlace]:
     """A trajectory and its place, as `read` takes them. Every stored trajectory has a place."""
     assert record.place is not None
     return record.trajectory_id, record.place

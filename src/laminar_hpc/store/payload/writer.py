@@ -18,7 +18,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 
-from laminar_hpc.line.messages.data import Place
+from laminar_hpc.line.messages.data import ResponsePlace
 from laminar_hpc.machine.files.durable import sync_folder
 
 log = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ class PayloadWriter:
         self._folder = run_dir / FOLDER
         self._name = f"{name}_{secrets.token_hex(4)}"
         self._patience = patience
-        self._waiting: queue.SimpleQueue[tuple[bytes, Future[Place]] | None] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[tuple[bytes, Future[ResponsePlace]] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._closing = threading.Event()
         self._file = -1
@@ -45,10 +45,10 @@ class PayloadWriter:
         self._number = 0  # of the next file
         self._size = 0
 
-    def append(self, record: bytes) -> "Future[Place]":
+    def append(self, record: bytes) -> "Future[ResponsePlace]":
         """The future gets the record's place once the record is on the disk. If it cannot be written, the
         future gets the OSError, and no byte of the record stays."""
-        future: Future[Place] = Future()
+        future: Future[ResponsePlace] = Future()
         self._waiting.put((record, future))
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="payloads", daemon=True)
@@ -74,7 +74,7 @@ class PayloadWriter:
         if self._file >= 0:
             os.close(self._file)
 
-    def _write(self, batch: list[tuple[bytes, "Future[Place]"]]) -> None:
+    def _write(self, batch: list[tuple[bytes, "Future[ResponsePlace]"]]) -> None:
         if not batch:
             return
         begun, records = time.monotonic(), [record for record, _ in batch]
@@ -92,15 +92,15 @@ class PayloadWriter:
         for place, (_, future) in zip(places, batch, strict=True):
             future.set_result(place)
 
-    def _places(self, records: list[bytes]) -> list[Place]:
+    def _places(self, records: list[bytes]) -> list[ResponsePlace]:
         """Puts all records on the disk; after an OSError none of them is there."""
-        before, places = self._size, list[Place]()
+        before, places = self._size, list[ResponsePlace]()
         try:
             if self._file < 0 or self._size >= _FILE_BYTES:
                 self._begin_file()
                 before = 0
             for record in records:
-                places.append(Place(self._path.name, self._size, len(record)))
+                places.append(ResponsePlace(self._path.name, self._size, len(record)))
                 self._put(record)
             os.fdatasync(self._file)
         except OSError:

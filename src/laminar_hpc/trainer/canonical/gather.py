@@ -24,7 +24,7 @@ from laminar_hpc.weights.kernels.slices import LocalSlice
 from laminar_hpc.weights.kernels.sums import LazySums, add_sums, shifted
 from laminar_hpc.weights.lanes import Lane
 from laminar_hpc.weights.manifest import layout
-from laminar_hpc.weights.stream import Span
+from laminar_hpc.weights.stream import TensorSpan
 
 log = logging.getLogger(__name__)
 
@@ -95,7 +95,7 @@ class Canonical:
         self,
         local: Sequence[LocalSlice],
         dtype: torch.dtype,
-        spans: Sequence[Span],
+        spans: Sequence[TensorSpan],
         bucket: torch.Tensor | None,
         number: int = 0,
     ) -> LazySums:

@@ -9,7 +9,7 @@ from laminar_hpc.config.errors import LaminarError, PermanentFailure
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.line.messages.membership import Welcome
 from laminar_hpc.store import checkpoints, signatures
-from laminar_hpc.store.checkpoints import Damaged, read_state
+from laminar_hpc.store.checkpoints import DamagedCheckpoint, read_state
 from laminar_hpc.trainer.agreement import Agreement
 
 _ELSEWHERE = "a worker has failed"  # rank 0 says why
@@ -48,7 +48,7 @@ class Acceptance:
         foreign = wrong = ""
         try:
             foreign = signatures.objection(self._config, self._run_dir, path)
-        except Damaged as error:
+        except DamagedCheckpoint as error:
             wrong = str(error)
         except LaminarError as error:
             foreign = str(error)

@@ -13,13 +13,13 @@ import threading
 from collections.abc import Callable
 
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.trainer.checkpointing.reports import Part, Reports
+from laminar_hpc.trainer.checkpointing.reports import CheckpointPart, Reports
 
 # this rank is waited for so much longer, so that rank 0's error is the one that is seen
 _MARGIN_SECONDS = 60.0
 
 
-class _GivenUp(Exception): ...
+class _CheckpointGivenUp(Exception): ...
 
 
 class InFlight:
@@ -31,8 +31,8 @@ class InFlight:
         what: str,
         reports: Reports,
         rank: int,
-        write: Callable[[Callable[[], None]], Part],
-        complete: Callable[[list[Part]], None] | None,
+        write: Callable[[Callable[[], None]], CheckpointPart],
+        complete: Callable[[list[CheckpointPart]], None] | None,
         seconds: float,
         failed: Callable[[BaseException], None] = lambda _: None,
     ) -> None:
@@ -82,7 +82,7 @@ class InFlight:
 
     def _check(self) -> None:
         if self._given_up.is_set():
-            raise _GivenUp
+            raise _CheckpointGivenUp
 
     def _pause(self, seconds: float) -> None:
         self._given_up.wait(seconds)
@@ -96,11 +96,11 @@ class InFlight:
                 parts = self._reports.gather(self._pause, self._seconds)
                 self._check()
                 self._complete(parts)
-        except _GivenUp:
+        except _CheckpointGivenUp:
             pass
         except BaseException as error:
             self._error.append(error)
             if self._rank > 0:
-                self._reports.tell(self._rank, Part(wrong=f"{type(error).__name__}: {error}"))
+                self._reports.tell(self._rank, CheckpointPart(wrong=f"{type(error).__name__}: {error}"))
             elif not self._is_awaited:
                 self._failed(error)

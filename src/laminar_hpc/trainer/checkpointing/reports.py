@@ -19,7 +19,7 @@ from laminar_hpc.trainer.megatron.checkpoint_writer import Written
 _POLL_SECONDS = 0.2
 
 
-class Part(msgspec.Struct):
+class CheckpointPart(msgspec.Struct):
     """A rank's part of a checkpoint: its files, and where in them Megatron finds what; or why it failed."""
 
     files: dict[str, FileSum] = {}
@@ -45,18 +45,18 @@ class Reports:
         self._store = store
         self._keys = [f"checkpoint/{name}/{rank}" for rank in range(ranks)]
 
-    def tell(self, rank: int, part: Part) -> None:
+    def tell(self, rank: int, part: CheckpointPart) -> None:
         self._store.set(self._keys[rank], msgspec.json.encode(part).decode())
 
-    def gather(self, wait: Callable[[float], None], seconds: float) -> list[Part]:
+    def gather(self, wait: Callable[[float], None], seconds: float) -> list[CheckpointPart]:
         """The parts of all ranks, in their order; they are forgotten then. `wait(seconds)` lets a moment
         pass, or raises. Raises LaminarError that names a rank which failed, or those that did not come."""
-        parts: dict[int, Part] = {}
+        parts: dict[int, CheckpointPart] = {}
         deadline = time.monotonic() + seconds
         while missing := [rank for rank in range(len(self._keys)) if rank not in parts]:
             for rank in missing:
                 if self._store.check([self._keys[rank]]):
-                    parts[rank] = msgspec.json.decode(self._store.get(self._keys[rank]), type=Part)
+                    parts[rank] = msgspec.json.decode(self._store.get(self._keys[rank]), type=CheckpointPart)
                     self._store.delete_key(self._keys[rank])
                     if wrong := parts[rank].wrong:
                         raise LaminarError(f"trainer {rank} cannot write its part of a checkpoint: {wrong}")

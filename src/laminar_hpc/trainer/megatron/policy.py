@@ -53,7 +53,7 @@ from laminar_hpc.weights.kernels.slices import LocalSlice
 from laminar_hpc.weights.kernels.sums import LazySums
 from laminar_hpc.weights.lanes import Lane
 from laminar_hpc.weights.probe import probe_sequences
-from laminar_hpc.weights.stream import Span
+from laminar_hpc.weights.stream import TensorSpan
 
 
 class Packed(Protocol):
@@ -353,7 +353,7 @@ class MegatronPolicy:
         return self._canonical.lanes
 
     @torch.no_grad()
-    def pack(self, spans: Sequence[Span], bucket: torch.Tensor | None, lane: int = 0) -> LazySums:
+    def pack(self, spans: Sequence[TensorSpan], bucket: torch.Tensor | None, lane: int = 0) -> LazySums:
         """The live parameters' share of one chunk of a lane into its sender's bucket (uint8, on `device`);
         None on other ranks. Not in step with the other methods: the ranks of `publishing` may call it from a
         thread beside the training.

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from laminar_hpc.trainer.canonical.exchange import Exchange
 
 
-class Command(IntEnum):
+class PublishingCommand(IntEnum):
     """What to do next."""
 
     WAIT = 0  # sent while there is nothing to do, so that no rank's bounded wait runs out
@@ -20,12 +20,12 @@ class Command(IntEnum):
 class Order(NamedTuple):
     """A command with what it is about; 0 where it is about nothing."""
 
-    command: Command
+    command: PublishingCommand
     number: int = 0
     weight_id: int = 0
 
 
-def give(exchange: Exchange, command: Command, number: int = 0, weight_id: int = 0) -> None:
+def give(exchange: Exchange, command: PublishingCommand, number: int = 0, weight_id: int = 0) -> None:
     """By rank 0."""
     exchange.from_first((command, number, weight_id))
 
@@ -33,4 +33,4 @@ def give(exchange: Exchange, command: Command, number: int = 0, weight_id: int =
 def take(exchange: Exchange) -> Order:
     """By another rank. Raises LaminarError when rank 0 says nothing for too long."""
     command, number, weight_id = exchange.from_first((0, 0, 0))
-    return Order(Command(command), number, weight_id)
+    return Order(PublishingCommand(command), number, weight_id)

@@ -3,13 +3,13 @@
 Waits for: the next command, for the exchange's time limit; rank 0 gives one at least every POLL_SECONDS.
 """
 
-from laminar_hpc.trainer.publishing.commands import Command, take
+from laminar_hpc.trainer.publishing.commands import PublishingCommand, take
 from laminar_hpc.trainer.publishing.handover import POLL_SECONDS, Handover
 from laminar_hpc.trainer.publishing.publication import Publication
 from laminar_hpc.trainer.publishing.rank_lanes import Publishable, RankLanes
 
 
-class Follower:
+class PublishingFollower:
     """Called by `Publisher._run`, turn after turn."""
 
     def __init__(self, model: Publishable, lanes: RankLanes, handover: Handover) -> None:
@@ -35,16 +35,16 @@ class Follower:
         """Until the weights are released, and nothing reads them: whether they were before the last chunks
         had left."""
         unfinished = False
-        while (order := take(self._exchange)).command is not Command.RELEASE:
-            if order.command is Command.STATE:
+        while (order := take(self._exchange)).command is not PublishingCommand.RELEASE:
+            if order.command is PublishingCommand.STATE:
                 self._lanes.follow_membership()
                 self._lanes.state()
-            elif order.command is Command.BEGIN:
+            elif order.command is PublishingCommand.BEGIN:
                 self._lanes.begin(publication, order.weight_id, order.number)
                 unfinished = self._lanes.shared
-            elif order.command is Command.CHUNK:
+            elif order.command is PublishingCommand.CHUNK:
                 self._lanes.send_chunk(order.number)
-            elif order.command is Command.END:
+            elif order.command is PublishingCommand.END:
                 unfinished = False
                 self._lanes.end()
         self._lanes.settle()

@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from laminar_hpc.trainer.publishing.publication import Event, Progress, Publication
+from laminar_hpc.trainer.publishing.publication import Publication, PublicationEvent, PublicationProgress
 
 log = logging.getLogger(__name__)
 POLL_SECONDS = 0.2  # after which a thread that waits here looks again
@@ -29,13 +29,13 @@ class Handover:
     def release(self, publication: Publication) -> None:
         """With the lock: the weights may change. Does nothing the second time."""
         if self.live is publication:
-            if publication.progress is Progress.IDLE:
+            if publication.progress is PublicationProgress.IDLE:
                 log.warning(
                     "the weights of step %d were not published: no link to a relay took them; "
                     "the next ones go out",
                     publication.step,
                 )
-            publication.advance(Event.RELEASE)
+            publication.advance(PublicationEvent.RELEASE)
             self.live = None
             self.changed.notify_all()
 

@@ -28,7 +28,7 @@ from laminar_hpc.weights.links.streams import settle, streams_of
 from laminar_hpc.weights.links.transport import NCCL
 from laminar_hpc.weights.links.window import Window
 from laminar_hpc.weights.manifest import Manifest
-from laminar_hpc.weights.stream import Span, encode_header, encode_sums
+from laminar_hpc.weights.stream import TensorSpan, encode_header, encode_sums
 
 log = logging.getLogger(__name__)
 
@@ -141,7 +141,7 @@ class LaneSender:
                     link.finish(*sent)
         return self._buckets[number % 2][: min(self._chunk, self.nbytes - number * self._chunk)]
 
-    def post(self, bucket: torch.Tensor, spans: Sequence[Span], read: LazySums) -> None:
+    def post(self, bucket: torch.Tensor, spans: Sequence[TensorSpan], read: LazySums) -> None:
         """Begins to send the bucket, which holds `spans`; `read()` gives what they add to the sums of their
         tensors."""
         if self.link is None:

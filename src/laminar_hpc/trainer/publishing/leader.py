@@ -13,20 +13,25 @@ import time
 from laminar_hpc.line.context import RoleContext
 from laminar_hpc.line.messages.publication import LaneSenders, NewWeightId, Published, WeightId
 from laminar_hpc.policies.chain import chunk_bytes
-from laminar_hpc.trainer.publishing.commands import Command, give
+from laminar_hpc.trainer.publishing.commands import PublishingCommand, give
 from laminar_hpc.trainer.publishing.handover import POLL_SECONDS, Handover
-from laminar_hpc.trainer.publishing.publication import Claim, Event, Progress, Publication
+from laminar_hpc.trainer.publishing.publication import (
+    Claim,
+    Publication,
+    PublicationEvent,
+    PublicationProgress,
+)
 from laminar_hpc.trainer.publishing.rank_lanes import Publishable, RankLanes, Sent
 
 log = logging.getLogger(__name__)
 _NO_LINK = "a relay to join"
 
 
-class _GivenUp(Exception):
+class _PublicationGivenUp(Exception):
     """The trainer no longer waits for these weights to leave."""
 
 
-class Leader:
+class PublishingLeader:
     """Called by `Publisher._run`, turn after turn."""
 
     def __init__(
@@ -50,12 +55,12 @@ class Leader:
             return
         if self._lanes.shared:
             self._ask_others(publication)
-        if publication.progress is Progress.READING:
+        if publication.progress is PublicationProgress.READING:
             self._try_to_send(publication)
         elif publication.fenced:
             self._release(publication)
         elif not self._lanes.shared:
-            give(self._exchange, Command.WAIT)
+            give(self._exchange, PublishingCommand.WAIT)
 
     def _say_who_sends(self) -> None:
         """To each controller, before it makes links."""
@@ -72,7 +77,7 @@ class Leader:
             if publication is not None and not self._lanes.shared:
                 self._may_start(publication, linked, self._lanes.resend)
                 self._lanes.resend = False
-            due = publication is not None and linked and publication.progress is not Progress.SENT
+            due = publication is not None and linked and publication.progress is not PublicationProgress.SENT
             if publication is None or not (due or publication.fenced):
                 self._handover.awaited = "nothing" if linked else _NO_LINK
                 self._handover.changed.wait(POLL_SECONDS)
@@ -80,7 +85,7 @@ class Leader:
 
     def _ask_others(self, publication: Publication) -> None:
         """READING from here on if all lanes of all ranks have links and want the weights."""
-        give(self._exchange, Command.STATE)
+        give(self._exchange, PublishingCommand.STATE)
         linked, resend = self._lanes.state()
         with self._handover.changed:
             self._may_start(publication, linked, resend)
@@ -90,21 +95,21 @@ class Leader:
 
     def _may_start(self, publication: Publication, linked: bool, resend: bool) -> None:
         """With the lock."""
-        if resend and publication.allows(Event.RESEND):
-            publication.advance(Event.RESEND)
-        if linked and publication.allows(Event.START):
-            publication.advance(Event.START)
+        if resend and publication.allows(PublicationEvent.RESEND):
+            publication.advance(PublicationEvent.RESEND)
+        if linked and publication.allows(PublicationEvent.START):
+            publication.advance(PublicationEvent.START)
 
     def _try_to_send(self, publication: Publication) -> None:
         try:
             self._send(publication)
-        except _GivenUp:
+        except _PublicationGivenUp:
             pass
         finally:
             self._lanes.settle()
             with self._handover.changed:
-                if publication.progress is not Progress.SENT:
-                    publication.advance(Event.BROKE)
+                if publication.progress is not PublicationProgress.SENT:
+                    publication.advance(PublicationEvent.BROKE)
                     if publication.claim is Claim.RELEASED:
                         log.warning(
                             "the weights of step %d are lost with a link: they have changed since",
@@ -123,12 +128,12 @@ class Leader:
         self._handover.awaited = lanes.mine[0].peer
         size = max(lane.end - lane.begin for lane in self._model.lanes)
         chunk = chunk_bytes(size, answer.relays, first.start_seconds, first.seconds_per_byte, self._max_chunk)
-        give(self._exchange, Command.BEGIN, chunk, answer.weight_id)
+        give(self._exchange, PublishingCommand.BEGIN, chunk, answer.weight_id)
         chunks = lanes.begin(publication, answer.weight_id, chunk)
         for number in range(chunks):
             if not (lanes.shared or any(lane.link for lane in lanes.mine)):
                 break  # nobody is left to send to
-            give(self._exchange, Command.CHUNK, number)
+            give(self._exchange, PublishingCommand.CHUNK, number)
             lanes.send_chunk(number)
             if number == chunks - 1:
                 self._all_read(publication)
@@ -136,7 +141,7 @@ class Leader:
         if sent.whole:
             self._report(publication, answer.weight_id, started, sent)
             with self._handover.changed:
-                publication.advance(Event.ARRIVED)
+                publication.advance(PublicationEvent.ARRIVED)
                 self._handover.changed.notify_all()
 
     def _ask_for_id(self, publication: Publication) -> WeightId:
@@ -145,8 +150,8 @@ class Leader:
 
         def meanwhile() -> None:
             if publication.claim is Claim.GIVEN_UP:
-                raise _GivenUp
-            give(self._exchange, Command.WAIT)
+                raise _PublicationGivenUp
+            give(self._exchange, PublishingCommand.WAIT)
 
         answer = self._context.channel.request(
             NewWeightId(publication.step, request),
@@ -162,17 +167,17 @@ class Leader:
     def _all_read(self, publication: Publication) -> None:
         self._lanes.settle()
         with self._handover.changed:
-            publication.advance(Event.ALL_READ)
+            publication.advance(PublicationEvent.ALL_READ)
             publication.goes_on(time.monotonic())
             fenced = publication.fenced
             self._handover.changed.notify_all()
         if fenced:
             self._release(publication)
         elif self._lanes.shared:
-            give(self._exchange, Command.END)
+            give(self._exchange, PublishingCommand.END)
 
     def _release(self, publication: Publication) -> None:
-        give(self._exchange, Command.RELEASE)
+        give(self._exchange, PublishingCommand.RELEASE)
         with self._handover.changed:
             self._handover.release(publication)
 

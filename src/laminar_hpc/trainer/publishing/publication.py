@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 
-class Progress(Enum):
+class PublicationProgress(Enum):
     """How far the publisher's thread is."""
 
     IDLE = "not with the relays, and nobody reads them"
@@ -27,7 +27,7 @@ class Claim(Enum):
     RELEASED = "it may change them"
 
 
-class Event(Enum):
+class PublicationEvent(Enum):
     """What moves a publication on, one of the two."""
 
     START = "the publisher's thread begins to read"
@@ -41,21 +41,21 @@ class Event(Enum):
 
 
 PROGRESS = {
-    (Progress.IDLE, Event.START): Progress.READING,
-    (Progress.READING, Event.ALL_READ): Progress.READ,
-    (Progress.READ, Event.ARRIVED): Progress.SENT,
-    (Progress.READING, Event.BROKE): Progress.IDLE,
-    (Progress.READ, Event.BROKE): Progress.IDLE,
-    (Progress.SENT, Event.RESEND): Progress.IDLE,
+    (PublicationProgress.IDLE, PublicationEvent.START): PublicationProgress.READING,
+    (PublicationProgress.READING, PublicationEvent.ALL_READ): PublicationProgress.READ,
+    (PublicationProgress.READ, PublicationEvent.ARRIVED): PublicationProgress.SENT,
+    (PublicationProgress.READING, PublicationEvent.BROKE): PublicationProgress.IDLE,
+    (PublicationProgress.READ, PublicationEvent.BROKE): PublicationProgress.IDLE,
+    (PublicationProgress.SENT, PublicationEvent.RESEND): PublicationProgress.IDLE,
 }
 CLAIM = {
-    (Claim.WORKING, Event.FENCE): Claim.FENCED,
-    (Claim.FENCED, Event.FENCE): Claim.FENCED,
-    (Claim.GIVEN_UP, Event.FENCE): Claim.GIVEN_UP,
-    (Claim.FENCED, Event.GIVE_UP): Claim.GIVEN_UP,
-    (Claim.GIVEN_UP, Event.GIVE_UP): Claim.GIVEN_UP,
-    (Claim.FENCED, Event.RELEASE): Claim.RELEASED,
-    (Claim.GIVEN_UP, Event.RELEASE): Claim.RELEASED,
+    (Claim.WORKING, PublicationEvent.FENCE): Claim.FENCED,
+    (Claim.FENCED, PublicationEvent.FENCE): Claim.FENCED,
+    (Claim.GIVEN_UP, PublicationEvent.FENCE): Claim.GIVEN_UP,
+    (Claim.FENCED, PublicationEvent.GIVE_UP): Claim.GIVEN_UP,
+    (Claim.GIVEN_UP, PublicationEvent.GIVE_UP): Claim.GIVEN_UP,
+    (Claim.FENCED, PublicationEvent.RELEASE): Claim.RELEASED,
+    (Claim.GIVEN_UP, PublicationEvent.RELEASE): Claim.RELEASED,
 }
 
 
@@ -68,7 +68,7 @@ class Publication:
     probe_seconds: float
     stall_seconds: float = 0.0  # in which the trainer stood still
     waiting_since: float | None = None  # time.monotonic(), while the trainer stands still
-    progress: Progress = Progress.IDLE
+    progress: PublicationProgress = PublicationProgress.IDLE
     claim: Claim = Claim.WORKING
 
     @property
@@ -76,15 +76,18 @@ class Publication:
         """The trainer waits for the release."""
         return self.claim in (Claim.FENCED, Claim.GIVEN_UP)
 
-    def allows(self, event: Event) -> bool:
+    def allows(self, event: PublicationEvent) -> bool:
         """By the tables, and by the invariant, which binds the two together."""
-        if event is Event.RELEASE and self.progress is Progress.READING:
+        if event is PublicationEvent.RELEASE and self.progress is PublicationProgress.READING:
             return False
-        if event in (Event.START, Event.RESEND) and self.claim in (Claim.GIVEN_UP, Claim.RELEASED):
+        if event in (PublicationEvent.START, PublicationEvent.RESEND) and self.claim in (
+            Claim.GIVEN_UP,
+            Claim.RELEASED,
+        ):
             return False
         return (self.progress, event) in PROGRESS or (self.claim, event) in CLAIM
 
-    def advance(self, event: Event) -> None:
+    def advance(self, event: PublicationEvent) -> None:
         """Raises ValueError for an event that the tables do not allow."""
         if not self.allows(event):
             raise ValueError(f"{event.name} of weights that are {self.progress.name} and {self.claim.name}")

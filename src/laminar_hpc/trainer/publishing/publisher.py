@@ -27,11 +27,11 @@ import torch.distributed as dist
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.line.channel import StopReceived
 from laminar_hpc.line.context import RoleContext
-from laminar_hpc.trainer.publishing.commands import Command, give
-from laminar_hpc.trainer.publishing.follower import Follower
+from laminar_hpc.trainer.publishing.commands import PublishingCommand, give
+from laminar_hpc.trainer.publishing.follower import PublishingFollower
 from laminar_hpc.trainer.publishing.handover import Handover
-from laminar_hpc.trainer.publishing.leader import Leader
-from laminar_hpc.trainer.publishing.publication import Event, Progress, Publication
+from laminar_hpc.trainer.publishing.leader import PublishingLeader
+from laminar_hpc.trainer.publishing.publication import Publication, PublicationEvent, PublicationProgress
 from laminar_hpc.trainer.publishing.rank_lanes import Publishable, RankLanes
 from laminar_hpc.weights.links.streams import streams_of
 
@@ -48,14 +48,14 @@ class Publisher:
         self._blocking = context.config.relay.publish == "blocking"
         self._seconds = context.config.relay.publish_timeout_seconds
         self._handover = Handover()
-        self._leader: Leader | None = None  # on rank 0
+        self._leader: PublishingLeader | None = None  # on rank 0
         self._holder = dist.get_rank() in self._exchange.ranks
         if not self._holder:
             return
         self.lanes = RankLanes(context, model, self._handover, self._seconds)
         if dist.get_rank() == 0:
-            self._leader = Leader(context, model, self.lanes, self._handover)
-        self._worker = self._leader or Follower(model, self.lanes, self._handover)
+            self._leader = PublishingLeader(context, model, self.lanes, self._handover)
+        self._worker = self._leader or PublishingFollower(model, self.lanes, self._handover)
         self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
         self._thread.start()
 
@@ -91,7 +91,8 @@ class Publisher:
         """With the lock: until all is read, or the time is over."""
         publication.waiting_since = time.monotonic()
         if not self._wait_until(
-            lambda: publication.progress in (Progress.READ, Progress.SENT), self._seconds
+            lambda: publication.progress in (PublicationProgress.READ, PublicationProgress.SENT),
+            self._seconds,
         ):
             log.warning(
                 "the weights of step %d wait for %s; training goes on",
@@ -129,7 +130,7 @@ class Publisher:
 
     def _wait_until_sent(self, live: Publication, seconds: float) -> bool:
         """With the lock."""
-        while not (sent := self._wait_until(lambda: live.progress is Progress.SENT, seconds)):
+        while not (sent := self._wait_until(lambda: live.progress is PublicationProgress.SENT, seconds)):
             if not self._context.channel.detached:
                 break
         return sent
@@ -141,7 +142,7 @@ class Publisher:
             live = handover.live
             if live is None:
                 return
-            live.advance(Event.FENCE)
+            live.advance(PublicationEvent.FENCE)
             live.waiting_since = time.monotonic()
             handover.changed.notify_all()
             if self._may_release(live):
@@ -154,7 +155,7 @@ class Publisher:
                 seconds,
                 handover.awaited,
             )
-            live.advance(Event.GIVE_UP)
+            live.advance(PublicationEvent.GIVE_UP)
             handover.changed.notify_all()
             if not self._wait_until(lambda: handover.live is not live, self._seconds):
                 raise LaminarError(
@@ -166,8 +167,8 @@ class Publisher:
         """Without the publisher's thread, which may be busy with a link or the tail: where no other rank
         takes part, and these weights are read or have nowhere to go."""
         alone = self._leader is not None and len(self._exchange.ranks) == 1
-        has_been_read = live.progress in (Progress.READ, Progress.SENT)
-        return alone and live.allows(Event.RELEASE) and (has_been_read or not self.lanes.linked)
+        has_been_read = live.progress in (PublicationProgress.READ, PublicationProgress.SENT)
+        return alone and live.allows(PublicationEvent.RELEASE) and (has_been_read or not self.lanes.linked)
 
     def _wait_until(self, reached: Callable[[], bool], seconds: float) -> bool:
         return self._handover.wait_until(reached, seconds, self._thread)
@@ -192,4 +193,4 @@ class Publisher:
             held = self._handover.end()
             if self._leader is not None and held is not None:
                 with contextlib.suppress(LaminarError):
-                    give(self._exchange, Command.RELEASE)
+                    give(self._exchange, PublishingCommand.RELEASE)

@@ -23,7 +23,7 @@ from laminar_hpc.weights.kernels.sums import LazySums
 from laminar_hpc.weights.lanes import Lane, lane_chunks, lane_manifest
 from laminar_hpc.weights.links.streams import settle, streams_of
 from laminar_hpc.weights.manifest import layout
-from laminar_hpc.weights.stream import Span
+from laminar_hpc.weights.stream import TensorSpan
 
 _READ_FACTOR = 3.0  # of relay.publish_timeout_seconds: other ranks wait for relays before they take slices
 
@@ -38,7 +38,7 @@ class Publishable(Protocol):
     @property
     def lanes(self) -> list[Lane]: ...
     def canonical_metadata(self) -> list[tuple[str, tuple[int, ...], torch.dtype]]: ...
-    def pack(self, spans: Sequence[Span], bucket: torch.Tensor | None, lane: int) -> LazySums: ...
+    def pack(self, spans: Sequence[TensorSpan], bucket: torch.Tensor | None, lane: int) -> LazySums: ...
     def probe_logprobs(self) -> list[float]: ...
 
 

@@ -11,7 +11,7 @@ from laminar_hpc.store.payload.whole import Whole, prompt_array
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlannedMicrobatch:
     """A trajectory as every rank knows it. `prompt` [tokens] int32, one for all of its group."""
 
     record: Trajectory
@@ -28,19 +28,21 @@ class StepBatch:
     """`planned`: ordered by group, the same on every rank. `read`: the responses of some of them, each as it
     was generated; collective, each rank names its own. Raises LaminarError on all ranks."""
 
-    planned: list[Planned]
-    read: Callable[[Sequence[Planned]], list[Response]]
+    planned: list[PlannedMicrobatch]
+    read: Callable[[Sequence[PlannedMicrobatch]], list[Response]]
 
 
-def plan_of(groups: Sequence[BatchGroup]) -> list[Planned]:
+def plan_of(groups: Sequence[BatchGroup]) -> list[PlannedMicrobatch]:
     """Ordered, because the order of arrival must not matter."""
-    planned = [Planned(t, prompt) for g in groups for prompt in [prompt_array(g)] for t in g.trajectories]
+    planned = [
+        PlannedMicrobatch(t, prompt) for g in groups for prompt in [prompt_array(g)] for t in g.trajectories
+    ]
     return sorted(planned, key=lambda p: (p.record.group_id, p.record.trajectory_id))
 
 
 def in_memory(batch: Sequence[Whole]) -> StepBatch:
     """A batch whose responses are at hand."""
     found = {whole.record.trajectory_id: whole.response for whole in batch}
-    planned = [Planned(whole.record, whole.prompt) for whole in batch]
+    planned = [PlannedMicrobatch(whole.record, whole.prompt) for whole in batch]
     planned.sort(key=lambda p: (p.record.group_id, p.record.trajectory_id))
     return StepBatch(planned, lambda wanted: [found[p.record.trajectory_id] for p in wanted])

@@ -22,7 +22,7 @@ from laminar_hpc.trainer.algorithms.kl import kl_estimate
 from laminar_hpc.trainer.algorithms.objective import SUMS, objective
 from laminar_hpc.trainer.algorithms.shaping import overlong_punishment, shuffled
 from laminar_hpc.trainer.megatron.policy import MegatronPolicy
-from laminar_hpc.trainer.step.batch import Planned, StepBatch
+from laminar_hpc.trainer.step.batch import PlannedMicrobatch, StepBatch
 from laminar_hpc.trainer.step.microbatch import (
     Example,
     Lazily,
@@ -32,7 +32,7 @@ from laminar_hpc.trainer.step.microbatch import (
     make_microbatch,
 )
 from laminar_hpc.trainer.step.packing import split_minibatches
-from laminar_hpc.trainer.step.parallel import Share, own_share, reduced, total
+from laminar_hpc.trainer.step.parallel import RankShare, own_share, reduced, total
 from laminar_hpc.trainer.step.rescoring import ReferenceWeights, own_logprobs
 
 
@@ -110,14 +110,16 @@ class Learner:
         }
         return {name: float(value) for name, value in metrics.items()}
 
-    def _plan(self, planned: list[Planned], updates: int, step: int) -> tuple[list[list[int]], list[Share]]:
+    def _plan(
+        self, planned: list[PlannedMicrobatch], updates: int, step: int
+    ) -> tuple[list[list[int]], list[RankShare]]:
         """The members of each mini-batch, and this rank's share of it."""
         members = split_minibatches(len(planned), updates, self.config.seed, step)
         lengths, budget = [p.length for p in planned], self.config.trainer.tokens_per_microbatch
         return members, [own_share(lengths, of_one, budget) for of_one in members]
 
     def _accumulate(
-        self, examples: dict[int, Example], share: Share, mismatch: torch.Tensor
+        self, examples: dict[int, Example], share: RankShare, mismatch: torch.Tensor
     ) -> list[Collected]:
         """The gradients of one mini-batch. Returns what this rank's micro-batches collected, and notes the
         mismatch of its trajectories in `mismatch` [batch], which stays 0 where another rank has it."""
@@ -141,7 +143,7 @@ class Learner:
             for i, t in enumerate(records)
         }
 
-    def _examples(self, batch: StepBatch, shares: list[Share], step: int) -> dict[int, Example]:
+    def _examples(self, batch: StepBatch, shares: list[RankShare], step: int) -> dict[int, Example]:
         """What this rank trains, by its place in the batch, with what is computed of it before the first
         update."""
         a, planned = self.config.algorithm, batch.planned

@@ -9,7 +9,7 @@ from megatron.core import parallel_state
 from laminar_hpc.trainer.step.packing import plan_microbatches
 
 
-class Share(NamedTuple):
+class RankShare(NamedTuple):
     """What this data-parallel rank trains of a mini-batch: its micro-batches, as indices in the batch, and
     the number of tokens that each is to be filled up to: pipeline stages pass on tensors of one shape; else
     0."""
@@ -18,14 +18,14 @@ class Share(NamedTuple):
     size: int
 
 
-def own_share(lengths: list[int], members: list[int], tokens_per_microbatch: int) -> Share:
+def own_share(lengths: list[int], members: list[int], tokens_per_microbatch: int) -> RankShare:
     """Of the mini-batch of these members of a batch; `lengths`: tokens of each sequence of the batch."""
     ranks, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
     own = plan_microbatches([lengths[i] for i in members], ranks, tokens_per_microbatch)[rank]
     plan = [[members[place] for place in part] for part in own]
     if parallel_state.get_pipeline_model_parallel_world_size() == 1:
-        return Share(plan, 0)
-    return Share(plan, max(sum(lengths[i] for i in part) for part in plan))
+        return RankShare(plan, 0)
+    return RankShare(plan, max(sum(lengths[i] for i in part) for part in plan))
 
 
 def total(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

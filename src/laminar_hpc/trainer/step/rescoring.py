@@ -10,7 +10,7 @@ from torch import Tensor
 from laminar_hpc.trainer.megatron.packs import Pack
 from laminar_hpc.trainer.megatron.policy import MegatronPolicy
 from laminar_hpc.trainer.step.microbatch import Lazily, Text, text_pack
-from laminar_hpc.trainer.step.parallel import Share
+from laminar_hpc.trainer.step.parallel import RankShare
 
 
 class ReferenceWeights:
@@ -36,7 +36,7 @@ class ReferenceWeights:
 
 
 def own_logprobs(
-    policy: MegatronPolicy, texts: Mapping[int, Text], shares: list[Share], progress: Callable[[], None]
+    policy: MegatronPolicy, texts: Mapping[int, Text], shares: list[RankShare], progress: Callable[[], None]
 ) -> dict[int, Tensor]:
     """By the weights in place, at the sampling temperature, of this rank's texts: float32 [trained tokens] of
     each on the CPU; zeros on a pipeline stage that has none. In the micro-batches in which they are trained;

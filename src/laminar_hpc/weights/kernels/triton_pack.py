@@ -119,7 +119,7 @@ def _launch(local: LocalSlice, target: torch.Tensor, sums: torch.Tensor) -> None
     pack_kernel[(call.programs,)](*items, sums, *call.sizes, **call.constants)
 
 
-class Call(NamedTuple):
+class KernelLaunch(NamedTuple):
     """A launch of the kernel, but for its pointers."""
 
     programs: int
@@ -143,7 +143,7 @@ def plan(
     dim: int,
     start: int,
     length: int,
-) -> Call:
+) -> KernelLaunch:
     """`on_word`: whether the memory begins on a 32-bit word. The last four are a Slice's."""
     whole = _contiguous_strides(shape)
     slice_shape = (*shape[:dim], length, *shape[dim + 1 :])
@@ -164,7 +164,7 @@ def plan(
     per_program = min(TILES, 1 << (max(1, tiles // PROGRAMS).bit_length() - 1))
     farthest = max((grid.rows + BR) * max(grid.strides), _numel(shape)) + 2 * TILE
     strides = grid.strides[1] // half, first // half, grid.strides[2] // half
-    return Call(
+    return KernelLaunch(
         triton.cdiv(tiles, per_program),
         _INTEGER[4 if pairs and not cast else source_dtype.itemsize],
         _INTEGER[4 if pairs else target_dtype.itemsize],

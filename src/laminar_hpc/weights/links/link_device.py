@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store, Work
 
 from laminar_hpc.weights.links.staging import RECEIVING, SENDING, Staging
-from laminar_hpc.weights.links.streams import Event, Streams, until
+from laminar_hpc.weights.links.streams import StreamEvent, Streams, until
 
 
 class DeviceEnd:
@@ -67,14 +67,14 @@ class DeviceEnd:
         if self._aborted:  # what was aborted is completed as well
             raise RuntimeError("it was closed")
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> Event:
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> StreamEvent:
         """Enqueues a copy between the device and pinned memory, behind what this link was given before; the
         event is reached when it is done."""
         with self.ordered():
             self._streams.copy(target, source)
             return self._streams.event()
 
-    def reach(self, event: Event, limit: float) -> None:
+    def reach(self, event: StreamEvent, limit: float) -> None:
         """Until an event of `copy`."""
         until(event.query, limit, "a copy from the device", self._given_up)
 

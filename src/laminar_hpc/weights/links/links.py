@@ -20,7 +20,7 @@ from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.weights.links.link_device import DeviceEnd
 from laminar_hpc.weights.links.link_waits import Waiter
 from laminar_hpc.weights.links.meeting import MEET_SECONDS, LinkBroken, agree, first_line
-from laminar_hpc.weights.links.streams import Event, streams_of
+from laminar_hpc.weights.links.streams import StreamEvent, streams_of
 from laminar_hpc.weights.links.transport import NCCL
 from laminar_hpc.weights.links.window import Window, mapped
 
@@ -119,7 +119,7 @@ class Link:
             return torch.empty(size, dtype=torch.uint8)
         return self.device_end.memory(size)
 
-    def reach(self, event: Event) -> None:
+    def reach(self, event: StreamEvent) -> None:
         """Until an event of `device_end`."""
         assert self.device_end is not None
         with self._broken():

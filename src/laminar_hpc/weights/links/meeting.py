@@ -11,7 +11,7 @@ import msgspec
 import torch.distributed as dist
 
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.weights.links.transport import End, choose, end_here
+from laminar_hpc.weights.links.transport import LinkEndpoint, choose, end_here
 
 MEET_SECONDS = 4.0  # for both ends of a new link to be there
 _MEET_POLL_SECONDS = 0.01
@@ -68,7 +68,7 @@ def agree(
         return store.get("transport").decode()
     await_peer(store, seconds, given_up)
     try:
-        theirs = msgspec.json.decode(store.get("here"), type=End)
+        theirs = msgspec.json.decode(store.get("here"), type=LinkEndpoint)
     except msgspec.MsgspecError:
         raise RuntimeError("it runs another version of laminar_hpc") from None
     chosen = choose(wanted, mine, theirs, peer)

@@ -27,7 +27,7 @@ _NO_ABORT = "TORCH_NCCL_ASYNC_ERROR_HANDLING"  # read by each group's constructo
 _constructing = threading.Lock()  # the environment is the whole process's
 
 
-class Event(Protocol):
+class StreamEvent(Protocol):
     """A place in a stream."""
 
     def query(self) -> bool:
@@ -52,10 +52,10 @@ class Streams(Protocol):
     def on(self, stream: Any) -> AbstractContextManager[object]:
         """Makes it the current stream of this thread for a block."""
 
-    def event(self) -> Event:
+    def event(self) -> StreamEvent:
         """Reached when all that was enqueued to the current stream so far is done."""
 
-    def after(self, event: Event) -> None:
+    def after(self, event: StreamEvent) -> None:
         """What is enqueued to the current stream from here on begins after the event."""
 
     def empty(self, size: int) -> torch.Tensor:
@@ -118,10 +118,10 @@ class HostStreams:
     def on(self, stream: None) -> AbstractContextManager[object]:
         return contextlib.nullcontext()
 
-    def event(self) -> Event:
+    def event(self) -> StreamEvent:
         return _Done()
 
-    def after(self, event: Event) -> None: ...
+    def after(self, event: StreamEvent) -> None: ...
 
     def empty(self, size: int) -> torch.Tensor:
         return torch.empty(size, dtype=torch.uint8)
@@ -156,12 +156,12 @@ class CudaStreams:
     def on(self, stream: torch.cuda.Stream) -> AbstractContextManager[object]:
         return torch.cuda.stream(stream)
 
-    def event(self) -> Event:
+    def event(self) -> StreamEvent:
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self.device))
         return event
 
-    def after(self, event: Event) -> None:
+    def after(self, event: StreamEvent) -> None:
         assert isinstance(event, torch.cuda.Event)
         torch.cuda.current_stream(self.device).wait_event(event)
 

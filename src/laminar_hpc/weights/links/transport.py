@@ -15,22 +15,22 @@ from laminar_hpc.machine.devices import is_slice, present
 NCCL, HOST = "nccl", "host"
 
 
-class End(msgspec.Struct, frozen=True):
+class LinkEndpoint(msgspec.Struct, frozen=True):
     """One end of a link: its machine, by this boot of its kernel, and its device, "" for none."""
 
     machine: str
     device: str
 
 
-def end_here(device: str) -> End:
+def end_here(device: str) -> LinkEndpoint:
     """This process, with `device`. A slice of a GPU (MIG) is none to NCCL, which knows all slices of a GPU by
     one name."""
     if present() and is_slice(present()[0]):
         device = ""
-    return End(Path("/proc/sys/kernel/random/boot_id").read_text().strip(), device)
+    return LinkEndpoint(Path("/proc/sys/kernel/random/boot_id").read_text().strip(), device)
 
 
-def choose(wanted: str, sender: End, receiver: End, peer: str) -> str:
+def choose(wanted: str, sender: LinkEndpoint, receiver: LinkEndpoint, peer: str) -> str:
     """NCCL or HOST, for relay.transport=`wanted`. Raises PermanentFailure where NCCL is wanted and cannot
     be."""
     devices = bool(sender.device and receiver.device)

@@ -25,7 +25,7 @@ from laminar_hpc.weights.links.link_device import DeviceEnd
 from laminar_hpc.weights.links.links import Link, Posted
 from laminar_hpc.weights.links.meeting import LinkBroken
 from laminar_hpc.weights.links.staging import RECEIVING, SENDING
-from laminar_hpc.weights.links.streams import Event
+from laminar_hpc.weights.links.streams import StreamEvent
 from laminar_hpc.weights.manifest import Manifest
 from laminar_hpc.weights.relay.frames import arriving_frames
 from laminar_hpc.weights.stream import encode_header, encode_sums, take_sums
@@ -194,7 +194,7 @@ def _through_device(link: Link, device: DeviceEnd, stream: WeightStream) -> Iter
     parts = stream.data.split(stream.chunk)
     staging = device.staging(parts[0].numel())
     posted = deque[Posted]()
-    copied: Event | None = None  # chunk number - 1 to its pinned memory
+    copied: StreamEvent | None = None  # chunk number - 1 to its pinned memory
 
     def put(number: int) -> int:
         """Chunk `number` into the slot."""

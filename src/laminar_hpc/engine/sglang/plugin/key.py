@@ -9,7 +9,7 @@ from typing import Any
 FILE_VARIABLE = "LAMINAR_ENGINE_KEY_FILE"
 
 
-class Key(str):
+class HiddenKey(str):
     """A text that logs show as stars; SGLang logs all of its arguments."""
 
     __slots__ = ()
@@ -45,11 +45,11 @@ def leave(folder: Path, key: str) -> str:
     return str(path)
 
 
-def take() -> Key | None:
+def take() -> HiddenKey | None:
     """The key of this server, once; None where nobody has left one."""
     path = os.environ.pop(FILE_VARIABLE, "")
     if not path:
         return None
-    key = Key(Path(path).read_text())
+    key = HiddenKey(Path(path).read_text())
     os.unlink(path)
     return key

@@ -8,7 +8,7 @@ from laminar_hpc.engine.kv.inbox import Expected, KvInbox
 from laminar_hpc.engine.kv.transfer import of_all_ranks
 from laminar_hpc.engine.sglang.plugin import kv_cache, protocol
 from laminar_hpc.engine.sglang.plugin.kv_moves import Incoming, KvMoves, after
-from laminar_hpc.engine.sglang.plugin.lockstep import Part, Steps
+from laminar_hpc.engine.sglang.plugin.lockstep import OperationPart, Steps
 from laminar_hpc.machine.processes import machine_name
 
 
@@ -32,7 +32,9 @@ class Destination:
         move = Incoming(request.move_id, request.weight_id, after(request.seconds), request.seconds, pages)
         self.moves.under_way[request.move_id] = move
         try:
-            addresses = yield Part.at_once(lambda: self._listen(move, pages, request.host, request.folder))
+            addresses = yield OperationPart.at_once(
+                lambda: self._listen(move, pages, request.host, request.folder)
+            )
         except KvRefused:
             yield from self.moves.let_go(move)
             raise
@@ -53,7 +55,7 @@ class Destination:
                 f"KV import refused: {request.move_id} is not reserved here, "
                 "has been imported, or has run out of time"
             )
-        there = set((yield Part.at_once(lambda: str(_arrived(move, request.tokens)))))
+        there = set((yield OperationPart.at_once(lambda: str(_arrived(move, request.tokens)))))
         self.moves.check_goes_on(move)
         if len(there) > 1:
             raise KvRefused(

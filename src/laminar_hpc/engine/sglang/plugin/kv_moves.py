@@ -26,9 +26,9 @@ from laminar_hpc.engine.kv.errors import KvRefused
 from laminar_hpc.engine.kv.inbox import KvInbox
 from laminar_hpc.engine.sglang.plugin import kv_cache, protocol
 from laminar_hpc.engine.sglang.plugin.kv_cache import Hold, KvCache
-from laminar_hpc.engine.sglang.plugin.lockstep import Part, Steps
+from laminar_hpc.engine.sglang.plugin.lockstep import OperationPart, Steps
 
-Parts = Generator[Part, list[str], None]
+Parts = Generator[OperationPart, list[str], None]
 CLOSE_SECONDS = 5.0  # a thread stops within POLL_SECONDS of engine/kv/inbox.py and one chunk
 
 
@@ -114,7 +114,7 @@ class KvMoves:
             return
         assert isinstance(move, Incoming)
         self.leaving.append(move)
-        yield Part(move.close(), math.inf)
+        yield OperationPart(move.close(), math.inf)
         if any(move is left for left in self.leaving):  # else the pool was cleared meanwhile
             self.leaving = [left for left in self.leaving if left is not move]
             assert move.pages is not None

@@ -17,14 +17,14 @@ from laminar_hpc.engine.kv.frames import PartHeader
 from laminar_hpc.engine.kv.transfer import chunk_bytes, of_rank, send_part
 from laminar_hpc.engine.sglang.plugin import kv_cache, protocol
 from laminar_hpc.engine.sglang.plugin.kv_moves import KvMoves, Outgoing, Parts, after
-from laminar_hpc.engine.sglang.plugin.lockstep import Part, Steps, Until
+from laminar_hpc.engine.sglang.plugin.lockstep import OperationPart, Steps, Until
 from laminar_hpc.machine.processes import machine_name
 
 MAX_THREADS = 8  # moves that are sent at once
 DETACH_SECONDS = 30.0  # the request's last step; a prefill of others may be in it
 
 
-class Source:
+class KvSource:
     def __init__(self, moves: KvMoves) -> None:
         self.moves = moves
         self._threads: ThreadPoolExecutor | None = None
@@ -142,7 +142,7 @@ class Source:
         work = (self._send, move, int(namespace), ids, slots[first:tokens], first, last)
         move.sending = True
         try:
-            yield Part(self._threads.submit(*work))
+            yield OperationPart(self._threads.submit(*work))
         finally:
             move.sending = False
         move.expires = after(move.seconds)

@@ -39,14 +39,14 @@ PART_SECONDS = 240.0  # the worker waits for move_calls.ANSWER_SECONDS
 
 
 @dataclass(frozen=True)
-class Part:
+class OperationPart:
     """`done` ends with a text for all ranks, or None, or with an exception."""
 
     done: Future
     seconds: float = field(default_factory=lambda: PART_SECONDS)
 
     @classmethod
-    def at_once(cls, work: Callable[[], str]) -> "Part":
+    def at_once(cls, work: Callable[[], str]) -> "OperationPart":
         """A part that this call does itself."""
         done: Future[str] = Future()
         try:
@@ -65,8 +65,8 @@ class Until:
     otherwise: str
 
 
-Wait = Part | Until
-Steps = Generator[Wait, list[str], protocol.Reply]
+Wait = OperationPart | Until
+Steps = Generator[Wait, list[str], protocol.PortReply]
 
 
 class Begin(msgspec.Struct, tag=True, array_like=True):
@@ -95,7 +95,7 @@ class Report(msgspec.Struct, tag=True, array_like=True):
     value: str
 
 
-class Lost(msgspec.Struct, tag=True, array_like=True):
+class OperationLost(msgspec.Struct, tag=True, array_like=True):
     """A program error has ended an operation of this move on one rank."""
 
     move_id: str
@@ -104,7 +104,7 @@ class Lost(msgspec.Struct, tag=True, array_like=True):
 
 
 _orders = msgspec.msgpack.Decoder(list[Begin | GoOn])
-_reports = msgspec.msgpack.Decoder(Report | Lost)
+_reports = msgspec.msgpack.Decoder(Report | OperationLost)
 _encoder = msgspec.msgpack.Encoder()
 
 
@@ -112,12 +112,12 @@ def _reports_path(base: str) -> str:
     return os.path.join(os.path.dirname(base), "reports")
 
 
-def refusal(name: str, error: Exception) -> protocol.Refused:
+def refusal(name: str, error: Exception) -> protocol.OperationRefused:
     """A refusal of ours is a line already; of anything else the log has the traceback."""
     if isinstance(error, LaminarError):
-        return protocol.Refused(str(error))
+        return protocol.OperationRefused(str(error))
     logger.error("engine port: %s failed", name, exc_info=error)
-    return protocol.Refused(f"{name}: {type(error).__name__}: {error}")
+    return protocol.OperationRefused(f"{name}: {type(error).__name__}: {error}")
 
 
 @dataclass
@@ -142,7 +142,7 @@ class Operations:
     rank: int
     base: str  # as protocol.SOCKET_VARIABLE says
     start: Callable[[protocol.KvRequest], Steps]
-    ended: Callable[[int, protocol.Reply], None] = lambda number, reply: None
+    ended: Callable[[int, protocol.PortReply], None] = lambda number, reply: None
     under_way: dict[int, Operation] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -185,10 +185,10 @@ class Operations:
         except StopIteration as end:
             reply = end.value
         except KvRefused as refused:
-            reply = protocol.Refused(str(refused))
+            reply = protocol.OperationRefused(str(refused))
         except Exception as failure:
             reply = refusal(operation.name, failure)
-            self._say(Lost(operation.move_id, self.rank, reply.text))
+            self._say(OperationLost(operation.move_id, self.rank, reply.text))
         else:
             operation.stalled += time.perf_counter() - begin
             self._wait(operation, wait)
@@ -202,7 +202,7 @@ class Operations:
         operation.wait = wait
         operation.deadline = time.monotonic() + wait.seconds
         operation.waits += 1
-        if not isinstance(wait, Part):
+        if not isinstance(wait, OperationPart):
             return
         number, name, which = operation.number, operation.name, operation.waits
 
@@ -213,12 +213,12 @@ class Operations:
 
         wait.done.add_done_callback(report)
 
-    def _say(self, report: Report | Lost) -> None:
+    def _say(self, report: Report | OperationLost) -> None:
         with self._lock:
             self._socket.send(_encoder.encode(report))
 
 
-class Leader:
+class LockstepLeader:
     """Rank 0's: decides when operations begin and go on, and answers who asked for them. `expired`: moves
     whose time is over; they are ended unless an operation of theirs is under way."""
 
@@ -226,7 +226,7 @@ class Leader:
         self,
         ranks: int,
         operations: Operations,
-        reply: Callable[[bytes, protocol.Reply], None],
+        reply: Callable[[bytes, protocol.PortReply], None],
         expired: Callable[[], list[str]],
     ) -> None:
         self.ranks = ranks
@@ -267,7 +267,7 @@ class Leader:
         self._next = []
         return _encoder.encode(orders) if orders else b""
 
-    def _take(self, report: Report | Lost) -> None:
+    def _take(self, report: Report | OperationLost) -> None:
         if isinstance(report, Report):
             operation = self.operations.under_way.get(report.number)
             if operation is not None and operation.waits == report.wait:  # else given up before
@@ -286,7 +286,7 @@ class Leader:
         late = time.monotonic() > operation.deadline
         if isinstance(wait, Until):
             return GoOn(number, which, wait.otherwise) if late else None
-        assert isinstance(wait, Part)
+        assert isinstance(wait, OperationPart)
         said = self._said.get((number, which), {})
         missing = [rank for rank in range(self.ranks) if rank not in said]
         if missing and not late:
@@ -302,6 +302,6 @@ class Leader:
     def _of_rank(self, rank: int, error: str) -> str:
         return f"{error} (tensor-parallel rank {rank})" if self.ranks > 1 else error
 
-    def _answer(self, number: int, reply: protocol.Reply) -> None:
+    def _answer(self, number: int, reply: protocol.PortReply) -> None:
         if client := self._clients.pop(number, None):
             self._reply(client, reply)

@@ -22,11 +22,11 @@ from laminar_hpc.engine.sglang.plugin import protocol
 from laminar_hpc.engine.sglang.plugin.kv_cache import tensor_parallel
 from laminar_hpc.engine.sglang.plugin.kv_destination import Destination
 from laminar_hpc.engine.sglang.plugin.kv_moves import KvMoves
-from laminar_hpc.engine.sglang.plugin.kv_source import Source
-from laminar_hpc.engine.sglang.plugin.lockstep import Leader, Operations, Steps, refusal
+from laminar_hpc.engine.sglang.plugin.kv_source import KvSource
+from laminar_hpc.engine.sglang.plugin.lockstep import LockstepLeader, Operations, Steps, refusal
 
 
-def ping(scheduler: object, request: protocol.Ping) -> protocol.Reply:
+def ping(scheduler: object, request: protocol.PortPing) -> protocol.PortReply:
     """Answers with the scheduler's process id."""
     return protocol.Alive(os.getpid())
 
@@ -38,34 +38,34 @@ def _views(scheduler: object) -> Iterator:
     return canonical_views(runner.model, runner.model_config.hf_config, *tensor_parallel())
 
 
-def layout(scheduler: object, request: protocol.GetLayout) -> protocol.Reply:
+def layout(scheduler: object, request: protocol.GetLayout) -> protocol.PortReply:
     """Which slices of canonical tensors this rank of the engine holds."""
     from laminar_hpc.engine.sglang.plugin.live_weights import live_layout
 
     return protocol.LiveLayout(live_layout(_views(scheduler)))
 
 
-def sums(scheduler: object, request: protocol.GetSums) -> protocol.Reply:
+def sums(scheduler: object, request: protocol.GetSums) -> protocol.PortReply:
     """The sums of the live parameters of this rank."""
     from laminar_hpc.engine.sglang.plugin.live_weights import live_sums
 
     return protocol.LiveSums(live_sums(_views(scheduler)))
 
 
-def load_weights(scheduler: object, request: protocol.LoadWeights) -> protocol.Reply:
+def load_weights(scheduler: object, request: protocol.LoadWeights) -> protocol.PortReply:
     """Loads a slot and answers with the sums of what is live; refused while requests run, unless paused."""
     from laminar_hpc.engine.sglang.plugin.load_slot import load_slot
 
     if not request.paused and not scheduler.flush_cache():  # also forgets the KV of the old weights
-        return protocol.Refused("LoadWeights: requests are running; drain the engine first")
+        return protocol.OperationRefused("LoadWeights: requests are running; drain the engine first")
     # a pause in place leaves a forward pass in flight, on a stream that the copies do not wait for
     # (scheduler.py:5593 and 1888)
     scheduler.device_module.synchronize()
     return protocol.LiveSums(load_slot(list(_views(scheduler)), Path(request.directory)))
 
 
-OPERATIONS: dict[type[protocol.Request], Callable] = {
-    protocol.Ping: ping,
+OPERATIONS: dict[type[protocol.PortRequest], Callable] = {
+    protocol.PortPing: ping,
     protocol.GetLayout: layout,
     protocol.GetSums: sums,
     protocol.LoadWeights: load_weights,
@@ -85,15 +85,15 @@ class EnginePort:
             self.socket.bind(f"ipc://{protocol.socket_path(base, rank)}")
         finally:
             os.umask(before)
-        self._received: list[tuple[bytes, protocol.Request]] = []
+        self._received: list[tuple[bytes, protocol.PortRequest]] = []
         self._has_read = False
         self.kv = KvMoves(scheduler)
-        self.source = Source(self.kv)
+        self.source = KvSource(self.kv)
         self.destination = Destination(self.kv)
         self.operations = Operations(rank, base, self._start)
         self.leader = None
         if rank == 0:
-            self.leader = Leader(ranks, self.operations, self.reply, self.kv.expired)
+            self.leader = LockstepLeader(ranks, self.operations, self.reply, self.kv.expired)
         sleeper = getattr(scheduler, "idle_sleeper", None)
         # --sleep-on-idle: the first rank wakes up for the port too, and the others take each turn with it
         if sleeper is not None and self.leader is not None:
@@ -141,17 +141,17 @@ class EnginePort:
             try:
                 request = protocol.decode_request(frame)
             except (msgspec.ValidationError, msgspec.DecodeError) as error:
-                self.reply(client, protocol.Refused(f"not a request of this port: {error}"))
+                self.reply(client, protocol.OperationRefused(f"not a request of this port: {error}"))
                 continue
             if isinstance(request, protocol.KvRequest):
                 self._ask(client, request)
             else:
                 self._received.append((client, request))
 
-    def reply(self, client: bytes, reply: protocol.Reply) -> None:
+    def reply(self, client: bytes, reply: protocol.PortReply) -> None:
         self.socket.send_multipart([client, b"", protocol.encode(reply)])
 
-    def _answer(self, client: bytes, request: protocol.Request) -> None:
+    def _answer(self, client: bytes, request: protocol.PortRequest) -> None:
         try:
             self.reply(client, OPERATIONS[type(request)](self.scheduler, request))
         except Exception as error:
@@ -160,11 +160,11 @@ class EnginePort:
 
     def _ask(self, client: bytes, request: protocol.KvRequest) -> None:
         if self.leader is None:
-            self.reply(client, protocol.Refused("KV move refused: it is rank 0 that is asked"))
+            self.reply(client, protocol.OperationRefused("KV move refused: it is rank 0 that is asked"))
         elif importlib.util.find_spec(RECEIVER) is None:
             self.reply(
                 client,
-                protocol.Refused(
+                protocol.OperationRefused(
                     "KV move refused: this SGLang has no unified radix cache; install the version of "
                     "requirements/"
                 ),

@@ -10,23 +10,23 @@ import msgspec
 SOCKET_VARIABLE = "LAMINAR_ENGINE_PORT"
 
 
-class Request(msgspec.Struct, tag=True):
+class PortRequest(msgspec.Struct, tag=True):
     """Base of the requests."""
 
 
-class Reply(msgspec.Struct, tag=True):
+class PortReply(msgspec.Struct, tag=True):
     """Base of the replies."""
 
 
-class Ping(Request):
+class PortPing(PortRequest):
     """Is the scheduler's loop alive?"""
 
 
-class Alive(Reply):
+class Alive(PortReply):
     pid: int
 
 
-class GetLayout(Request):
+class GetLayout(PortRequest):
     """Names, shapes, dtypes and places of the live parameters of this rank."""
 
 
@@ -42,22 +42,22 @@ class TensorShard(msgspec.Struct):
     length: int
 
 
-class LiveLayout(Reply):
+class LiveLayout(PortReply):
     tensors: list[TensorShard]
 
 
-class GetSums(Request):
+class GetSums(PortRequest):
     """Check sums of the live parameters of this rank."""
 
 
-class LiveSums(Reply):
+class LiveSums(PortReply):
     """Hugging Face name -> what this rank adds to (sum_words, sum_indexed) of the whole tensor, see
     weights/kernels/sums.py."""
 
     sums: dict[str, tuple[int, int]]
 
 
-class LoadWeights(Request):
+class LoadWeights(PortRequest):
     """The weights of a slot into the live parameters of this rank, while no request runs, or all are paused;
     answered with LiveSums, taken after the copy."""
 
@@ -65,7 +65,7 @@ class LoadWeights(Request):
     paused: bool = False
 
 
-class KvRequest(Request):
+class KvRequest(PortRequest):
     """Base of the requests of a move. Rank 0 is asked, and all tensor-parallel ranks do it (lockstep.py)."""
 
     move_id: str
@@ -81,7 +81,7 @@ class KvReserve(KvRequest):
     seconds: float  # after which the move is given up
 
 
-class KvReserved(Reply):
+class KvReserved(PortReply):
     """`address` is that of engine/kv/transfer.py's `of_all_ranks`."""
 
     address: str
@@ -122,7 +122,7 @@ class KvEnd(KvRequest):
     """The move is over; what was held for it is let go. A move that is unknown is over."""
 
 
-class KvDone(Reply):
+class KvDone(PortReply):
     """`tokens`: whose KV was sent, or is held. `stalled`: seconds that the scheduler stood still for the
     operation."""
 
@@ -130,16 +130,25 @@ class KvDone(Reply):
     stalled: float = 0.0
 
 
-class Refused(Reply):
+class OperationRefused(PortReply):
     """The operation failed; the engine goes on."""
 
     text: str
 
 
 AnyRequest = (
-    Ping | GetLayout | GetSums | LoadWeights | KvReserve | KvSend | KvDetach | KvSendKept | KvImport | KvEnd
+    PortPing
+    | GetLayout
+    | GetSums
+    | LoadWeights
+    | KvReserve
+    | KvSend
+    | KvDetach
+    | KvSendKept
+    | KvImport
+    | KvEnd
 )
-AnyReply = Alive | LiveLayout | LiveSums | KvReserved | KvDone | Refused
+AnyReply = Alive | LiveLayout | LiveSums | KvReserved | KvDone | OperationRefused
 
 _encoder = msgspec.msgpack.Encoder()
 _request_decoder = msgspec.msgpack.Decoder(AnyRequest)
@@ -151,7 +160,7 @@ def socket_path(base: str, rank: int) -> str:
     return f"{base}{rank}"
 
 
-def encode(message: Request | Reply) -> bytes:
+def encode(message: PortRequest | PortReply) -> bytes:
     """A message as MessagePack."""
     return _encoder.encode(message)
 
