@@ -70,6 +70,7 @@ lint: setup
 	@$(BIN)/ruff check --output-format concise .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
+	@$(BIN)/lint-imports --no-logo
 
 apex: setup
 	@bash requirements/apex.sh

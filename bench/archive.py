@@ -1,4 +1,5 @@
-"""Bytes per token and tokens per second of the archive (store/archive/table.py), of made responses and of runs.
+"""Bytes per token and tokens per second of the archive (store/archive/table.py), of made responses and of
+runs.
 
     python bench/archive.py [--json PATH] [RUN_DIR ...]
 

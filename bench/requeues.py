@@ -50,16 +50,16 @@ def trained(
     for kind in islice(cycle(KINDS), requeues):
         goal = steps_done(run.run_dir) + options.between
         watch.until(lambda goal=goal: steps_done(run.run_dir) >= goal)
-        before = len(departures(run))
+        before = len(draining(run))
         rows.append({"requeue": kind, **watch.until_struck(kind, options.seed)})
         print(f"  {name}: {kind} at step {rows[-1]['step']}", file=sys.stderr, flush=True)
-        watch.until(lambda before=before: len(departures(run)) > before)
+        watch.until(lambda before=before: len(draining(run)) > before)
     watch.until(lambda: run.is_done and not run.elements())
     found = rundata.load(run.run_dir)
-    return run, found, [row | aftermath(found, departures(run), row) for row in rows]
+    return run, found, [row | aftermath(found, draining(run), row) for row in rows]
 
 
-def departures(run: SlurmRun) -> list[dict]:
+def draining(run: SlurmRun) -> list[dict]:
     return list(jsonl.read(run.run_dir / "metrics.jsonl", "gang_ended"))
 
 

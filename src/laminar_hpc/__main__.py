@@ -29,7 +29,7 @@ from laminar_hpc.launch.leaving import leave_at_once, watch_signals
 from laminar_hpc.launch.placement import place
 from laminar_hpc.line.address import keep_to_loopback, launch_id
 from laminar_hpc.line.agent_line import FAILED_ELSEWHERE, PERMANENT, REFUSED, RankReport, report
-from laminar_hpc.line.channel import RUN_FAILED, Channel, GangReplaced, StopReceived, Terminated
+from laminar_hpc.line.channel import RUN_FAILED, Channel, StopReceived, Terminated, TrainersReplaced
 from laminar_hpc.line.context import RoleContext
 from laminar_hpc.line.messages.membership import UNNUMBERED, Failure, Hello
 from laminar_hpc.machine.devices import use_devices
@@ -254,7 +254,7 @@ class Rank:
         match error:
             case Terminated():  # it has left in order
                 return 0
-            case GangReplaced():  # the controller has said why
+            case TrainersReplaced():  # the controller has said why
                 return FAILED_ELSEWHERE
             case StopReceived():
                 return FAILED_ELSEWHERE if error.reason == RUN_FAILED else 0

@@ -1,5 +1,5 @@
-"""A real controller with roles apart and scripted trainers over real channels: a gang that loses a rank, one
-that is stuck, and zombies that go on speaking."""
+"""A real controller with roles apart and scripted trainers over real channels: a trainer generation that
+loses a rank, one that is stuck, and zombies that go on speaking."""
 
 import json
 import os
@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from laminar_hpc.line.agent_line import FAILED_ELSEWHERE
-from laminar_hpc.line.channel import Channel, GangReplaced
+from laminar_hpc.line.channel import Channel, TrainersReplaced
 from laminar_hpc.line.messages.chain import CutLink, EpochProposed, JoinEpoch, StoreOpened
 from laminar_hpc.line.messages.membership import Failure, Hello, TrainerProgress
 from laminar_hpc.line.messages.publication import NewWeightId, WeightId
 from laminar_hpc.line.messages.training import NotYet, Restored, StepDone, TakeBatch
-from laminar_hpc.store.checkpoints import newest_gang
+from laminar_hpc.store.checkpoints import newest_trainer_generation
 
 HEARTBEAT = 3.0
 STUCK = """
@@ -51,7 +51,7 @@ class Apart:
         self.channels.append(channel)
         return channel
 
-    def gang(self, life: str) -> tuple[Channel, Channel]:
+    def trainer_generation(self, life: str) -> tuple[Channel, Channel]:
         """Rank 1 comes first."""
         other = self.join("trainer", 1, life)
         return self.join("trainer", 0, life), other
@@ -81,17 +81,18 @@ def starts(first: Channel) -> int:
 
 
 def told_to_leave(channel: Channel, seconds: float) -> str:
-    with pytest.raises(GangReplaced) as told:
+    with pytest.raises(TrainersReplaced) as told:
         channel.wait(Restored, timeout=seconds)
     return str(told.value)
 
 
 def test_gangs_replace_each_other_and_zombies_change_nothing(apart: Apart) -> None:
     """Promise: docs/promises.md#roles-apart. A rank falls silent: the other one is told to leave, the
-    relay's link is cut, and nothing that the zombie says counts. The next gang gets higher ids and a link of
-    its own. That one is stuck: it is found by its progress, and a rank whose main thread hangs ends."""
-    first, other = apart.gang("a")
-    assert (first.welcome.gang, other.welcome.gang) == (1, 1)
+    relay's link is cut, and nothing that the zombie says counts. The next trainer generation gets higher ids
+    and a link of its own. That one is stuck: it is found by its progress, and a rank whose main thread hangs
+    ends."""
+    first, other = apart.trainer_generation("a")
+    assert (first.welcome.trainer_generation, other.welcome.trainer_generation) == (1, 1)
     relay = apart.join("relay", 0, "r")
     assert starts(first) == 0
     proposed = first.wait(EpochProposed, timeout=10)
@@ -100,20 +101,22 @@ def test_gangs_replace_each_other_and_zombies_change_nothing(apart: Apart) -> No
     assert isinstance(relay.wait(JoinEpoch, timeout=10), JoinEpoch)
 
     other.close(goodbye=False)
-    assert "gang 1 of trainers has ended: trainer 1" in told_to_leave(first, HEARTBEAT + 5)
+    assert "generation 1 of trainers has ended: trainer 1" in told_to_leave(first, HEARTBEAT + 5)
     cut = relay.wait(CutLink, timeout=5)
     assert isinstance(cut, CutLink) and cut.epoch == proposed.epoch
-    assert newest_gang(apart.folder) == 2, "no checkpoint of the first gang gets its name from here on"
+    assert newest_trainer_generation(apart.folder) == 2, (
+        "no checkpoint of the first trainer generation gets its name from here on"
+    )
     for message in (StepDone(0, {}), NewWeightId(1), TakeBatch(1), StoreOpened(proposed.epoch, "x", 1)):
         first.send(message)
     assert relay.wait(JoinEpoch, timeout=1) is None
-    with pytest.raises(GangReplaced, match="other trainers have taken the place"):
+    with pytest.raises(TrainersReplaced, match="other trainers have taken the place"):
         apart.join("trainer", 0, "a")
 
     stuck = subprocess.Popen([sys.executable, "-c", STUCK, str(apart.folder)])
     try:
         first = apart.join("trainer", 0, "b")
-        assert first.welcome.gang == 2 and starts(first) == 1, "ids go on rising"
+        assert first.welcome.trainer_generation == 2 and starts(first) == 1, "ids go on rising"
         again = first.wait(EpochProposed, timeout=10)
         assert isinstance(again, EpochProposed) and again.epoch > proposed.epoch
         for count in range(3):
@@ -125,8 +128,10 @@ def test_gangs_replace_each_other_and_zombies_change_nothing(apart: Apart) -> No
         stuck.kill()
         stuck.wait()
 
-    first, other = apart.gang("c")
-    assert (first.welcome.gang, other.welcome.gang) == (3, 3) and starts(first) == 2
+    first, other = apart.trainer_generation("c")
+    assert (first.welcome.trainer_generation, other.welcome.trainer_generation) == (3, 3) and starts(
+        first
+    ) == 2
     assert not apart.records("step") and [r["gang"] for r in apart.records("gang_ended")] == [1, 2]
     first.send(Failure("enough", permanent=True))
     lines = apart.process.communicate(timeout=20)[0].splitlines()

@@ -14,11 +14,11 @@ from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.controller.continuation import Continuation
 from laminar_hpc.controller.fleet.members import Member, Members
 from laminar_hpc.controller.fleet.membership import Membership
-from laminar_hpc.controller.fleet.trainer_generation import Gang, StopCutShort
+from laminar_hpc.controller.fleet.trainer_generation import StopCutShort, TrainerGeneration
 from laminar_hpc.controller.shared import Outbox, RunState, Shared
 from laminar_hpc.controller.training import Training
 from laminar_hpc.line.messages.data import Message
-from laminar_hpc.line.messages.membership import Failure, GangEnded, Goodbye, Hello, Welcome
+from laminar_hpc.line.messages.membership import Failure, Goodbye, Hello, TrainersEnded, Welcome
 from laminar_hpc.line.messages.training import (
     Leave,
     Restored,
@@ -27,7 +27,7 @@ from laminar_hpc.line.messages.training import (
     TrainerDone,
     TrainersMeet,
 )
-from laminar_hpc.store.checkpoints import checkpoint_path, newest_gang
+from laminar_hpc.store.checkpoints import checkpoint_path, newest_trainer_generation
 from laminar_hpc.store.store import Store
 
 
@@ -44,13 +44,13 @@ class Entry:
             config, derived, RunState(0), self.members, self.outbox, metrics, self.lines.append
         )
         self.forgotten = 0
-        self.gang = Gang(self.shared, store, self.forget)
+        self.trainer_generation = TrainerGeneration(self.shared, store, self.forget)
         self.membership = Membership(
             self.shared,
             SimpleNamespace(),
             "run",
             store,
-            self.gang,
+            self.trainer_generation,
             lambda _: None,
             lambda _: None,
             "slots",
@@ -76,17 +76,21 @@ def store(tmp_path: Path) -> Store:
 
 
 def test_each_life_of_the_trainers_is_a_gang_of_its_own(tmp_path: Path, store: Store) -> None:
-    """The number rises with each, over controllers too; a reconnection is none. Before the gang is let in
-    only it may write checkpoints."""
+    """The number rises with each, over controllers too; a reconnection is none. Before the trainer generation
+    is let in only it may write checkpoints."""
     entry = Entry(tmp_path, store)
     (first,) = entry.hello("a")
-    assert isinstance(first, Welcome) and first.gang == newest_gang(tmp_path) == 1
+    assert isinstance(first, Welcome) and first.trainer_generation == newest_trainer_generation(tmp_path) == 1
     assert first.store_id == store.store_id
-    assert [m.gang for m in entry.hello("x", index=1)] == [1], "another rank is of the same gang"
-    assert [m.gang for m in entry.hello("a")] == [1]
+    assert [m.trainer_generation for m in entry.hello("x", index=1)] == [1], (
+        "another rank is of the same trainer generation"
+    )
+    assert [m.trainer_generation for m in entry.hello("a")] == [1]
     entry = Entry(tmp_path, store)
-    assert [m.gang for m in entry.hello("a")] == [1], "it has outlived its controller"
-    assert [m.gang for m in entry.hello("b")] == [2] and newest_gang(tmp_path) == 2
+    assert [m.trainer_generation for m in entry.hello("a")] == [1], "it has outlived its controller"
+    assert [m.trainer_generation for m in entry.hello("b")] == [2] and newest_trainer_generation(
+        tmp_path
+    ) == 2
     store.close()
 
 
@@ -97,8 +101,8 @@ def test_a_replaced_gang_cannot_come_back(tmp_path: Path, store: Store) -> None:
     entry.hello("b")
     entry.members.leave(entry.members.at("trainer"))
     (answer,) = entry.hello("a")
-    assert isinstance(answer, GangEnded) and "other trainers have taken the place" in answer.reason
-    assert entry.members.at("trainer") is None and newest_gang(tmp_path) == 2
+    assert isinstance(answer, TrainersEnded) and "other trainers have taken the place" in answer.reason
+    assert entry.members.at("trainer") is None and newest_trainer_generation(tmp_path) == 2
     store.close()
 
 
@@ -106,7 +110,7 @@ def test_ranks_of_the_next_gang_are_not_sent_to_the_last_ones_place(tmp_path: Pa
     """Where the trainers meet is said by each trainer 0 anew."""
     entry = Entry(tmp_path, store)
     entry.hello("a")
-    entry.gang.on_trainers_meet(entry.members.at("trainer"), TrainersMeet("there", 1))
+    entry.trainer_generation.on_trainers_meet(entry.members.at("trainer"), TrainersMeet("there", 1))
     assert len(entry.hello("x", index=1)) == 2
     entry.hello("b")
     assert len(entry.hello("y", index=1)) == 1
@@ -115,11 +119,11 @@ def test_ranks_of_the_next_gang_are_not_sent_to_the_last_ones_place(tmp_path: Pa
 
 def test_a_gang_that_starts_meets_over_a_controller_s_death(tmp_path: Path, store: Store) -> None:
     """Trainer 0 has said where they meet, and the controller dies before the other rank has come, or before
-    it was told. The next gang is not sent there by any controller."""
+    it was told. The next trainer generation is not sent there by any controller."""
     entry = Entry(tmp_path, store)
     entry.hello("a")
     place = TrainersMeet("there", 1)
-    entry.gang.on_trainers_meet(entry.members.at("trainer"), place)
+    entry.trainer_generation.on_trainers_meet(entry.members.at("trainer"), place)
     entry = Entry(tmp_path, store)
     entry.hello("a")
     assert [m for m in entry.hello("x", index=1) if isinstance(m, TrainersMeet)] == [place]
@@ -132,19 +136,28 @@ def test_a_gang_that_starts_meets_over_a_controller_s_death(tmp_path: Path, stor
 
 def test_one_rank_lost_ends_its_gang(tmp_path: Path, store: Store) -> None:
     """The other rank is told, the fence rises before anyone has come, one line says what the run waits for,
-    and a rank that comes before its rank 0 is of the next gang."""
+    and a rank that comes before its rank 0 is of the next trainer generation."""
     entry = Entry(tmp_path, store)
     entry.hello("a"), entry.hello("x", index=1)
     entry.membership.on_failure(entry.members.at("trainer", 1), Failure("out of luck"))
     (told,) = entry.answers("trainer:0:a")
-    assert isinstance(told, GangEnded) and "gang 1 of trainers has ended: trainer 1 failed" in told.reason
-    assert not entry.members.all("trainer") and entry.forgotten == 1 and newest_gang(tmp_path) == 2
+    assert (
+        isinstance(told, TrainersEnded)
+        and "generation 1 of trainers has ended: trainer 1 failed" in told.reason
+    )
+    assert (
+        not entry.members.all("trainer") and entry.forgotten == 1 and newest_trainer_generation(tmp_path) == 2
+    )
     (line,) = entry.lines
     assert line.endswith("out of luck; the others go on, and wait up to 300 s for trainers to start again")
     assert entry.records == [
         ("gang_ended", {"gang": 1, "step": 0, "reason": "trainer 1 failed: out of luck"})
     ]
-    assert [m.gang for m in entry.hello("y", index=1)] == [m.gang for m in entry.hello("b")] == [2]
+    assert (
+        [m.trainer_generation for m in entry.hello("y", index=1)]
+        == [m.trainer_generation for m in entry.hello("b")]
+        == [2]
+    )
     assert entry.forgotten == 1
     store.close()
 
@@ -154,19 +167,25 @@ def test_a_rank_that_starts_again_unseen_ends_the_gang(tmp_path: Path, store: St
     entry = Entry(tmp_path, store)
     entry.hello("a"), entry.hello("x", index=1)
     entry = Entry(tmp_path, store)
-    assert [m.gang for m in entry.hello("a")] == [1]
+    assert [m.trainer_generation for m in entry.hello("a")] == [1]
     entry.members.at("trainer").last_seen -= 5.0
-    assert [m.gang for m in entry.hello("y", index=1)] == [2] and newest_gang(tmp_path) == 2
+    assert [m.trainer_generation for m in entry.hello("y", index=1)] == [2] and newest_trainer_generation(
+        tmp_path
+    ) == 2
     assert entry.members.at("trainer") is None, "the old trainer 0 is of another life"
     store.close()
 
 
 def test_another_layout_after_a_restart_is_another_gang(tmp_path: Path, store: Store) -> None:
-    """Its rank 1 may come before its rank 0, and the earlier gang had none."""
+    """Its rank 1 may come before its rank 0, and the earlier trainer generation had none."""
     entry = Entry(tmp_path, store, ranks=1)
     entry.hello("a")
     entry = Entry(tmp_path, store, ranks=2)
-    assert [m.gang for m in entry.hello("x", index=1)] == [m.gang for m in entry.hello("b")] == [2]
+    assert (
+        [m.trainer_generation for m in entry.hello("x", index=1)]
+        == [m.trainer_generation for m in entry.hello("b")]
+        == [2]
+    )
     assert len(entry.members.all("trainer")) == 2
     store.close()
 
@@ -175,13 +194,13 @@ def test_the_run_waits_for_trainers_no_longer_than_it_says(tmp_path: Path, store
     """Nor for those who fail again at the same place."""
     entry = Entry(tmp_path, store)
     entry.hello("a"), entry.hello("x", index=1)
-    entry.gang.end("trainer 0 has died")
+    entry.trainer_generation.end("trainer 0 has died")
     entry.hello("b")
-    entry.gang.tick(time.monotonic() + 299)
+    entry.trainer_generation.tick(time.monotonic() + 299)
     with pytest.raises(LaminarError, match=r"waited 300 s for trainers .*; 1 of 2 are missing"):
-        entry.gang.tick(time.monotonic() + 301)
+        entry.trainer_generation.tick(time.monotonic() + 301)
     entry.hello("y", index=1)
-    entry.gang.tick(time.monotonic() + 1e6)
+    entry.trainer_generation.tick(time.monotonic() + 1e6)
     entry.membership.on_failure(entry.members.at("trainer"), Failure("no good"))
     entry.hello("c")
     with pytest.raises(LaminarError, match="no good; other trainers are not awaited: the same happened"):
@@ -196,41 +215,42 @@ def test_trainers_whose_job_is_in_the_queue_are_awaited_longer(tmp_path: Path, s
     queued.parent.mkdir()
     queued.touch()
     entry.hello("a"), entry.hello("x", index=1)
-    entry.gang.end("trainer 0 has died")
+    entry.trainer_generation.end("trainer 0 has died")
     assert not queued.exists()
     now = time.monotonic()
     for late in 301, 603, 905:
         queued.touch()
-        entry.gang.tick(now + late)
-        entry.gang.tick(now + late + 290)
+        entry.trainer_generation.tick(now + late)
+        entry.trainer_generation.tick(now + late + 290)
         assert entry.lines[-1].endswith("their job is in Slurm's queue; the others go on")
     assert len(entry.lines) == 4
     entry.shared.state.stopping = "SIGUSR1"
     with pytest.raises(StopCutShort, match=r"waited 300 s for trainers to start again .*, before"):
-        entry.gang.tick(now + 1206)
+        entry.trainer_generation.tick(now + 1206)
     entry.shared.state.stopping = ""
     with pytest.raises(LaminarError, match="are missing; start all roles again"):
-        entry.gang.tick(now + 1208)
+        entry.trainer_generation.tick(now + 1208)
     store.close()
 
 
 def test_trainers_leave_a_run_that_goes_on(tmp_path: Path, store: Store) -> None:
     """Promise (docs/promises.md#failure-domains): when their job is to end all ranks finish the step
-    under way and leave, and the run waits for the next gang. Who is asked before anybody has come, or is
-    asked once more, changes nothing; a stop of the run that comes meanwhile finds it stopped in order."""
+    under way and leave, and the run waits for the next trainer generation. Who is asked before anybody has
+    come, or is asked once more, changes nothing; a stop of the run that comes meanwhile finds it stopped in
+    order."""
     for stopped in False, True:
         entry = Entry(tmp_path, store)
         state, nothing = entry.shared.state, SimpleNamespace()
         continuation = Continuation(store, state, None)
         training = Training(entry.shared, nothing, None, nothing, store, None, continuation, nothing, None)
-        entry.gang.ask_to_leave("SIGUSR1")
+        entry.trainer_generation.ask_to_leave("SIGUSR1")
         assert not state.trainers_leave
         entry.hello(f"a{stopped}"), entry.hello(f"x{stopped}", index=1)
         trainer, other = entry.members.all("trainer")
-        state.gang, state.groups_taken = trainer.identity, 8
+        state.trainer_generation, state.groups_taken = trainer.identity, 8
         training._request = TakeBatch(0, 1)
-        entry.gang.ask_to_leave("SIGUSR1")
-        entry.gang.ask_to_leave("SIGTERM")
+        entry.trainer_generation.ask_to_leave("SIGUSR1")
+        entry.trainer_generation.ask_to_leave("SIGTERM")
         state.groups_taken = 0
         training.answer_trainer()
         assert entry.answers(trainer.identity) == [Leave("SIGUSR1")]
@@ -238,11 +258,13 @@ def test_trainers_leave_a_run_that_goes_on(tmp_path: Path, store: Store) -> None
         assert not state.trainer_done and not state.finished
         if stopped:
             entry.shared.request_stop("SIGTERM")
-        number = entry.gang.number
+        number = entry.trainer_generation.number
         entry.membership.on_goodbye(trainer, Goodbye())
-        assert entry.gang.number == number and not entry.answers(other.identity), "it leaves in order too"
+        assert entry.trainer_generation.number == number and not entry.answers(other.identity), (
+            "it leaves in order too"
+        )
         entry.membership.on_goodbye(other, Goodbye())
-        assert state.finished is stopped and entry.gang.number == number + (not stopped)
+        assert state.finished is stopped and entry.trainer_generation.number == number + (not stopped)
         assert bool(state.trainers_leave) is stopped
     assert entry.lines[0].endswith("SIGUSR1: the trainers finish step 1, then a checkpoint; the others go on")
     store.close()
@@ -253,10 +275,10 @@ def test_trainers_are_lost_while_the_run_stops(tmp_path: Path, store: Store) -> 
     decides whether its jobs are requeued (launch/slurm/ending.py)."""
     entry = Entry(tmp_path, store)
     entry.hello("a"), entry.hello("x", index=1)
-    entry.shared.state.gang = "a"
+    entry.shared.state.trainer_generation = "a"
     entry.shared.request_stop("SIGTERM")
     with pytest.raises(StopCutShort, match="trainer 0 has died, before the run could stop; go on with"):
-        entry.gang.end("trainer 0 has died")
+        entry.trainer_generation.end("trainer 0 has died")
     store.close()
 
 
@@ -269,13 +291,13 @@ def test_a_stopped_rank_is_killed_after_its_gang(tmp_path: Path, store: Store) -
         for index, process in enumerate((stopped, other)):
             hello = Hello("trainer", index, "a", process.pid, "here")
             entry.membership.on_hello(f"trainer:{index}:a", hello)
-        entry.gang._started[other.pid] = "another"
+        entry.trainer_generation._started[other.pid] = "another"
         stopped.send_signal(signal.SIGSTOP)
-        entry.gang.end("trainer 0 is stopped")
+        entry.trainer_generation.end("trainer 0 is stopped")
         entry.hello("b"), entry.hello("y", index=1)
-        entry.gang.tick(time.monotonic())
+        entry.trainer_generation.tick(time.monotonic())
         assert stopped.poll() is None
-        entry.gang.tick(time.monotonic() + 6)
+        entry.trainer_generation.tick(time.monotonic() + 6)
         assert stopped.wait(5) == -signal.SIGKILL and other.poll() is None
     finally:
         for process in (stopped, other):
@@ -315,7 +337,7 @@ def test_trainers_that_are_not_where_the_run_is_end_it(
 
 
 @pytest.mark.parametrize(
-    ("gang", "state", "text", "finished"),
+    ("trainer_generation", "state", "text", "finished"),
     [
         ("", {}, "the trainer is not there yet, so there is nothing to save", True),
         ("trainer:0:a", {"trainer_step": 50}, "no step is under way; a checkpoint of step 50", False),
@@ -333,10 +355,10 @@ def test_trainers_that_are_not_where_the_run_is_end_it(
         ),
     ],
 )
-def test_a_stop_says_what_goes_on(store, tmp_path, gang, state, text, finished):
+def test_a_stop_says_what_goes_on(store, tmp_path, trainer_generation, state, text, finished):
     """Promise: Ctrl-C in set-up, before a step, in one, and in the last evaluation says what it waits for."""
     entry = Entry(tmp_path, store)
-    entry.shared.state.gang = gang
+    entry.shared.state.trainer_generation = trainer_generation
     for name, value in state.items():
         setattr(entry.shared.state, name, value)
     entry.shared.request_stop("SIGINT")

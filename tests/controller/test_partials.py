@@ -1,6 +1,6 @@
 """The partial-response pool: what it holds is a gapless beginning of one attempt's response."""
 
-from laminar_hpc.controller.trajectories.partial_responses import PartialPool
+from laminar_hpc.controller.trajectories.partial_responses import PartialResponsePool
 from laminar_hpc.line.messages.data import Partial, VersionSpan
 from laminar_hpc.line.messages.rollouts import Increment
 from laminar_hpc.rollout.partial_response import columns, tokens_of
@@ -13,7 +13,7 @@ def increment(attempt: int, start: int, tokens: list[int]) -> Increment:
 
 def test_increments_follow_on_each_other():
     """The pool holds a response without gaps and without doubles."""
-    pool = PartialPool()
+    pool = PartialResponsePool()
     pool.add(increment(0, 0, [1, 2]))
     pool.add(increment(0, 2, [3]))
     pool.add(increment(0, 5, [9]))  # a gap: one was lost
@@ -24,7 +24,7 @@ def test_increments_follow_on_each_other():
 
 def test_given_tokens_stay_between_spans():
     """docs/promises.md#loss-mask: what comes without a span was given by the environment."""
-    pool = PartialPool()
+    pool = PartialResponsePool()
     pool.add(increment(0, 0, [1, 2]))
     pool.add(Increment(9, 0, 2, *columns([7, 8], [0.0, 0.0]), [], 1.0))
     pool.add(increment(0, 4, [3]))
@@ -35,7 +35,7 @@ def test_given_tokens_stay_between_spans():
 
 def test_a_newer_attempt_takes_the_place_of_an_older_one():
     """What an earlier owner sends late is left out."""
-    pool = PartialPool()
+    pool = PartialResponsePool()
     pool.add(increment(0, 0, [1, 2]))
     pool.put(9, 1, Partial(*columns([1, 2], [-0.5] * 2), [VersionSpan(4, 0, 2)], 1.0, 1))  # it has moved
     pool.add(increment(0, 2, [3]))  # late, of the source

@@ -153,8 +153,8 @@ def test_a_late_comer_is_served_by_the_last_relay(clock):
 
 
 def test_relays_die_and_come_while_no_trainer_is_there(clock):
-    """Between two gangs the chain is mended and a late comer gets the newest weights from a relay; the next
-    gang finds the chain whole and links to its head alone."""
+    """Between two trainer generations the chain is mended and a late comer gets the newest weights from a
+    relay; the next trainer generation finds the chain whole and links to its head alone."""
     clock.all_have(7)
     epoch = clock.epochs()[0]
     assert clock.chain.sender_left() == [(0, CutLink(epoch))]

@@ -50,8 +50,8 @@ def run(launcher: Launcher, go: Path) -> int:
     ],
 )
 def test_who_is_told_what(controller, trainers, replicas, code, said, tmp_path, capfd) -> None:
-    """The table of launch/slurm/connections.py: a run ends in order where its trainers have failed, goes on where
-    replicas or a connection have, and no process is left where it cannot go on or has not begun."""
+    """The table of launch/slurm/connections.py: a run ends in order where its trainers have failed, goes on
+    where replicas or a connection have, and no process is left where it cannot go on or has not begun."""
     go = tmp_path / "go"
     all_begun = f"{BEGIN} while [ ! -e {go} ]; do sleep 0.05; done;"
     scripts = [text.format(all=all_begun, obeys=OBEYS) for text in (controller, trainers, replicas)]

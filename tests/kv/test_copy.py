@@ -33,8 +33,8 @@ from laminar_hpc.weights.kernels.sums import tensor_sums
     ],
 )
 def test_rows_arrive_bit_by_bit(dtype, heads, head_dim, page_size, tokens, isa, streaming):
-    """Promise: every record's payload is torch's gather, its sums are those of weights/kernels/sums.py, and slots not
-    named stay as they were."""
+    """Promise: every record's payload is torch's gather, its sums are those of weights/kernels/sums.py, and
+    slots not named stay as they were."""
     source = make(dtype, 3, heads, head_dim, page_size, seed=1)
     target = make(dtype, 3, heads, head_dim, page_size, seed=2)
     ours, theirs = slots_of(tokens, page_size, seed=3), slots_of(tokens, page_size, seed=4)

@@ -74,17 +74,17 @@ def test_the_owner_is_lost_while_it_waits(moving: Moving, early: bool) -> None:
     comes while the trajectory is on its way."""
     moving.goes(0, 0, 1)
     moving.script.dies(1)
-    rescuer, reserve, partial = moving.take(moving.trajectory_id, (0, 2))
+    failover, reserve, partial = moving.take(moving.trajectory_id, (0, 2))
     assert partial.called and partial.awaits == moving.name
     answer = Answer(moving.trajectory_id, moving.name, GIVEN)
     if early:
         moving.script.hear("rollout", 0, answer)
-    moving.script.hear("rollout", rescuer, Imported(reserve.move_id, 0))
+    moving.script.hear("rollout", failover, Imported(reserve.move_id, 0))
     if not early:
         moving.script.hear("rollout", 0, answer)
     known = moving.known(2)
     assert known is not None and known.count == 7 and not known.awaits
-    assert [a.name for a in moving.sent(rescuer, Answer)] == [moving.name]
+    assert [a.name for a in moving.sent(failover, Answer)] == [moving.name]
 
 
 def test_a_replica_that_only_waits_is_emptied(tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ class History:
     def other_trainers(self) -> None:
         """They go back to a step that was trained, which is undone with all later ones."""
         self.lives += 1
-        self.controller.gang.end("one of them has died")
+        self.controller.trainer_generation.end("one of them has died")
         self.controller.turn()
         self.life, self.asked = f"life{self.lives}", False
         self.step = self.chance.randrange(self.step + 1)

@@ -10,7 +10,7 @@ import pytest
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from helpers.emulated.stand import small_config
-from laminar_hpc.controller.trajectories.partial_responses import PartialPool
+from laminar_hpc.controller.trajectories.partial_responses import PartialResponsePool
 from laminar_hpc.engine.factory import engine_factory
 from laminar_hpc.engine.interface import EngineDied, Generation, SamplingParameters
 from laminar_hpc.line.context import RoleContext
@@ -182,7 +182,7 @@ class Streams(Late):
 async def test_the_pool_goes_on_behind_an_interruption(tmp_path: Path) -> None:
     """What was drawn between the last increment and the interruption is told with the next request: else
     nothing more of the response would follow on what the pool has. Also to another controller."""
-    here, engine, pool = OneBatch(tmp_path), Streams(), PartialPool()
+    here, engine, pool = OneBatch(tmp_path), Streams(), PartialResponsePool()
     here.batch.config.rollout.increment_tokens, here.batch.one_policy = 2, False
     running = await here.granted(tmp_path, GROUP, 1000)
     await here.engines.current.stop()
@@ -191,7 +191,7 @@ async def test_the_pool_goes_on_behind_an_interruption(tmp_path: Path) -> None:
         while len(engine.ends) < requests and not running.done():
             await asyncio.sleep(0)
         if requests == 3:  # what the second interruption has left was told to the next controller
-            pool = PartialPool()
+            pool = PartialResponsePool()
         for said in here.said:
             assert isinstance(said, Increment)
             pool.add(said)

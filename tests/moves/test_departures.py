@@ -35,7 +35,7 @@ class Terminator:
     def __call__(self, controller: Controller) -> None:
         if len(self.told) >= self.most or time.monotonic() < self._next or controller.state.trainer_done:
             return
-        rooms = {room.replica: room.weight_id for room in controller.rescuer.rooms()}
+        rooms = {room.replica: room.weight_id for room in controller.failover.rooms()}
         for replica, weight_id in rooms.items():
             others = [other for other in rooms if other != replica and rooms[other] == weight_id]
             if others and self.generates(replica) >= UNDER_WAY:

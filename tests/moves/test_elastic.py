@@ -21,11 +21,11 @@ class Tides:
         stand, step = self.stand, controller.state.trainer_step
         assert stand is not None
         serving = [replica.worker for replica in stand.newcomers if replica.worker is not None]
-        self.crews.append(len(controller.crew.replicas()))
+        self.crews.append(len(controller.active_replicas.replicas()))
         if len(stand.newcomers) < min(3, step + 1):
             stand.join()
         elif len(self.crews) > 1 and len(stand.newcomers) == 3 and step >= 3:
-            replicas = controller.crew.replicas()
+            replicas = controller.active_replicas.replicas()
             if replicas >= {0, 1, 2}:
                 serving[0].context.channel.interrupt(Terminated())
             elif replicas == {1, 2} and step >= 4:

@@ -139,12 +139,12 @@ def test_at_the_start_the_minimum_counts_as_there(tmp_path, minimum, expected):
     script = new(tmp_path, replicas=4, minimum=minimum)
     script.publish(0, 0)
     script.rollout(0)
-    assert script.controller.crew.minimum == (minimum or 4)
+    assert script.controller.active_replicas.minimum == (minimum or 4)
     first = asks(script, 0)
     assert size(first) == expected
     for index in (1, 2, 3):
         script.rollout(index)
-    assert script.controller.crew.minimum == 1
+    assert script.controller.active_replicas.minimum == 1
     assert size(asks(script, 0, first)) == GROUPS
     script.closes()
 

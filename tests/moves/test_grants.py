@@ -46,7 +46,7 @@ def plain_pass(c: Controller, opened_for: set[int]) -> Expected:
         if not c.weights.is_newest_on(machine, weight_id):
             continue
         if config.pipeline.refresh == "barrier":
-            if all(idle.get(each) == newest.weight_id for each in c.crew.replicas()):
+            if all(idle.get(each) == newest.weight_id for each in c.active_replicas.replicas()):
                 opened_for.clear()
                 opened_for.update(each for each, i in idle.items() if i == newest.weight_id)
             if replica not in opened_for:

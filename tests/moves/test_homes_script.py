@@ -74,12 +74,12 @@ def test_questions_and_answers_find_their_way(apart: Apart) -> None:
     ask = apart.asks()
     assert apart.sent(0, Ask) == [ask] and not apart.sent(1, Answer)
     apart.script.dies(1)
-    rescuer, reserve, partial = apart.take(apart.id, (0, 2))
+    failover, reserve, partial = apart.take(apart.id, (0, 2))
     assert (partial.home, partial.awaits) == (apart.home, apart.name)
-    apart.script.hear("rollout", rescuer, Imported(reserve.move_id, 0))
+    apart.script.hear("rollout", failover, Imported(reserve.move_id, 0))
     answer = Answer(apart.id, apart.name, b"\5\0\0\0")
     apart.script.hear("rollout", 0, answer)
-    assert apart.sent(rescuer, Answer) == [answer] and not apart.sent(0, LetGo)
+    assert apart.sent(failover, Answer) == [answer] and not apart.sent(0, LetGo)
 
 
 def test_it_grades_what_has_ended_elsewhere(apart: Apart) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from helpers.control.script import Script, samples_of
 from helpers.emulated.stand import small_config
-from laminar_hpc.controller.trajectories import failover as rescuer
+from laminar_hpc.controller.trajectories import failover as failover
 from laminar_hpc.line.messages.chain import RelayHas
 from laminar_hpc.line.messages.data import ReplicaLoad, Sample
 from laminar_hpc.line.messages.membership import Hello, Ping
@@ -251,11 +251,11 @@ def test_after_some_tries_it_starts_again(tmp_path):
     script = new(tmp_path)
     first = alone_on_older_weights(script)
     script.dies(0)
-    for life in range(rescuer.TRIES - 1):
+    for life in range(failover.TRIES - 1):
         assert script.granted(1, life=str(life) if life else "") is not None
         script.dies(1, life=str(life) if life else "")
         script.rollout(1, life=str(life + 1))
-    life = str(rescuer.TRIES - 1)
+    life = str(failover.TRIES - 1)
     assert script.granted(1, life=life).parts
     script.dies(1, life=life)
     assert script.state().discarded == TOKENS * len(samples_of(first))

@@ -10,7 +10,7 @@ from laminar_hpc.line.messages.publication import WeightId
 from laminar_hpc.line.messages.training import Restored
 from laminar_hpc.report import rundata
 from laminar_hpc.simulator.emulation import stage
-from laminar_hpc.store.checkpoints import newest_gang
+from laminar_hpc.store.checkpoints import newest_trainer_generation
 
 
 class Died(Exception):
@@ -38,16 +38,16 @@ def test_the_next_trainers_go_on_from_their_checkpoint(tmp_path: Path) -> None:
     def trainers(config: RunConfig, seconds: float, handed: queue.SimpleQueue) -> None:
         with contextlib.suppress(Died):
             stage.trainer(config, seconds, FewIds(handed, 3))
-        zombies.append(newest_gang(Path(config.run_dir)))
+        zombies.append(newest_trainer_generation(Path(config.run_dir)))
         channel = stage.join(config, "trainer")
         channel.send(Restored(1, ["checkpoint step_000002 is damaged"]))
-        zombies.append(channel.welcome.gang)
+        zombies.append(channel.welcome.trainer_generation)
         stage.train(config, channel, 1, seconds, handed)
 
     config = small_config(tmp_path, steps=4)
     stand = Stand(config, trainer=trainers)
     stand.run(90)
-    assert zombies == [1, 2] and newest_gang(Path(config.run_dir)) == 2
+    assert zombies == [1, 2] and newest_trainer_generation(Path(config.run_dir)) == 2
     assert_every_one_ended_once(config)
     run = rundata.load(Path(config.run_dir))
     assert [step["step"] for step in run.steps] == [1, 2, 3, 4] and run.abandoned_steps == 1

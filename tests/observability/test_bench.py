@@ -195,7 +195,7 @@ def test_faults_are_read(load):
         ("stop", 13.0, "trainer"),
         ("stop", 60.0, "engine"),
     ]
-    for word in ("kill5-relay", "stop-gang", "pause-relay"):
+    for word in ("kill5-relay", "stop-trainer generation", "pause-relay"):
         with pytest.raises(ValueError, match=word):
             read(word)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from laminar_hpc.controller.trajectories.partial_responses import PartialPool
+from laminar_hpc.controller.trajectories.partial_responses import PartialResponsePool
 from laminar_hpc.engine.interface import Generation
 from laminar_hpc.line.messages.data import Partial, PromptGroup, VersionSpan
 from laminar_hpc.line.messages.rollouts import Increment, Unfinished
@@ -55,7 +55,7 @@ def through_the_system(run_dir: Path, generation: Generation) -> torch.Tensor:
     """A response on its whole way; the behaviour log-probs as the objective gets them."""
     prompt = PromptGroup(0, [1, 2, 3], "", {}, [])
     told = columns(generation.tokens[:1000], generation.logprobs[:1000])
-    pool = PartialPool()
+    pool = PartialResponsePool()
     increment = Increment(0, 0, 0, *told, [VersionSpan(5, 0, 1000)], 1.0)
     pool.add(decode(encode(increment)))
     so_far = extended(Partial(), generation)

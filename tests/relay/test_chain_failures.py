@@ -75,8 +75,8 @@ def test_deaths_a_standstill_and_late_comers(chain):
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_relays_die_and_come_while_there_is_no_trainer(chain):
-    """Between two gangs the chain closes around a death, and who comes late has the newest weights from a
-    relay; the next trainer's go down the whole of it."""
+    """Between two trainer generations the chain closes around a death, and who comes late has the newest
+    weights from a relay; the next trainer's go down the whole of it."""
     published(chain, [0, 1, 2], 60)
     weight_id, step = chain.newest(2)
     chain.leave_trainer()

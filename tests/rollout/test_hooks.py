@@ -156,7 +156,8 @@ def test_every_setting_of_the_environment_is_read(tmp_path):
 
 @pytest.mark.slow
 def test_torchvision_needs_its_schemas():
-    """Beside this build of torch `import torchvision` fails exactly where machine/compat/torchvision.py says so."""
+    """Beside this build of torch `import torchvision` fails exactly where machine/compat/torchvision.py says
+    so."""
     program = "import torch, torchvision"
     failed = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False).returncode
     assert (torchvision._library is not None) == bool(failed)

@@ -210,22 +210,23 @@ def test_which_checkpoints_stay(tied_model: Path, tmp_path: Path, world: None) -
 
 
 def test_a_replaced_gang_writes_no_checkpoint(tied_model: Path, tmp_path: Path, world: None) -> None:
-    """Trainers that were stopped while another gang took their place: what they still write gets no name."""
-    old = Trainer(tied_model, tmp_path, welcome=Welcome("run", gang=1))
+    """Trainers that were stopped while another trainer generation took their place: what they still write
+    gets no name."""
+    old = Trainer(tied_model, tmp_path, welcome=Welcome("run", trainer_generation=1))
     fence(tmp_path, 1)
     old.checkpointer.save(1)
     fence(tmp_path, 2)
-    with pytest.raises(PermanentFailure, match="gang 1 was replaced by gang 2 while it wrote"):
+    with pytest.raises(PermanentFailure, match="trainer generation 1 was replaced by 2 while it wrote"):
         old.checkpointer.save(2)
     assert steps(tmp_path) == [1]
-    Trainer(tied_model, tmp_path, welcome=Welcome("run", gang=2)).checkpointer.save(2)
+    Trainer(tied_model, tmp_path, welcome=Welcome("run", trainer_generation=2)).checkpointer.save(2)
     assert steps(tmp_path) == [1, 2] and read_state(checkpoint_path(tmp_path, 2))["gang"] == 2
 
 
 @pytest.mark.slow
 def test_a_gang_that_was_stopped_in_a_checkpoint_wakes_up_replaced(tied_model: Path, tmp_path: Path) -> None:
-    """A real process, stopped while it writes, and let go on when another gang may write: nothing that it
-    wrote gets a name, and it ends by itself."""
+    """A real process, stopped while it writes, and let go on when another trainer generation may write:
+    nothing that it wrote gets a name, and it ends by itself."""
     run_dir = tmp_path / "run"
     fence(run_dir, 1)
     many = [str(step) for step in range(1, 1000)]
@@ -243,7 +244,7 @@ def test_a_gang_that_was_stopped_in_a_checkpoint_wakes_up_replaced(tied_model: P
         _, error = zombie.communicate(timeout=30)
     finally:
         zombie.kill()
-    assert zombie.returncode and "trainer gang 1 was replaced by gang 2 while it wrote" in error
+    assert zombie.returncode and "trainer generation 1 was replaced by 2 while it wrote" in error
     assert steps(run_dir) == before
 
 

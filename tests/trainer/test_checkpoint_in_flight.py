@@ -107,9 +107,9 @@ def test_a_process_that_ends_leaves_no_half_of_one(
 def test_a_replaced_gang_cannot_spoil_the_files_of_the_next(
     tied_model: Path, tmp_path: Path, world: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that stood still in the midst of writing a step's checkpoint goes on while the next gang writes its
-    own of the same step, whose name comes right after: what has the name is whole."""
-    old = Trainer(tied_model, tmp_path, welcome=Welcome("run", gang=1))
+    """One that stood still in the midst of writing a step's checkpoint goes on while the next trainer
+    generation writes its own of the same step, whose name comes right after: what has the name is whole."""
+    old = Trainer(tied_model, tmp_path, welcome=Welcome("run", trainer_generation=1))
     fence(tmp_path, 1)
     goes_on, write, publish = threading.Event(), HfFiles.write, checkpoints.publish
 
@@ -129,7 +129,7 @@ def test_a_replaced_gang_cannot_spoil_the_files_of_the_next(
 
     monkeypatch.setattr(checkpoints, "publish", late)
     fence(tmp_path, 2)
-    new = Trainer(tied_model, tmp_path, welcome=Welcome("run", gang=2))
+    new = Trainer(tied_model, tmp_path, welcome=Welcome("run", trainer_generation=2))
     new.train(0, 1)
     new.checkpointer.save(1)
     old.checkpointer.close()

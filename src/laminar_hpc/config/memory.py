@@ -39,8 +39,8 @@ class Need:
 
 def relay_bytes(config: RunConfig) -> int:
     """What the relays on an engine's GPU take there where weights cross between machines by NCCL: a context,
-    and for each of two links NCCL's buffers and its staging (weights/links/staging.py: three chunks that arrive,
-    two that leave). 0 where they go through host memory."""
+    and for each of two links NCCL's buffers and its staging (weights/links/staging.py: three chunks that
+    arrive, two that leave). 0 where they go through host memory."""
     relay, rollout = config.relay, config.rollout
     if relay.transport == "host" or config.source.startswith("replay:"):
         return 0

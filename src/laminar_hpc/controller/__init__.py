@@ -1,0 +1,1 @@
+"""The controller: one thread that receives, decides by the policies, commits one transaction, then sends."""

@@ -24,7 +24,7 @@ class _Batch(msgspec.Struct):
 
 
 class _UnderWay(msgspec.Struct, omit_defaults=True):
-    gang: str
+    trainer_generation: str
     trainer_step: int
     steps_done: int = 0
     trainer_done: bool = False
@@ -53,7 +53,7 @@ class Continuation:
         if not self._written:
             return
         known, state = msgspec.json.decode(self._written, type=_UnderWay), self._state
-        state.gang = known.gang
+        state.trainer_generation = known.trainer_generation
         state.trainer_step = known.trainer_step
         state.steps_done = known.steps_done
         state.groups_taken = len(self._store.rows.consumed_groups(known.trainer_step))
@@ -80,11 +80,13 @@ class Continuation:
         """What has changed goes into the open transaction; also while other trainers are awaited, under the
         name of those that have gone."""
         state, due = self._state, self._evaluations.queue if self._evaluations else []
-        gang = state.gang or (self._noted.gang if self._noted else "")
-        if not gang:
+        trainer_generation = state.trainer_generation or (
+            self._noted.trainer_generation if self._noted else ""
+        )
+        if not trainer_generation:
             return
         now = _UnderWay(
-            gang,
+            trainer_generation,
             state.trainer_step,
             state.steps_done,
             state.trainer_done,

@@ -29,22 +29,22 @@ from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.controller.archiving import Archiving
 from laminar_hpc.controller.continuation import Continuation
 from laminar_hpc.controller.fleet.active_replicas import ActiveReplicas
-from laminar_hpc.controller.fleet.draining import Departures
+from laminar_hpc.controller.fleet.draining import Draining
 from laminar_hpc.controller.fleet.handlers import handlers
 from laminar_hpc.controller.fleet.members import Member, Members
 from laminar_hpc.controller.fleet.membership import Membership
 from laminar_hpc.controller.fleet.replicas import Replicas
-from laminar_hpc.controller.fleet.trainer_generation import Gang
+from laminar_hpc.controller.fleet.trainer_generation import TrainerGeneration
 from laminar_hpc.controller.shared import NUMBERS, Outbox, RunState, Shared
 from laminar_hpc.controller.training import Training
 from laminar_hpc.controller.trajectories.answers import AnswerRouting
 from laminar_hpc.controller.trajectories.dispatcher import Dispatcher
 from laminar_hpc.controller.trajectories.evaluations import Evaluations
-from laminar_hpc.controller.trajectories.failover import Rescuer
+from laminar_hpc.controller.trajectories.failover import Failover
 from laminar_hpc.controller.trajectories.homes import HomeRouting
 from laminar_hpc.controller.trajectories.last_evaluation import LastEvaluation
 from laminar_hpc.controller.trajectories.migration import Migration
-from laminar_hpc.controller.trajectories.partial_responses import PartialPool
+from laminar_hpc.controller.trajectories.partial_responses import PartialResponsePool
 from laminar_hpc.controller.trajectories.reattachment import Reattachment
 from laminar_hpc.controller.trajectories.repacker import Repacker
 from laminar_hpc.controller.trajectories.reports import TrajectoryReports
@@ -107,36 +107,52 @@ class Controller:
         layers = model_config(config.model.path)["num_hidden_layers"]
         probes = Probes(config.model.dtype, layers, metrics, say)
         self.replicas = Replicas()
-        self.pool = PartialPool()
+        self.pool = PartialResponsePool()
         self.weights = Weights(shared, relays, store, probes)
         self.slots = slots
-        self.gang = Gang(shared, store, self.forget_gang)
+        self.trainer_generation = TrainerGeneration(shared, store, self.forget_trainers)
         run_id = hub.address.run_id
         patience = config.cluster.join_timeout_seconds + config.cluster.heartbeat_timeout_seconds
         self.gone = GoneWriters(store.run_dir, shared.roles_apart, patience, time.monotonic())
         self.membership = Membership(
-            shared, self.weights, run_id, store, self.gang, self.forget, self.came, slots, self.gone.is_gone
+            shared,
+            self.weights,
+            run_id,
+            store,
+            self.trainer_generation,
+            self.forget,
+            self.came,
+            slots,
+            self.gone.is_gone,
         )
         first = store.get("restore_epoch", 0) * NUMBERS
         self.migration = Migration(shared, tracker, self.replicas, self.pool, self.weights.steps, first)
         self.repacker = Repacker(shared, tracker, self.replicas, self.weights, self.migration)
-        self.rescuer = Rescuer(shared, tracker, self.replicas, self.weights, self.pool, self.migration)
+        self.failover = Failover(shared, tracker, self.replicas, self.weights, self.pool, self.migration)
         self.answers = AnswerRouting(shared, tracker, self.pool, self.migration)
         self.homes = HomeRouting(shared, tracker, self.replicas, self.pool)
-        self.departures = Departures(shared, tracker, self.replicas, self.pool, self.migration, self.rescuer)
+        self.draining = Draining(shared, tracker, self.replicas, self.pool, self.migration, self.failover)
         self.continuation = Continuation(store, self.state, evaluations)
         self.last_evaluation = LastEvaluation(shared, evaluations)
         awaited, last_seen = set[int](), 0.0
         if shared.roles_apart:
             self.continuation.recall(derived.rollout_ranks)
             awaited, last_seen = tracker.keep_owners(), status.last_seen(Path(config.run_dir))
-        self.crew = ActiveReplicas(shared, self.replicas, awaited)
+        self.active_replicas = ActiveReplicas(shared, self.replicas, awaited)
         self.dispatcher = Dispatcher(
-            shared, tracker, evaluations, self.replicas, self.weights, self.rescuer, probes, self.crew, first
+            shared,
+            tracker,
+            evaluations,
+            self.replicas,
+            self.weights,
+            self.failover,
+            probes,
+            self.active_replicas,
+            first,
         )
         self.scorers = Scorers(shared, tracker, self.replicas)
         self.reports = TrajectoryReports(
-            shared, tracker, evaluations, self.pool, self.rescuer, self.scorers, self.homes
+            shared, tracker, evaluations, self.pool, self.failover, self.scorers, self.homes
         )
         self.archiving = None if replay else Archiving(shared, store, self.gone)
         self.training = Training(
@@ -147,13 +163,13 @@ class Controller:
             store,
             replay,
             self.continuation,
-            self.crew,
+            self.active_replicas,
             self.archiving,
         )
         if shared.roles_apart:
             take_up(Path(config.run_dir), store, tracker, self.pool, self.reports)
         self.reattachment = Reattachment(
-            shared, store, tracker, self.replicas, self.rescuer, awaited, self.replica_lost, last_seen
+            shared, store, tracker, self.replicas, self.failover, awaited, self.replica_lost, last_seen
         )
         self.handlers = handlers(self)
         hub.announce(store.store_id, store.received())
@@ -203,7 +219,9 @@ class Controller:
         elif isinstance(message, Hello):
             self.membership.on_hello(identity, message)
         elif isinstance(message, StopRequest):
-            (self.gang.ask_to_leave if message.trainers_only else self.request_stop)(message.reason)
+            (self.trainer_generation.ask_to_leave if message.trainers_only else self.request_stop)(
+                message.reason
+            )
         elif (member := self.members.of(identity)) is None:
             self.membership.on_stranger(identity, message)
         else:
@@ -214,7 +232,7 @@ class Controller:
                     identity, f"a {member.hello.role} sends no {type(message).__name__}"
                 )
             handler(member, message)
-            self.rescuer.place_orphans()
+            self.failover.place_orphans()
         return None
 
     def tick(self) -> None:
@@ -224,7 +242,7 @@ class Controller:
         now = time.monotonic()
         if self.reattachment.tick(now):
             self.continuation.finish()
-        self.gang.tick(now)
+        self.trainer_generation.tick(now)
         self.weights.update_chains()
         self.training.answer_trainer()
         self.last_evaluation.tick(now)
@@ -232,8 +250,8 @@ class Controller:
         self.homes.let_go()
         self.dispatcher.dispatch()
         self.migration.call_off_late(now)
-        self.departures.move_away()
-        self.rescuer.place_orphans()
+        self.draining.move_away()
+        self.failover.place_orphans()
         self.repacker.tick(now)
         self.reports.show_progress()
         if self.archiving:
@@ -244,9 +262,9 @@ class Controller:
     def on_ping(self, member: Member, ping: Ping) -> None:
         if ping.load is not None:
             self.replicas.reported(member.hello.index, ping.load)
-            self.rescuer.reported(member.hello.index)
+            self.failover.reported(member.hello.index)
         if ping.progress is not None and member.hello.role == "trainer":
-            self.gang.on_progress(member, ping.progress)
+            self.trainer_generation.on_progress(member, ping.progress)
         self.outbox.send(member, Pong())
 
     def on_goodbye(self, member: Member, goodbye: Goodbye) -> None:
@@ -255,7 +273,7 @@ class Controller:
             self.gone.ended(member.hello.index)
 
     def on_leaving(self, member: Member, leaving: Leaving) -> None:
-        self.departures.on_leaving(member, leaving)
+        self.draining.on_leaving(member, leaving)
         self.homes.replica_lost(member.hello.index)
         self.dispatcher.replica_lost(member.hello.index)
 
@@ -278,30 +296,30 @@ class Controller:
     def came(self, member: Member) -> None:
         """A worker that was no member."""
         leads = (member.hello.role, member.hello.index) == ("trainer", 0)
-        if leads and member.identity != self.state.gang:
+        if leads and member.identity != self.state.trainer_generation:
             self.continuation.other_trainers()
         if member.hello.role == "rollout":
-            self.crew.joined(member.hello.index)
+            self.active_replicas.joined(member.hello.index)
             self.gone.came(member.hello.index)
         self.reattachment.joined(member)
 
     def replica_lost(self, index: int) -> None:
         """What it had in hand goes to others."""
         self.replicas.forget(index)
-        self.crew.lost(index)
+        self.active_replicas.lost(index)
         self.dispatcher.replica_lost(index)
         self.homes.replica_lost(index)
-        trajectories = self.rescuer.replica_lost(index)
+        trajectories = self.failover.replica_lost(index)
         self.scorers.replica_lost(index)
         if self.evaluations:
             self.evaluations.replica_lost(index)
         if trajectories:
             self.metrics.write("regranted", replica=index, trajectories=trajectories, reason="replica gone")
 
-    def forget_gang(self) -> None:
+    def forget_trainers(self) -> None:
         """The trainers have gone, and others are to come; rollouts and relays keep what they have."""
-        self.training.gang_ended()
-        self.weights.gang_ended()
+        self.training.trainers_ended()
+        self.weights.trainers_ended()
 
     def tell_all_to_leave(self, reason: str) -> None:
         self.state.ending = True

@@ -157,7 +157,7 @@ def _note_start(controller: Controller, restored_step: int | None, epoch: int) -
     config, state = controller.config, controller.state
     controller.metrics.write(
         "start",
-        restored_step=(state.trainer_step or None) if state.gang else restored_step,
+        restored_step=(state.trainer_step or None) if state.trainer_generation else restored_step,
         pipeline=config.pipeline.name,
         refresh=config.pipeline.refresh,
         epoch=epoch,
@@ -240,7 +240,7 @@ def hear(number: int, received: list[str]) -> None:
 def take_up_request(controller: Controller, run_dir: Path, waiting: list[str]) -> None:
     """That of `laminar stop`, which no controller has had, if the roles that it was for still wait."""
     reason = left_request(run_dir, controller.store.store_id)
-    if reason and controller.state.gang and waiting:
+    if reason and controller.state.trainer_generation and waiting:
         controller.request_stop(reason)
         controller.turn()  # on record
     forget_request(run_dir)
@@ -250,8 +250,8 @@ def loop(controller: Controller, received: list[str], lock: RunLock, watch: Stan
     """Turns until the work is done, then until all have said goodbye. Bounded by the join and stop time
     limits. `received`: names of signals, filled by their handler."""
     state, members, cluster = controller.state, controller.members, controller.config.cluster
-    wanted = {"trainer": controller.derived.trainer_ranks, "rollout": controller.crew.minimum}
-    if state.gang:  # a run that is under way goes on with the replicas that there are
+    wanted = {"trainer": controller.derived.trainer_ranks, "rollout": controller.active_replicas.minimum}
+    if state.trainer_generation:  # a run that is under way goes on with the replicas that there are
         wanted = {"trainer": 0 if state.trainer_done else wanted["trainer"], "rollout": 1}
     joined, joining_until = False, time.monotonic() + cluster.join_timeout_seconds
     stop_until, stop_seconds, shown = None, 0.0, 0.0
@@ -265,7 +265,7 @@ def loop(controller: Controller, received: list[str], lock: RunLock, watch: Stan
             controller.hub.show_address()
         if received:
             controller.request_stop(received[0])
-        if state.stopping and (members.at("trainer") or not state.gang):
+        if state.stopping and (members.at("trainer") or not state.trainer_generation):
             stop_seconds = stop_seconds or _stop_limit(controller.config)
             stop_until = stop_until or time.monotonic() + stop_seconds
             if time.monotonic() > stop_until:

@@ -49,7 +49,9 @@ class RunState:
     """How far the run is, and whether it ends."""
 
     trainer_step: int  # the version of the trainer's weights
-    gang: str = ""  # the identity of the trainer 0 that has said where it starts, at whichever controller
+    trainer_generation: str = (
+        ""  # the identity of the trainer 0 that has said where it starts, at whichever controller
+    )
     groups_taken: int = 0  # by the trainer, of its present step
     steps_done: int = 0  # since the trainers started
     stopping: str = ""  # why the run stops before its last step
@@ -94,7 +96,7 @@ class Shared:
         if state.stopping:
             return
         state.stopping = reason
-        has_trainer = bool(self.members.at("trainer") or state.gang)
+        has_trainer = bool(self.members.at("trainer") or state.trainer_generation)
         if state.trainer_done:
             text = f"step {state.trainer_step} is trained and saved; the evaluation of it is left out"
         elif not has_trainer:

@@ -60,7 +60,7 @@ class Training:
         store: Store,
         replay: Store | None,
         continuation: Continuation,
-        crew: ActiveReplicas,
+        active_replicas: ActiveReplicas,
         archiving: Archiving | None,
     ) -> None:
         self._shared = shared
@@ -72,12 +72,14 @@ class Training:
         self._store = store
         self._replay = replay
         self._continuation = continuation
-        self._crew = crew
+        self._active_replicas = active_replicas
         self._archiving = archiving
         self._writer: PayloadWriter | None = None  # of a replay's steps that come from an archive
         config = shared.config
         self._samples = ShownSamples(Path(config.model.path), config.observability.show_samples, shared.say)
-        self._evaluated_before = bool(self._state.gang)  # it is due, or done, since an earlier controller
+        self._evaluated_before = bool(
+            self._state.trainer_generation
+        )  # it is due, or done, since an earlier controller
         self._request: TakeBatch | None = None
         self._wait_reason = ""
         self._last_not_yet = self._last_step_time = 0.0
@@ -99,7 +101,7 @@ class Training:
                 f"{member.name} sees no checkpoint in {self._config.run_dir}, where the controller sees that "
                 f"of step {seen[-1]}: run_dir must be on a file system that all trainers share"
             )
-        state.gang = member.identity
+        state.trainer_generation = member.identity
         self._request = None
         state.trainer_step = step
         state.groups_taken = 0
@@ -112,14 +114,15 @@ class Training:
         if self._evaluations:
             self._evaluations.restore(step, first_id)
         if self._evaluations and restored.step is None and not self._evaluated_before:
-            self._evaluations.add("before", 0, self._crew.size)
+            self._evaluations.add("before", 0, self._active_replicas.size)
             self._evaluated_before = True
         self._last_step_time = 0.0
         self._say_where(restored, groups)
 
-    def gang_ended(self) -> None:
-        """What the trainers had asked for is asked by nobody; where they were is said by the next gang."""
-        self._state.gang = ""
+    def trainers_ended(self) -> None:
+        """What the trainers had asked for is asked by nobody; where they were is said by the next trainer
+        generation."""
+        self._state.trainer_generation = ""
         self._request = None
 
     def _say_where(self, restored: Restored, groups: int) -> None:
@@ -134,7 +137,7 @@ class Training:
                 say(console.line("set-up", text))
 
     def _check_started(self, member: Member, what: str) -> None:
-        if member.identity != self._state.gang:
+        if member.identity != self._state.trainer_generation:
             raise LaminarError(f"{member.name} {what} and has not said where it starts; {SAME_VERSION}")
 
     # ---- batches -------------------------------------------------------------------------------------------
@@ -295,4 +298,4 @@ class Training:
         if state.stopping or self._evaluations is None:
             state.finished = True
         elif not any(evaluation.label == "after" for evaluation in self._evaluations.queue):
-            self._evaluations.add("after", self._config.steps, self._crew.size)
+            self._evaluations.add("after", self._config.steps, self._active_replicas.size)

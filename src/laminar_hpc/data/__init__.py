@@ -1,0 +1,1 @@
+"""Prompts from rows, chat templates, tokenizers, and models by name."""

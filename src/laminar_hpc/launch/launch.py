@@ -2,8 +2,8 @@
 that may be.
 
 `laminar train` (launch/supervisor.py), the scripts of launch/ (launch_role.py), each node of a Slurm job
-(launch/slurm/node.py) and each machine that `laminar launch` reaches by ssh (launch/slurm/host.py) are one. They differ in
-what they start, and in where their orders come from: signals, a file, or the connection.
+(launch/slurm/node.py) and each machine that `laminar launch` reaches by ssh (launch/slurm/host.py) are one.
+They differ in what they start, and in where their orders come from: signals, a file, or the connection.
 """
 
 import math

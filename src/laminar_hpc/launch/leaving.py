@@ -11,7 +11,7 @@ import threading
 import time
 
 from laminar_hpc.line.agent_line import FAILED_ELSEWHERE
-from laminar_hpc.line.channel import Channel, GangReplaced, Terminated
+from laminar_hpc.line.channel import Channel, Terminated, TrainersReplaced
 
 LEAVE_SECONDS = 17.0  # a rank that was told to end is gone after this, whatever it waits for
 LEAVES = ("relay", "rollout")  # roles without which the run goes on; one world ends as a whole
@@ -62,7 +62,7 @@ def watch_signals(role: str) -> list[Channel]:
     return joined
 
 
-def leave_at_once(replaced: GangReplaced) -> None:
+def leave_at_once(replaced: TrainersReplaced) -> None:
     """Called by the channel's thread: whatever the main thread waits for, nothing it does counts any more."""
     logging.getLogger(__name__).error("leaving: %s", replaced)
     logging.shutdown()

@@ -1,7 +1,8 @@
 """The processes of one start of a group of ranks: forked, heard, told to end, and how they ended.
 
-Why a rank has ended is known from its exit code or signal, and from what it has reported (line/agent_line.py).
-Each has a session of its own, so that Ctrl-C reaches the agent alone; none outlives its agent.
+Why a rank has ended is known from its exit code or signal, and from what it has reported
+(line/agent_line.py). Each has a session of its own, so that Ctrl-C reaches the agent alone; none outlives its
+agent.
 """
 
 import math

@@ -16,10 +16,10 @@ from laminar_hpc.line.endings import (
     RUN_FAILED,
     SAME_VERSION,
     ControllerLost,
-    GangReplaced,
     MessageRefused,
     StopReceived,
     Terminated,
+    TrainersReplaced,
 )
 from laminar_hpc.line.in_order import InOrder
 from laminar_hpc.line.messages.data import Message, ReplicaLoad
@@ -33,10 +33,10 @@ __all__ = [
     "SAME_VERSION",
     "Channel",
     "ControllerLost",
-    "GangReplaced",
     "MessageRefused",
     "StopReceived",
     "Terminated",
+    "TrainersReplaced",
 ]
 
 _LOOK_SECONDS = 0.2  # between two looks whether a controller is there
@@ -69,8 +69,8 @@ class Channel:
         self._callback: Callable[[Message | Exception], None] | None = None
         self._closing = False
         self.sessions = 0  # Welcomes after the first: a question that is open then must be asked again
-        # called in the I/O thread when this rank's gang has ended: its main thread may be stuck
-        self.when_replaced: Callable[[GangReplaced], None] | None = None
+        # called in the I/O thread when this rank's trainer generation has ended: its main thread may be stuck
+        self.when_replaced: Callable[[TrainersReplaced], None] | None = None
         # called by a thread beside the main one, which may wait for what never comes, with its error
         self.when_failed: Callable[[BaseException], None] = lambda _: None
         self._line = WorkerLine(run_dir, hello, heartbeat_seconds, patience_seconds, launch, self._deliver)
@@ -98,7 +98,7 @@ class Channel:
         self._line.progress = progress
 
     def _deliver(self, item: Message | Exception) -> None:
-        if isinstance(item, GangReplaced) and self.when_replaced is not None:
+        if isinstance(item, TrainersReplaced) and self.when_replaced is not None:
             self.when_replaced(item)
         with self._arrived:
             if isinstance(item, Welcome):

@@ -17,8 +17,9 @@ class ControllerLost(LaminarError):
     """The controller has said nothing for too long."""
 
 
-class GangReplaced(LaminarError):
-    """Other trainers take the place of this rank's gang: nothing that it still does may count."""
+class TrainersReplaced(LaminarError):
+    """Other trainers take the place of this rank's trainer generation: nothing that it still does may
+    count."""
 
 
 class MessageRefused(LaminarError):

@@ -1,8 +1,8 @@
 """What a rollout that was told to end could not say because there was no controller:
 `run_dir/unsaid/IDENTITY`, the frames of its stream up that nobody has acknowledged.
 
-The next controller takes them as if they had come over the wire (controller/trajectories/unsaid_words.py): their numbers
-tell what has arrived before.
+The next controller takes them as if they had come over the wire (controller/trajectories/unsaid_words.py):
+their numbers tell what has arrived before.
 """
 
 import os

@@ -5,8 +5,8 @@ stops a run without a live controller; spare controllers in `run_dir/jobs/` (lau
 Trainers whose job waits in Slurm's queue can show none: the script of the controller's job does
 (slurm/common.sh), by a file that it writes again and again (`are_queued`).
 
-A sign is judged as the lock of a run is (machine/locks/lock_owner.py): by its process on this machine, elsewhere by its
-renewal.
+A sign is judged as the lock of a run is (machine/locks/lock_owner.py): by its process on this machine,
+elsewhere by its renewal.
 """
 
 import logging

@@ -26,17 +26,17 @@ from laminar_hpc.line.address import ControllerAddress, read_address
 from laminar_hpc.line.controller_watch import ControllerWatch
 from laminar_hpc.line.dealer import PING_SECONDS, connect
 from laminar_hpc.line.delivery import DeliveryError, Header, Receiver, Sender, decode_header, encode_header
-from laminar_hpc.line.endings import GangReplaced, MessageRefused, StopReceived
+from laminar_hpc.line.endings import MessageRefused, StopReceived, TrainersReplaced
 from laminar_hpc.line.messages.data import Message, ReplicaLoad
 from laminar_hpc.line.messages.membership import (
     Failure,
-    GangEnded,
     Hello,
     Ping,
     Pong,
     Rejoin,
     Stop,
     TrainerProgress,
+    TrainersEnded,
     Welcome,
 )
 from laminar_hpc.line.messages.wire import AnyMessage, decode, encode
@@ -174,8 +174,8 @@ class WorkerLine:
             return answer
         if isinstance(answer, Failure):
             raise LaminarError(answer.text)
-        if isinstance(answer, GangEnded):
-            raise GangReplaced(answer.reason)
+        if isinstance(answer, TrainersEnded):
+            raise TrainersReplaced(answer.reason)
         if isinstance(answer, Stop):
             raise StopReceived(answer.reason)
         return None
@@ -278,8 +278,8 @@ class WorkerLine:
             self._deliver(StopReceived(message.reason))
         elif isinstance(message, Failure):
             self._deliver(LaminarError(message.text))
-        elif isinstance(message, GangEnded):
-            self._deliver(GangReplaced(message.reason))
+        elif isinstance(message, TrainersEnded):
+            self._deliver(TrainersReplaced(message.reason))
         elif isinstance(message, Rejoin):
             if not self._joining:
                 log.warning("the controller had taken this %s for dead; joining again", self._hello.role)

@@ -1,0 +1,1 @@
+"""The rollout rank: one engine, its local batches, and the trajectories in flight."""

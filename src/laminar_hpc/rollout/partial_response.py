@@ -1,4 +1,5 @@
-"""What a replica does with a response so far (line/messages/data.py `Partial`): pure functions on its columns."""
+"""What a replica does with a response so far (line/messages/data.py `Partial`): pure functions on its
+columns."""
 
 from collections.abc import Sequence
 

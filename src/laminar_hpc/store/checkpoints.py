@@ -6,11 +6,11 @@ written under a name that begins with a dot and renamed when all of it is on the
 every other file with its length and SHA-256, so that damage is found before anything is loaded, and
 `signature.json` says whose list it is (store/signatures.py).
 
-    .step_000020.3          being written by trainer gang 3, or left by one that died
+    .step_000020.3          being written by trainer generation 3, or left by one that died
     .old_step_000020        replaced by another checkpoint of that step
     .doomed_step_000020     being deleted
     .damaged_step_000020    passed over by a trainer; stays until somebody deletes it
-    gang                    the number of the trainer gang that may write here
+    trainer generation                    the number of the trainer generation that may write here
 """
 
 import contextlib
@@ -61,7 +61,7 @@ def steps(run_dir: Path) -> list[int]:
 
 def read_state(checkpoint: Path) -> dict:
     """state.json: step, state_hash, the trainer's layout, skipped_in_a_row, and where it comes from:
-    store_id, restore_epoch, gang. Raises Damaged."""
+    store_id, restore_epoch, trainer generation. Raises Damaged."""
     state = _read_json(checkpoint, STATE_FILE)
     missing = [key for key in _STATE_KEYS if key not in state]
     if missing:
@@ -219,16 +219,16 @@ def _lock(checkpoint: Path, kind: int) -> Iterator[bool]:
 # ---- who may write -----------------------------------------------------------------------------------------
 
 
-def fence(run_dir: Path, gang: int) -> None:
-    """From here on only trainer gang number `gang` may give a checkpoint its name. Called by the controller
-    before it lets the gang in."""
+def fence(run_dir: Path, trainer_generation: int) -> None:
+    """From here on only trainer generation number `trainer_generation` may give a checkpoint its name. Called
+    by the controller before it lets the trainer generation in."""
     folder = Path(run_dir) / "checkpoints"
     folder.mkdir(parents=True, exist_ok=True)
-    durable.replace(folder / _FENCE_FILE, f"{gang}\n".encode())
+    durable.replace(folder / _FENCE_FILE, f"{trainer_generation}\n".encode())
 
 
-def newest_gang(run_dir: Path) -> int:
-    """The gang that may write; 0 where no controller has said so."""
+def newest_trainer_generation(run_dir: Path) -> int:
+    """The trainer generation that may write; 0 where no controller has said so."""
     try:
         return int((Path(run_dir) / "checkpoints" / _FENCE_FILE).read_text())
     except (FileNotFoundError, ValueError):

@@ -65,7 +65,7 @@ def own_key(config: RunConfig, run_dir: Path) -> SigningKey:
         os.fsync(file.fileno())
     try:
         os.link(new, path)
-    except FileExistsError:  # another gang's, which has signed with it
+    except FileExistsError:  # another trainer generation's, which has signed with it
         pass
     except OSError:  # a file system without links
         new.rename(path)
@@ -119,8 +119,8 @@ def _is_private(path: Path) -> bool:
 
 def objection(config: RunConfig, run_dir: Path, checkpoint: Path) -> str:
     """Why this checkpoint is not the run's own, with the cure; "" if its key has signed the list of files as
-    it is, or checkpoint.unsigned=true. Raises DamagedCheckpoint where the key has signed another list, LaminarError
-    for a key that is none."""
+    it is, or checkpoint.unsigned=true. Raises DamagedCheckpoint where the key has signed another list,
+    LaminarError for a key that is none."""
     if config.checkpoint.unsigned:
         return ""
     path = key_path(config, run_dir)

@@ -1,6 +1,7 @@
 """The spare: a controller that finds the one of another job alive, and takes over when nobody renews that
-one's lock of the run (machine/locks/run_lock.py) any more. One that starts again after its node was lost waits likewise,
-until it is clear that the lock which it has left is renewed no more. It has its imports done by then.
+one's lock of the run (machine/locks/run_lock.py) any more. One that starts again after its node was lost
+waits likewise, until it is clear that the lock which it has left is renewed no more. It has its imports done
+by then.
 
 While it waits it shows a sign, so that a controller whose job is to end alone can leave the run to it
 (launch/slurm/spare.py).

@@ -59,8 +59,8 @@ class _Content(NamedTuple):
 
 
 class RestorePoint(NamedTuple):
-    """Where a gang starts: the step of the checkpoint that is loaded, None without one; and a line on each
-    newer one that is damaged."""
+    """Where a trainer generation starts: the step of the checkpoint that is loaded, None without one; and a
+    line on each newer one that is damaged."""
 
     step: int | None
     passed_over: list[str]
@@ -68,7 +68,8 @@ class RestorePoint(NamedTuple):
 
 class Checkpointer:
     """Saves and loads the state of one run's trainer. Collective: every rank of the trainer world makes the
-    same calls in the same order. `welcome` names store and gang; a checkpoint of another store is refused."""
+    same calls in the same order. `welcome` names store and trainer generation; a checkpoint of another store
+    is refused."""
 
     def __init__(
         self,
@@ -171,7 +172,8 @@ class Checkpointer:
 
     def finish(self) -> None:
         """Returns on all ranks when the checkpoint on its way has its name. Raises OSError, and LaminarError
-        when it took too long, when another rank failed, or when another gang has taken this one's place."""
+        when it took too long, when another rank failed, or when another trainer generation has taken this
+        one's place."""
         self._land()
         self._ranks.meet(f"the end of a checkpoint in {self._run_dir}")
 
@@ -198,8 +200,9 @@ class Checkpointer:
         return target, state_hash
 
     def _open_folder(self, target: Path) -> Path:
-        """Where it is written; empty, and there for all ranks. A gang's own: one before may still write."""
-        partial = target.with_name(f".{target.name}.{self._welcome.gang}")
+        """Where it is written; empty, and there for all ranks. A trainer generation's own: one before may
+        still write."""
+        partial = target.with_name(f".{target.name}.{self._welcome.trainer_generation}")
         if self._rank == 0:
             self._check_fence(target)
             for left in target.parent.glob(f".{target.name}.*"):
@@ -240,15 +243,16 @@ class Checkpointer:
 
     def _origin(self) -> dict:
         w = self._welcome
-        return {"store_id": w.store_id, "restore_epoch": w.epoch, "gang": w.gang}
+        return {"store_id": w.store_id, "restore_epoch": w.epoch, "gang": w.trainer_generation}
 
     def _check_fence(self, target: Path) -> None:
-        """Right before the rename. What is left open is the time between the two, a system call: a gang that
-        is stopped there, and wakes up replaced, still gives this checkpoint its name."""
-        newest = checkpoints.newest_gang(self._run_dir)
-        if self._welcome.gang < newest:
+        """Right before the rename. What is left open is the time between the two, a system call: a trainer
+        generation that is stopped there, and wakes up replaced, still gives this checkpoint its name."""
+        newest = checkpoints.newest_trainer_generation(self._run_dir)
+        if self._welcome.trainer_generation < newest:
             raise PermanentFailure(
-                f"trainer gang {self._welcome.gang} was replaced by gang {newest} while it wrote {target}: "
+                f"trainer generation {self._welcome.trainer_generation} was replaced by {newest} while it "
+                f"wrote {target}: "
                 "this checkpoint is not kept"
             )
 

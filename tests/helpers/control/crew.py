@@ -217,7 +217,7 @@ class Rollout(Worker):
         self.scoring.clear()
 
 
-class Crew:
+class ActiveReplicas:
     def __init__(self, *workers: Worker) -> None:
         self.workers = list(workers)
 

@@ -5,8 +5,8 @@ comes; `wait()` of its work only orders the caller's current stream; only an eve
 host that something is done. Streams can be held (`held`), and so made as slow as a test wants. A peer that
 dies leaves a kernel that waits for ever, until the group is aborted, as without NCCL's watchdog.
 
-`FakeDevice` takes the place of weights/links/streams.py's devices (`used`), `LaggingGroup` that of the backend of
-torch.distributed's groups.
+`FakeDevice` takes the place of weights/links/streams.py's devices (`used`), `LaggingGroup` that of the
+backend of torch.distributed's groups.
 """
 
 import contextlib

@@ -13,7 +13,7 @@ from laminar_hpc.trainer.megatron.policy import MegatronPolicy
 from laminar_hpc.trainer.step.learner import Learner
 
 
-def main(model: Path, run_dir: Path, gang: int, steps: list[int]) -> None:
+def main(model: Path, run_dir: Path, trainer_generation: int, steps: list[int]) -> None:
     from megatron.core import (
         parallel_state,  # behind laminar_hpc.trainer: by itself it imports wandb for 20 s
     )
@@ -22,7 +22,9 @@ def main(model: Path, run_dir: Path, gang: int, steps: list[int]) -> None:
     parallel_state.initialize_model_parallel()
     config = tiny.make_config(model)
     policy = MegatronPolicy(config)
-    checkpointer = Checkpointer(run_dir, policy, Learner(config, policy), Welcome("run", gang=gang))
+    checkpointer = Checkpointer(
+        run_dir, policy, Learner(config, policy), Welcome("run", trainer_generation=trainer_generation)
+    )
     for step in steps:
         checkpointer.save(step)
     dist.destroy_process_group()

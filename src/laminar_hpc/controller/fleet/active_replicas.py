@@ -30,7 +30,7 @@ class ActiveReplicas:
         self._local_batch = config.pipeline.local_batch_groups
         self._groups = config.algorithm.prompts_per_step
         # a run that is under way goes on with whoever there is
-        self._minimum = 1 if shared.state.gang else replicas_min(shared)
+        self._minimum = 1 if shared.state.trainer_generation else replicas_min(shared)
 
     # ---- what happens --------------------------------------------------------------------------------------
 

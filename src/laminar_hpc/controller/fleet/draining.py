@@ -2,7 +2,8 @@
 moves to others while they go on with it.
 
     replica --Leaving--> `move_away`, each tick -> a move to whoever generates on the same weights
-            --Unfinished--> what did not move in time goes on elsewhere from its tokens (controller/trajectories/failover.py)
+            --Unfinished--> what did not move in time goes on elsewhere from its tokens
+            (controller/trajectories/failover.py)
             --Goodbye--> as with any lost replica; others score what it has not
 
 Owns which destinations were tried. With `pipeline.repack=kv` the KV cache moves too.
@@ -13,9 +14,9 @@ import time
 from laminar_hpc.controller.fleet.members import Member
 from laminar_hpc.controller.fleet.replicas import Replicas
 from laminar_hpc.controller.shared import Shared
-from laminar_hpc.controller.trajectories.failover import Rescuer
+from laminar_hpc.controller.trajectories.failover import Failover
 from laminar_hpc.controller.trajectories.migration import Migration
-from laminar_hpc.controller.trajectories.partial_responses import PartialPool
+from laminar_hpc.controller.trajectories.partial_responses import PartialResponsePool
 from laminar_hpc.controller.trajectories.tracker import TrajectoryTracker
 from laminar_hpc.line.messages.data import ReplicaLoad
 from laminar_hpc.line.messages.rollouts import Leaving, Unfinished
@@ -23,7 +24,7 @@ from laminar_hpc.policies import failover
 from laminar_hpc.policies.moves import room
 
 
-class Departures:
+class Draining:
     """Called for Leaving and Unfinished, and at each tick; see the top of this file."""
 
     def __init__(
@@ -31,16 +32,16 @@ class Departures:
         shared: Shared,
         tracker: TrajectoryTracker,
         replicas: Replicas,
-        pool: PartialPool,
+        pool: PartialResponsePool,
         migration: Migration,
-        rescuer: Rescuer,
+        failover: Failover,
     ) -> None:
         self._shared = shared
         self._tracker = tracker
         self._replicas = replicas
         self._pool = pool
         self._migration = migration
-        self._rescuer = rescuer
+        self._failover = failover
         self._tried: set[tuple[int, int]] = set()  # (trajectory, destination)
 
     def on_leaving(self, member: Member, _: Leaving) -> None:
@@ -55,7 +56,7 @@ class Departures:
     def on_unfinished(self, member: Member, message: Unfinished) -> None:
         trajectory_id, attempt = message.trajectory_id, message.attempt
         if self._tracker.owners.counts_as(trajectory_id, attempt):
-            self._rescuer.given_back(member.hello.index, trajectory_id, attempt, message.partial)
+            self._failover.given_back(member.hello.index, trajectory_id, attempt, message.partial)
 
     def move_away(self) -> None:
         """Begins a move of each trajectory that a leaving replica generates and that has a place elsewhere;
@@ -64,7 +65,7 @@ class Departures:
         if not leaving:
             self._tried.clear()
             return
-        now, rooms = time.monotonic(), self._rescuer.rooms()
+        now, rooms = time.monotonic(), self._failover.rooms()
         for source in leaving:
             row = self._replicas.at(source)
             if row.report is None or row.weight_id is None:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.controller.fleet.members import Member
 from laminar_hpc.controller.fleet.numbers import ReplicaNumbers
-from laminar_hpc.controller.fleet.trainer_generation import Gang
+from laminar_hpc.controller.fleet.trainer_generation import TrainerGeneration
 from laminar_hpc.controller.shared import Shared
 from laminar_hpc.controller.weights.weight_ids import Weights
 from laminar_hpc.data.pretrained import recorded_name
@@ -19,12 +19,12 @@ from laminar_hpc.line.channel import SAME_VERSION
 from laminar_hpc.line.messages.membership import (
     UNNUMBERED,
     Failure,
-    GangEnded,
     Goodbye,
     Hello,
     Ping,
     Rejoin,
     Stop,
+    TrainersEnded,
     Welcome,
 )
 from laminar_hpc.line.messages.rollouts import WeightsAvailable
@@ -54,7 +54,7 @@ class Membership:
         weights: Weights,
         run_id: str,
         store: Store,
-        gang: Gang,
+        trainer_generation: TrainerGeneration,
         forget: Callable[[Member], None],
         came: Callable[[Member], None],
         slots: str,
@@ -65,7 +65,7 @@ class Membership:
         self._outbox = shared.outbox
         self._weights = weights
         self._store = store
-        self._gang = gang
+        self._trainer_generation = trainer_generation
         self._run_id = run_id
         self._forget = forget
         self._came = came
@@ -90,10 +90,10 @@ class Membership:
             text = f"{rival.name} is in this run already ({where}): start another run_dir{cure}"
             return self._outbox.send_to(identity, Failure(text))
         trains = hello.role == "trainer"
-        if self._gang.has_ended(identity):
-            return self._outbox.send_to(identity, GangEnded(REPLACED))
+        if self._trainer_generation.has_ended(identity):
+            return self._outbox.send_to(identity, TrainersEnded(REPLACED))
         if trains:
-            self._gang.admit(identity, hello)
+            self._trainer_generation.admit(identity, hello)
         is_member = self._members.of(identity) is not None
         earlier = self._members.join(identity, hello)
         if earlier and earlier.identity != identity:
@@ -105,7 +105,7 @@ class Membership:
         if self._shared.state.ending:
             self._outbox.send_to(identity, Stop(self._shared.state.stopping or "done"))
         if trains:
-            self._gang.joined(identity)
+            self._trainer_generation.joined(identity)
         elif hello.role == "relay":
             self._weights.relay_joined(hello.index, hello.machine)
         elif hello.role == "rollout" and (newest := self._weights.newest_on(hello.machine)):
@@ -114,8 +114,13 @@ class Membership:
 
     def _welcome(self, identity: str, index: int) -> Welcome:
         model, store = str(recorded_name(self._shared.config.model.path) or ""), self._store
-        epoch, gang = store.get("restore_epoch", 0), self._gang.of(identity) or self._gang.number
-        return Welcome(self._run_id, model, store.store_id, epoch, gang, slots=self._slots, index=index)
+        epoch, trainer_generation = (
+            store.get("restore_epoch", 0),
+            self._trainer_generation.of(identity) or self._trainer_generation.number,
+        )
+        return Welcome(
+            self._run_id, model, store.store_id, epoch, trainer_generation, slots=self._slots, index=index
+        )
 
     def on_stranger(self, identity: str, message: AnyMessage) -> None:
         """A worker that was taken for dead and still sends may come back, unless another process has taken
@@ -123,8 +128,8 @@ class Membership:
         log.warning("%s from %s, which is no member any more, was refused", type(message).__name__, identity)
         if self._shared.state.ending or not self._shared.roles_apart or not isinstance(message, Ping):
             return
-        if self._gang.has_ended(identity):
-            return self._outbox.send_to(identity, GangEnded(REPLACED))
+        if self._trainer_generation.has_ended(identity):
+            return self._outbox.send_to(identity, TrainersEnded(REPLACED))
         role, index, *_ = [*identity.split(":"), ""]
         if role not in ROLES or not (index.isdecimal() or identity.startswith(_UNNUMBERED)):
             return self.refuse(identity, "it is no role and index")
@@ -160,10 +165,10 @@ class Membership:
 
     def on_goodbye(self, member: Member, _: Goodbye) -> None:
         self._leave(member)
-        if self._ends_gang(member):
-            self._gang.left(member.name)
+        if self._ends_trainers(member):
+            self._trainer_generation.left(member.name)
 
-    def _ends_gang(self, member: Member) -> bool:
+    def _ends_trainers(self, member: Member) -> bool:
         """Whether its loss makes the run wait for other trainers."""
         state = self._shared.state
         trains = member.hello.role == "trainer" and self._shared.roles_apart
@@ -171,8 +176,8 @@ class Membership:
 
     def on_failure(self, member: Member, failure: Failure) -> None:
         self._members.leave(member)
-        if self._ends_gang(member) and not failure.permanent:
-            return self._gang.failed(member.name, failure.text)
+        if self._ends_trainers(member) and not failure.permanent:
+            return self._trainer_generation.failed(member.name, failure.text)
         if self._is_needed(member):
             if not self._shared.state.ending:
                 raise LaminarError("a worker has failed")  # it has said itself why
@@ -186,13 +191,13 @@ class Membership:
     def remove_dead(self) -> None:
         """Takes out all members that have died or have been silent for too long."""
         for member in self._members.dead():
-            if self._members.of(member.identity) is not None:  # not yet gone with its gang
+            if self._members.of(member.identity) is not None:  # not yet gone with its trainer generation
                 self._on_death(member)
 
     def _on_death(self, member: Member) -> None:
         """Raises LaminarError when the run cannot go on without it."""
-        ends_gang = self._ends_gang(member)
-        if not ends_gang:  # else with its gang: it may be stopped, not dead
+        ends_trainers = self._ends_trainers(member)
+        if not ends_trainers:  # else with its trainer generation: it may be stopped, not dead
             self._leave(member)
         hello, state = member.hello, self._shared.state
         if state.ending or (state.trainer_done and hello.role == "trainer"):
@@ -201,8 +206,8 @@ class Membership:
             f"{member.name} (pid {hello.pid} on {hello.machine}) {self._cause_of_death(member)}; "
             f"see logs/{hello.role}{hello.index}.log in the run directory"
         )
-        if ends_gang:
-            return self._gang.end(text)
+        if ends_trainers:
+            return self._trainer_generation.end(text)
         on_this_machine = hello.machine == self._members.machine
         has_been_said = orders().one_terminal and on_this_machine and not process_is_alive(hello.pid)
         if has_been_said and hello.role == "trainer":

@@ -1,13 +1,14 @@
-"""The trainers as one: a gang is all trainer ranks of one life, and ends as a whole when one of them does.
+"""The trainers as one: a trainer generation is all trainer ranks of one life, and ends as a whole when one of
+them does.
 
-    Hello -> admit -> of the present gang -> Restored, steps, ...
-    a rank dies, fails or stands still -> end -> GangEnded to the others; the next Hellos make the next gang
-    their job is to end -> ask_to_leave -> step, checkpoint, Goodbye of all -> end
+    Hello -> admit -> of the present trainer generation -> Restored, steps, ...
+    a rank dies, fails or stands still -> end -> TrainersEnded to the others; the next Hellos make the next
+    trainer generation their job is to end -> ask_to_leave -> step, checkpoint, Goodbye of all -> end
 
-The number of the gang rises when it ends, so an earlier one is a stranger from then on: its messages change
-nothing, it gets no weight ids, its links are cut and its checkpoints get no name. Called by
-controller/fleet/membership.py, and once a tick. The run waits cluster.join_timeout_seconds for the next gang, and
-as long again whenever Slurm has its job in the queue.
+The number of the trainer generation rises when it ends, so an earlier one is a stranger from then on: its
+messages change nothing, it gets no weight ids, its links are cut and its checkpoints get no name. Called by
+controller/fleet/membership.py, and once a tick. The run waits cluster.join_timeout_seconds for the next
+trainer generation, and as long again whenever Slurm has its job in the queue.
 """
 
 import logging
@@ -23,7 +24,7 @@ from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.system_schema import ClusterConfig, RelayConfig
 from laminar_hpc.controller.fleet.members import Member
 from laminar_hpc.controller.shared import Shared
-from laminar_hpc.line.messages.membership import GangEnded, Hello, TrainerProgress
+from laminar_hpc.line.messages.membership import Hello, TrainerProgress, TrainersEnded
 from laminar_hpc.line.messages.training import TrainersMeet
 from laminar_hpc.line.waiting import are_queued
 from laminar_hpc.machine.observability import console
@@ -34,8 +35,8 @@ from laminar_hpc.store import checkpoints
 from laminar_hpc.store.store import Store
 
 log = logging.getLogger(__name__)
-_FAILURES_PER_HOUR = 10  # of gangs, by an error of their own
-_MEETING = "trainers_meet"  # in the store: gang, address, port
+_FAILURES_PER_HOUR = 10  # of trainer generations, by an error of their own
+_MEETING = "trainers_meet"  # in the store: trainer generation, address, port
 _LOOK_SECONDS = 1.0  # between two looks whether a rank is stuck, of which none can be within a second
 _LEAVE_SECONDS = 5.0  # a rank here that was told to leave and is still alive then is stopped or stuck
 _DOES = {
@@ -59,8 +60,9 @@ class StopCutShort(LaminarError):
     """The run was to stop, and its trainers are gone without their last checkpoint."""
 
 
-class Gang:
-    """`forget()`: the parts of the controller drop what they had with the gang that has ended."""
+class TrainerGeneration:
+    """`forget()`: the parts of the controller drop what they had with the trainer generation that has
+    ended."""
 
     def __init__(self, shared: Shared, store: Store, forget: Callable[[], None]) -> None:
         self._shared = shared
@@ -68,7 +70,7 @@ class Gang:
         self._store = store
         self._forget = forget
         self._run_dir = Path(shared.config.run_dir)
-        self._awaited_until: float | None = None  # while the run waits for another gang
+        self._awaited_until: float | None = None  # while the run waits for another trainer generation
         self._failures = Restarts(_FAILURES_PER_HOUR)
         self._leaving: list[_Leaving] = []
         self._looked = 0.0  # whether a rank is stuck
@@ -78,18 +80,18 @@ class Gang:
             2 * shared.config.cluster.join_timeout_seconds,
         )
         # a controller that died after it wrote the fence has not committed the number
-        self.number = max(store.get("gang", 0), checkpoints.newest_gang(self._run_dir))
+        self.number = max(store.get("gang", 0), checkpoints.newest_trainer_generation(self._run_dir))
         store.put("gang", self.number)
         ranks = shared.derived.trainer_ranks
         if store.get("gang_ranks", ranks) != ranks:
-            self._rise()  # another layout has ranks that the earlier gang had not
+            self._rise()  # another layout has ranks that the earlier trainer generation had not
         store.put("gang_ranks", ranks)
         self._meeting = self._known_meeting()
 
     # ---- who comes -----------------------------------------------------------------------------------------
 
     def of(self, identity: str) -> int:
-        """The gang of a trainer rank, whichever controller it joined; 0 = not known."""
+        """The trainer generation of a trainer rank, whichever controller it joined; 0 = not known."""
         return self._store.get(f"gang {identity}", 0)
 
     def has_ended(self, identity: str) -> bool:
@@ -97,8 +99,8 @@ class Gang:
         return 0 < self.of(identity) < self.number
 
     def admit(self, identity: str, hello: Hello) -> None:
-        """A rank says Hello: of the present gang, or, where another process had its place in that, of the
-        next one."""
+        """A rank says Hello: of the present trainer generation, or, where another process had its place in
+        that, of the next one."""
         if not self.of(identity):
             rank = f"gang_rank {hello.index}"
             if self.number and self._store.get(rank, 0) == self.number:
@@ -119,9 +121,9 @@ class Gang:
             self._awaited_until = None
 
     def _known_meeting(self) -> TrainersMeet | None:
-        """Of a gang that starts while controllers change."""
-        gang, address, port = [*self._store.get_text(_MEETING).split(" "), "", ""][:3]
-        return TrainersMeet(address, int(port)) if gang == str(self.number) else None
+        """Of a trainer generation that starts while controllers change."""
+        trainer_generation, address, port = [*self._store.get_text(_MEETING).split(" "), "", ""][:3]
+        return TrainersMeet(address, int(port)) if trainer_generation == str(self.number) else None
 
     def on_trainers_meet(self, member: Member, place: TrainersMeet) -> None:
         self._meeting = place
@@ -155,7 +157,8 @@ class Gang:
             self.end(f"{reason}: the trainers have left")
 
     def failed(self, name: str, text: str) -> None:
-        """A rank ends by an error of its own. Raises LaminarError when another gang would meet the same."""
+        """A rank ends by an error of its own. Raises LaminarError when another trainer generation would meet
+        the same."""
         cause = f"{name} failed: {text}"
         why_not = self._failures.refusal(cause, self._shared.state.trainer_step, time.time())
         if why_not:
@@ -163,8 +166,8 @@ class Gang:
         self.end(cause)
 
     def end(self, cause: str) -> None:
-        """A rank is lost, so all of them are: the run waits for the next gang. Raises LaminarError when it
-        was about to stop (StopCutShort)."""
+        """A rank is lost, so all of them are: the run waits for the next trainer generation. Raises
+        LaminarError when it was about to stop (StopCutShort)."""
         shared, seconds = self._shared, self._shared.config.cluster.join_timeout_seconds
         if shared.state.stopping:
             raise StopCutShort(f"{cause}, before the run could stop; go on with resume=auto")
@@ -178,7 +181,9 @@ class Gang:
         self._rise()
         now = time.monotonic()
         for trainer in self._members.all("trainer"):
-            self._shared.outbox.send(trainer, GangEnded(f"gang {ended} of trainers has ended: {cause}"))
+            self._shared.outbox.send(
+                trainer, TrainersEnded(f"generation {ended} of trainers has ended: {cause}")
+            )
             self._members.leave(trainer)
             if (started := self._started.get(trainer.hello.pid)) and trainer.hello.pid != os.getpid():
                 self._leaving.append(_Leaving(trainer.name, trainer.hello.pid, started, now + _LEAVE_SECONDS))
@@ -191,7 +196,7 @@ class Gang:
         self._awaited_until = now + self._shared.config.cluster.join_timeout_seconds
 
     def _rise(self) -> None:
-        """From here on an earlier gang can give no checkpoint its name."""
+        """From here on an earlier trainer generation can give no checkpoint its name."""
         self.number += 1
         self._store.put("gang", self.number)
         checkpoints.fence(self._run_dir, self.number)
@@ -202,7 +207,8 @@ class Gang:
         self._watch.heard(member.hello.index, progress.phase, progress.count, time.monotonic())
 
     def tick(self, now: float) -> None:
-        """Raises LaminarError when no other gang comes in time, or, in one torchrun, when a rank is stuck."""
+        """Raises LaminarError when no other trainer generation comes in time, or, in one torchrun, when a
+        rank is stuck."""
         self._kill_those_who_stay(now)
         state = self._shared.state
         if state.trainer_done or state.ending:
@@ -224,7 +230,7 @@ class Gang:
         self.end(text)
 
     def _await_longer(self, now: float) -> None:
-        """Another gang has not come in time: its job may wait for nodes."""
+        """Another trainer generation has not come in time: its job may wait for nodes."""
         shared, ranks = self._shared, self._shared.derived.trainer_ranks
         seconds = shared.config.cluster.join_timeout_seconds
         text = f"waited {seconds:.0f} s for trainers to start again (cluster.join_timeout_seconds)"

@@ -12,7 +12,7 @@ an owner that waits in vain gives up by itself.
 from laminar_hpc.controller.fleet.members import Member
 from laminar_hpc.controller.shared import Shared
 from laminar_hpc.controller.trajectories.migration import Migration
-from laminar_hpc.controller.trajectories.partial_responses import PartialPool
+from laminar_hpc.controller.trajectories.partial_responses import PartialResponsePool
 from laminar_hpc.controller.trajectories.tracker import TrajectoryTracker
 from laminar_hpc.line.messages.moves import Answer
 
@@ -21,7 +21,7 @@ class AnswerRouting:
     """Called for Answer, and when a replica is lost."""
 
     def __init__(
-        self, shared: Shared, tracker: TrajectoryTracker, pool: PartialPool, migration: Migration
+        self, shared: Shared, tracker: TrajectoryTracker, pool: PartialResponsePool, migration: Migration
     ) -> None:
         self._shared = shared
         self._tracker = tracker

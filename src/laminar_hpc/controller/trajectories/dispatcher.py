@@ -11,7 +11,7 @@ from laminar_hpc.controller.fleet.members import Member
 from laminar_hpc.controller.fleet.replicas import Replicas
 from laminar_hpc.controller.shared import Shared
 from laminar_hpc.controller.trajectories.evaluations import Evaluations
-from laminar_hpc.controller.trajectories.failover import Rescue, Rescuer
+from laminar_hpc.controller.trajectories.failover import Failover, Rescue
 from laminar_hpc.controller.trajectories.tracker import TrajectoryTracker
 from laminar_hpc.controller.weights.probes import Probes
 from laminar_hpc.controller.weights.weight_ids import Weights
@@ -38,9 +38,9 @@ class Dispatcher:
         evaluations: Evaluations | None,
         replicas: Replicas,
         weights: Weights,
-        rescuer: Rescuer,
+        failover: Failover,
         probes: Probes,
-        crew: ActiveReplicas,
+        active_replicas: ActiveReplicas,
         first_batch: int,
     ) -> None:
         """`first_batch`: the id of the next local batch; no earlier controller has given it."""
@@ -51,9 +51,9 @@ class Dispatcher:
         self._evaluations = evaluations
         self._replicas = replicas
         self._weights = weights
-        self._rescuer = rescuer
+        self._failover = failover
         self._probes = probes
-        self._crew = crew
+        self._active_replicas = active_replicas
         barrier = self._config.pipeline.refresh == "barrier"
         self._rounds = Rounds() if barrier else None
         self._next_batch = first_batch
@@ -72,8 +72,8 @@ class Dispatcher:
             self._shared.say(console.setup_line(text, self._state.seconds))
         self._replicas.serves(replica, weight_id)
         self._replicas.pull_seconds = opened.seconds
-        self._crew.opened(replica)
-        self._rescuer.opened(replica, weight_id)
+        self._active_replicas.opened(replica)
+        self._failover.opened(replica, weight_id)
         fields = {"replica": replica, "weight_id": weight_id, "step": opened.weight_step}
         self._shared.metrics.write("pull", **fields, seconds=opened.seconds, parts=opened.parts)
         self._probes.scored(weight_id, opened.weight_step, f"rollout{replica}", opened.probe_logprobs)
@@ -98,10 +98,10 @@ class Dispatcher:
             self._evaluations.reset_stranded(served)
         if self._state.stops_here:
             return
-        self._local_batch = self._crew.local_batch_groups
+        self._local_batch = self._active_replicas.local_batch_groups
         self._look_for_a_round()
         if not self._state.trainer_done:
-            while (rescue := self._rescuer.next_rescue(self._next_batch)) is not None:
+            while (rescue := self._failover.next_rescue(self._next_batch)) is not None:
                 self._grant(rescue.replica, self._rescue_grant(rescue))
         self._update_line()
         line, steps = self._replicas.waiting, self._weights.steps
@@ -222,13 +222,13 @@ class Dispatcher:
 
     def _look_for_a_round(self) -> None:
         """Opens the next one when all are ready, if anything has changed since the last look."""
-        newest, crew, line = self._weights.newest, self._crew, self._replicas.waiting
+        newest, active_replicas, line = self._weights.newest, self._active_replicas, self._replicas.waiting
         if self._rounds is None or newest is None:
             return
-        replicas = crew.replicas()
-        now = (newest.weight_id, line.changes, crew.minimum, replicas)
+        replicas = active_replicas.replicas()
+        now = (newest.weight_id, line.changes, active_replicas.minimum, replicas)
         if now == self._looked or line.count(newest.weight_id) < len(replicas):
             return
         self._looked = now
         idle = {replica: line.weight_id(replica) for replica in line}
-        self._rounds.look(idle, newest.weight_id, replicas, crew.minimum)
+        self._rounds.look(idle, newest.weight_id, replicas, active_replicas.minimum)

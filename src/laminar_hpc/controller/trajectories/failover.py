@@ -20,7 +20,7 @@ from laminar_hpc.controller.fleet.members import Member
 from laminar_hpc.controller.fleet.replicas import Replica, Replicas
 from laminar_hpc.controller.shared import Shared
 from laminar_hpc.controller.trajectories.migration import Migration, moved
-from laminar_hpc.controller.trajectories.partial_responses import PartialPool
+from laminar_hpc.controller.trajectories.partial_responses import PartialResponsePool
 from laminar_hpc.controller.trajectories.tracker import TrajectoryTracker
 from laminar_hpc.controller.weights.weight_ids import Weights
 from laminar_hpc.line.messages.data import Partial, PromptGroup
@@ -51,7 +51,7 @@ class Rescue:
         return [(s.trajectory_id, s.attempt) for group in self.groups for s in group.samples]
 
 
-class Rescuer:
+class Failover:
     """Called when a replica is lost, by the dispatcher, and after each message and tick."""
 
     def __init__(
@@ -60,7 +60,7 @@ class Rescuer:
         tracker: TrajectoryTracker,
         replicas: Replicas,
         weights: Weights,
-        pool: PartialPool,
+        pool: PartialResponsePool,
         migration: Migration,
     ) -> None:
         self._shared = shared

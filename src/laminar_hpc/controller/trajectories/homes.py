@@ -1,7 +1,7 @@
 """Environments that stay with the replica that made them, while their trajectories are with others.
 
-    holder --Ask--> here --> home --Answer--> controller/trajectories/answers.py --> whoever has the trajectory by now
-    holder --Generated, with its home--> `grades` --ScoreOrder--> home --Scored-->
+    holder --Ask--> here --> home --Answer--> controller/trajectories/answers.py --> whoever has the
+    trajectory by now holder --Generated, with its home--> `grades` --ScoreOrder--> home --Scored-->
     the trajectory has ended, or begins again --> LetGo --> home
     home lost --> the holder is told so, and what is known of the trajectory is forgotten: it begins again
 
@@ -11,7 +11,7 @@ Owns nothing: where an environment is stands in its name, which each response so
 from laminar_hpc.controller.fleet.members import Member
 from laminar_hpc.controller.fleet.replicas import Replicas
 from laminar_hpc.controller.shared import Shared
-from laminar_hpc.controller.trajectories.partial_responses import PartialPool
+from laminar_hpc.controller.trajectories.partial_responses import PartialResponsePool
 from laminar_hpc.controller.trajectories.tracker import TrajectoryTracker
 from laminar_hpc.line.messages.data import Message
 from laminar_hpc.line.messages.homes import Ask, LetGo, replica_of
@@ -23,7 +23,7 @@ class HomeRouting:
     """Called for Ask, for Generated with a home, when a replica is lost or leaves, and once in each turn."""
 
     def __init__(
-        self, shared: Shared, tracker: TrajectoryTracker, replicas: Replicas, pool: PartialPool
+        self, shared: Shared, tracker: TrajectoryTracker, replicas: Replicas, pool: PartialResponsePool
     ) -> None:
         self._shared = shared
         self._tracker = tracker

@@ -3,9 +3,9 @@
     `begin`: Reserve -> Reserved -> MoveOrder -> MoveReady -> Import -> Imported
         -> owners.move (one transaction) -> MoveCommit to both
 
-Begun by controller/trajectories/repacker.py and, without a source, by controller/trajectories/failover.py. Owns the moves. A side that
-repeats its last message is answered again. A trajectory whose move is called off when its owner is dead goes
-into `orphans`, from which the rescuer takes it in the same turn.
+Begun by controller/trajectories/repacker.py and, without a source, by controller/trajectories/failover.py.
+Owns the moves. A side that repeats its last message is answered again. A trajectory whose move is called off
+when its owner is dead goes into `orphans`, from which the rescuer takes it in the same turn.
 """
 
 import itertools
@@ -19,7 +19,7 @@ import msgspec
 from laminar_hpc.controller.fleet.members import Member
 from laminar_hpc.controller.fleet.replicas import Replicas
 from laminar_hpc.controller.shared import Shared
-from laminar_hpc.controller.trajectories.partial_responses import PartialPool
+from laminar_hpc.controller.trajectories.partial_responses import PartialResponsePool
 from laminar_hpc.controller.trajectories.tracker import TrajectoryTracker
 from laminar_hpc.line.messages.data import Message, Partial
 from laminar_hpc.line.messages.moves import (
@@ -58,7 +58,7 @@ class Migration:
         shared: Shared,
         tracker: TrajectoryTracker,
         replicas: Replicas,
-        pool: PartialPool,
+        pool: PartialResponsePool,
         steps: dict[int, int],
         first_number: int,
     ) -> None:

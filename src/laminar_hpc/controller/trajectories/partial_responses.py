@@ -11,7 +11,7 @@ from laminar_hpc.line.messages.moves import Answer
 from laminar_hpc.line.messages.rollouts import Increment
 
 
-class PartialPool:
+class PartialResponsePool:
     """By trajectory, in memory; see the top of this file."""
 
     def __init__(self) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from laminar_hpc.controller.fleet.members import Member, rollout_silence
 from laminar_hpc.controller.fleet.replicas import Replicas
 from laminar_hpc.controller.shared import Shared
-from laminar_hpc.controller.trajectories.failover import Rescuer
+from laminar_hpc.controller.trajectories.failover import Failover
 from laminar_hpc.controller.trajectories.migration import attempt_of
 from laminar_hpc.controller.trajectories.tracker import TrajectoryTracker
 from laminar_hpc.line.messages.data import Sample
@@ -39,7 +39,7 @@ class Reattachment:
         store: Store,
         tracker: TrajectoryTracker,
         replicas: Replicas,
-        rescuer: Rescuer,
+        failover: Failover,
         awaited: set[int],
         lost: Callable[[int], None],
         last_seen: float,
@@ -48,7 +48,7 @@ class Reattachment:
         self._store = store
         self._tracker = tracker
         self._replicas = replicas
-        self._rescuer = rescuer
+        self._failover = failover
         self._lost = lost
         self.awaited = awaited
         self._last_seen = last_seen
@@ -96,7 +96,7 @@ class Reattachment:
         gone = [(i, a) for i, a in owned.items() if held.get(i) != a and coming.get(i) != a]
         if drop:
             self._shared.outbox.send(member, Drop(drop))
-        self._rescuer.not_held(gone)
+        self._failover.not_held(gone)
         self._tracker.owners.scores(replica, holds.scoring)
         fields = {"held": len(held) - len(drop), "dropped": len(drop), "regranted": len(gone)}
         self._shared.metrics.write("reattached", replica=replica, scoring=len(holds.scoring), **fields)

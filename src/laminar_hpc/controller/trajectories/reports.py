@@ -8,10 +8,10 @@ from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.controller.fleet.members import Member
 from laminar_hpc.controller.shared import Shared
 from laminar_hpc.controller.trajectories.evaluations import Evaluations
-from laminar_hpc.controller.trajectories.failover import Rescuer
+from laminar_hpc.controller.trajectories.failover import Failover
 from laminar_hpc.controller.trajectories.groups import Group
 from laminar_hpc.controller.trajectories.homes import HomeRouting
-from laminar_hpc.controller.trajectories.partial_responses import PartialPool
+from laminar_hpc.controller.trajectories.partial_responses import PartialResponsePool
 from laminar_hpc.controller.trajectories.rewards import RewardErrors
 from laminar_hpc.controller.trajectories.scorers import Scorers
 from laminar_hpc.controller.trajectories.tracker import TrajectoryTracker
@@ -33,8 +33,8 @@ class TrajectoryReports:
         shared: Shared,
         tracker: TrajectoryTracker,
         evaluations: Evaluations | None,
-        pool: PartialPool,
-        rescuer: Rescuer,
+        pool: PartialResponsePool,
+        failover: Failover,
         scorers: Scorers,
         homes: HomeRouting,
     ) -> None:
@@ -42,7 +42,7 @@ class TrajectoryReports:
         self._tracker = tracker
         self._evaluations = evaluations
         self._pool = pool
-        self._rescuer = rescuer
+        self._failover = failover
         self._scorers = scorers
         self._homes = homes
         self.reward_errors = RewardErrors(shared.config, shared.say)
@@ -65,7 +65,7 @@ class TrajectoryReports:
             if self._tracker.generated(trajectory, self._shared.state.trainer_step):
                 if generated.home:
                     self._homes.grades(generated)
-                self._rescuer.trajectory_ended(trajectory.trajectory_id)
+                self._failover.trajectory_ended(trajectory.trajectory_id)
 
     def on_increment(self, _: Member, increment: Increment) -> None:
         if self._tracker.owners.counts_as(increment.trajectory_id, increment.attempt):
@@ -79,7 +79,7 @@ class TrajectoryReports:
             return
         self._scorers.scored(lost.trajectory_id)
         if self._tracker.lost(lost.trajectory_id, lost.attempt):
-            self._tracker.counts.tokens_discarded += self._rescuer.trajectory_ended(lost.trajectory_id)
+            self._tracker.counts.tokens_discarded += self._failover.trajectory_ended(lost.trajectory_id)
             if lost.ungraded:
                 self._ungraded(lost)
         fields = {"trajectory_id": lost.trajectory_id, "attempt": lost.attempt, "reason": lost.reason}
@@ -93,7 +93,7 @@ class TrajectoryReports:
         if group is None:
             return
         for trajectory_id, sample in group.samples.items():
-            tracker.counts.tokens_discarded += self._rescuer.trajectory_ended(trajectory_id)
+            tracker.counts.tokens_discarded += self._failover.trajectory_ended(trajectory_id)
             self._scorers.scored(trajectory_id)
             owner = None if sample.replica is None else shared.members.at("rollout", sample.replica)
             if owner is not None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from laminar_hpc.controller.fleet.members import Member
-from laminar_hpc.controller.trajectories.partial_responses import PartialPool
+from laminar_hpc.controller.trajectories.partial_responses import PartialResponsePool
 from laminar_hpc.controller.trajectories.reports import TrajectoryReports
 from laminar_hpc.controller.trajectories.tracker import TrajectoryTracker
 from laminar_hpc.line import unsaid
@@ -24,7 +24,11 @@ log = logging.getLogger(__name__)
 
 
 def take_up(
-    run_dir: Path, store: Store, tracker: TrajectoryTracker, pool: PartialPool, reports: TrajectoryReports
+    run_dir: Path,
+    store: Store,
+    tracker: TrajectoryTracker,
+    pool: PartialResponsePool,
+    reports: TrajectoryReports,
 ) -> None:
     """All that is left there for this store. What cannot be read stays, and is logged."""
     for path in unsaid.left(run_dir):
@@ -52,7 +56,7 @@ def _take(
     message: AnyMessage,
     member: Member,
     tracker: TrajectoryTracker,
-    pool: PartialPool,
+    pool: PartialResponsePool,
     reports: TrajectoryReports,
 ) -> None:
     """What only a live replica needs is passed over."""

@@ -126,8 +126,9 @@ class Weights:
         self._senders = senders.ranks
         self._looked = None
 
-    def gang_ended(self) -> None:
-        """The relays are cut off from those who sent to them; the next gang says who sends which lane."""
+    def trainers_ended(self) -> None:
+        """The relays are cut off from those who sent to them; the next trainer generation says who sends
+        which lane."""
         self._looked = None
         for chain in self.chains:
             self._send(chain, chain.sender_left())

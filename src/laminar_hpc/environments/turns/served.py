@@ -2,7 +2,8 @@
 contract), or an agent. Called by environments/workers/process.py, as rewards are.
 
 An environment whose methods are all coroutines, and an async agent, share their process and event loop with
-others; any other has a process to itself (environments/turns/pool.py sees to it), so that it may block, and be ended.
+others; any other has a process to itself (environments/turns/pool.py sees to it), so that it may block, and
+be ended.
 """
 
 import asyncio

@@ -85,7 +85,8 @@ class Call(msgspec.Struct, tag=True, omit_defaults=True):
 
 class Ready(msgspec.Struct, tag=True):
     """All functions are imported, or `error` says why not. `asynchronous`: the names of those that are
-    awaited. `tools`: JSON schemas, as environments/turns/tools.py makes them, by name of the function or environment;
+    awaited. `tools`: JSON schemas, as environments/turns/tools.py makes them, by name of the function or
+    environment;
     `rewards`: names of the environments that have a get_reward; `idempotent`: names of the tools that say so
     of themselves, by name of the function or environment."""
 

@@ -1,5 +1,5 @@
-"""`laminar slurm check [FOLDER]`, inside an allocation: starts launch/slurm/probe.py on all its nodes and judges what
-they saw. One row for each thing, with the nodes that differ, and a cure. Less than a minute."""
+"""`laminar slurm check [FOLDER]`, inside an allocation: starts launch/slurm/probe.py on all its nodes and
+judges what they saw. One row for each thing, with the nodes that differ, and a cure. Less than a minute."""
 
 import os
 import secrets

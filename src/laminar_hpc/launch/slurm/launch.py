@@ -1,7 +1,8 @@
 """`laminar launch --hosts FILE [OPTIONS] key=value ...`: a run over several machines without Slurm.
 
 Checks the run as `laminar train` does, prints an ssh line for each machine as it could be typed, starts them
-all, and shows the run's progress until its end. What runs on a machine is `python -m laminar_hpc.launch.slurm.host`.
+all, and shows the run's progress until its end. What runs on a machine is `python -m
+laminar_hpc.launch.slurm.host`.
 """
 
 import os

@@ -1,6 +1,6 @@
 """Which machine of a run this is: the lowest number that no live process holds, by a lock in
-RUN_DIR/machines/NUMBER (machine/locks/run_lock.py), so that machines come and go and no two have the same. The
-relays of a machine have theirs by it."""
+RUN_DIR/machines/NUMBER (machine/locks/run_lock.py), so that machines come and go and no two have the same.
+The relays of a machine have theirs by it."""
 
 from itertools import count
 from pathlib import Path

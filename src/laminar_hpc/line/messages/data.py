@@ -71,7 +71,8 @@ class Partial(msgspec.Struct):
 
 
 class ResponsePlace(msgspec.Struct, frozen=True):
-    """Where a response lies (store/payload/layout.py): `size` bytes from `offset` in a file of RUN_DIR/payloads."""
+    """Where a response lies (store/payload/layout.py): `size` bytes from `offset` in a file of
+    RUN_DIR/payloads."""
 
     file: str
     offset: int

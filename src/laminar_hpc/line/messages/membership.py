@@ -47,7 +47,8 @@ class Welcome(Message):
 
     `model` is OWNER/NAME@COMMIT of a model of the Hugging Face hub, else empty: all machines of a run take
     the same commit. `store_id` names the store that knows all trajectories of the run (store/store.py),
-    `epoch` counts the controller's starts over it, from 0, and `gang` the lives of the trainers, from 1.
+    `epoch` counts the controller's starts over it, from 0, and `trainer_generation` the lives of the
+    trainers, from 1.
 
     `index` is the worker's number within its role: it keeps it for its life, at every controller.
 
@@ -61,7 +62,7 @@ class Welcome(Message):
     model: str = ""
     store_id: str = ""
     epoch: int = 0
-    gang: int = 0
+    trainer_generation: int = 0
     received: int = 0
     slots: str = ""
     index: Index = UNNUMBERED
@@ -99,8 +100,9 @@ class Failure(Message):
     permanent: bool = False
 
 
-class GangEnded(Message):
-    """To a trainer rank: its gang has ended, and others take its place. It ends at once, whatever it does."""
+class TrainersEnded(Message):
+    """To a trainer rank: its trainer generation has ended, and others take its place. It ends at once,
+    whatever it does."""
 
     reason: str
 

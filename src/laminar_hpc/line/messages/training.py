@@ -13,8 +13,8 @@ class TrainersMeet(Message):
 
 
 class Restored(Message):
-    """Where the trainers start, said once by every new gang before its first TakeBatch: on the weights of the
-    checkpoint of step `step`, None without one. The run goes back to that step.
+    """Where the trainers start, said once by every new trainer generation before its first TakeBatch: on the
+    weights of the checkpoint of step `step`, None without one. The run goes back to that step.
 
     `passed_over`: a line on each newer checkpoint that is damaged.
     """

@@ -1,6 +1,7 @@
 """CUDA's compiler: where it is, and a toolkit folder made of pip's wheels.
 
-    python -m laminar_hpc.machine.compat.cuda_toolkit     makes the folder of this environment and prints its path
+    python -m laminar_hpc.machine.compat.cuda_toolkit     makes the folder of this environment and prints its
+    path
 
 NVIDIA's wheels (requirements/cuda13.txt) lie in site-packages/nvidia/cu13, with libraries in lib/ and without
 the plain names that linkers want. `make` puts links to them into a folder that looks like the toolkit's

@@ -8,9 +8,10 @@ A lock is stale if its process is gone (same user, host, boot and PID namespace:
 or, if the process cannot be seen from here, if we have seen its time unchanged for `Owner.stale_after`
 seconds of our own clock. Whatever the file's time is: clocks that differ break no lock.
 
-Holding it. The holder is sure of its lock for a part of that time after each renewal (machine/locks/lease.py), and
-does what only the holder may do while it is sure (`RunLock.assure`). When it could not renew in time it takes
-the lock again as a successor of itself, or finds that it has lost it. So there are never two.
+Holding it. The holder is sure of its lock for a part of that time after each renewal
+(machine/locks/lease.py), and does what only the holder may do while it is sure (`RunLock.assure`). When it
+could not renew in time it takes the lock again as a successor of itself, or finds that it has lost it. So
+there are never two.
 
 Taking over. The successor of the stale lock with token T is whoever creates `run.lock.T`: only one process
 can. It replaces `run.lock` by its own, then removes `run.lock.T`. Whoever comes late finds `run.lock.T`, or

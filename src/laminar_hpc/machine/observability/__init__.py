@@ -1,0 +1,1 @@
+"""What a run writes for people: console lines, metrics, traces, and mirrors of them."""

@@ -1,5 +1,5 @@
-"""One process of an emulated run: `python -m laminar_hpc.simulator.emulation ROLE RUN_DIR [NUMBERS]`; the settings are
-in RUN_DIR/config.yaml.
+"""One process of an emulated run: `python -m laminar_hpc.simulator.emulation ROLE RUN_DIR [NUMBERS]`; the
+settings are in RUN_DIR/config.yaml.
 
 controller RUN_DIR             the real one
 stage RUN_DIR SECONDS          stand-ins for trainer and relay; emulated seconds of training per token

@@ -1,6 +1,6 @@
 """The environments of all replicas: what a trajectory does when its turn has ended, by the rules of the run's
-own state machine (environments/turns/episode.py), and when a call is given up (policies/deadlines.py). Has no clock;
-events.py asks it.
+own state machine (environments/turns/episode.py), and when a call is given up (policies/deadlines.py). Has no
+clock; events.py asks it.
 
     turn ends -> its calls, within the limits -> their results are prefilled -> next turn
               -> the last turn, or a limit    -> it ends

@@ -1,5 +1,5 @@
-"""Trained responses as rows of a Parquet file, and back: exactly the columns of store/payload/layout.py, with the
-record and the prompt beside them. No Python object is made for a token.
+"""Trained responses as rows of a Parquet file, and back: exactly the columns of store/payload/layout.py, with
+the record and the prompt beside them. No Python object is made for a token.
 
 Token ids are split by byte before they are compressed (BYTE_STREAM_SPLIT, zstd), as their upper bytes are
 alike. Behaviour log-probs stay the exact float32 values; those of likely tokens come again and again, as a

@@ -48,9 +48,9 @@ def pack(slices: Sequence[LocalSlice], targets: Sequence[torch.Tensor]) -> LazyS
     stays a NaN, of no particular payload.
 
     Returns a function that gives each slice's part of the two checksums of its whole tensor
-    (weights/kernels/sums.py). They are taken in the same pass, and on a GPU reading them waits for it; on the CPU
-    those of slices that are cast, or do not lie on whole words, are taken when asked for, from the targets,
-    which must be untouched until then. Raises LaminarError on other shapes or dtypes.
+    (weights/kernels/sums.py). They are taken in the same pass, and on a GPU reading them waits for it; on the
+    CPU those of slices that are cast, or do not lie on whole words, are taken when asked for, from the
+    targets, which must be untouched until then. Raises LaminarError on other shapes or dtypes.
     """
     for local, target in zip(slices, targets, strict=True):
         _check_target(local, target)

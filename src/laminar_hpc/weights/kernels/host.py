@@ -19,8 +19,8 @@ def move(
     """Copies `source` into `target`, of equal dtype and as many elements, in row-major order; returns the
     sums of what then stands there.
 
-    The elements' places in the whole tensor (weights/kernels/sums.py), counted from the first one: a grid of `shape`
-    and `strides` in items; default: without gaps. None, and nothing is copied, where the extension is
+    The elements' places in the whole tensor (weights/kernels/sums.py), counted from the first one: a grid of
+    `shape` and `strides` in items; default: without gaps. None, and nothing is copied, where the extension is
     missing, a row does not begin and end with a word, or the tensors are not made of rows in host memory.
     """
     if (
