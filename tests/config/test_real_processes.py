@@ -92,7 +92,7 @@ def test_a_refusal_waits_for_no_library():
 import json, sys
 import pytest
 
-from laminar_hpc import cli
+from laminar_hpc.launch import cli
 try:
     cli.run(["train", "experiment=demo", "steps=0"])
 except cli.LaminarError:

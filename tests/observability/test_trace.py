@@ -152,7 +152,7 @@ def test_metrics_import_no_torch():
     """Promise: the controller, which writes the metrics, runs without torch."""
     code = (
         "import sys, tempfile, pathlib;"
-        "from laminar_hpc.observability import console, trace;"
+        "from laminar_hpc.machine.observability import console, trace;"
         "from laminar_hpc.report import document, summary;"
         "from laminar_hpc.machine.observability.metrics import MetricsWriter;"
         "w = MetricsWriter(pathlib.Path(tempfile.mkdtemp()));"

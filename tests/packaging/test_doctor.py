@@ -20,7 +20,7 @@ def test_every_line_says_how_it_stands_and_it_is_quick() -> None:
     """One line per topic, `ok|warn|FAIL  what: value  (cure)`, within 5 s of one core: it reads metadata and
     imports nothing heavy."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    program = "import sys; from laminar_hpc import cli; sys.exit(cli.run(['doctor']))"
+    program = "import sys; from laminar_hpc.launch import cli; sys.exit(cli.run(['doctor']))"
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False
     )

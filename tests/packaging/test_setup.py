@@ -152,12 +152,12 @@ def test_the_wheel_holds_the_configuration_and_the_entry_points(tree: Path, tmp_
         f"laminar_hpc/conf/{path.relative_to(tree / 'conf')}" for path in (tree / "conf").rglob("*.yaml")
     }
     assert shipped and shipped <= names
-    template = tree / "src/laminar_hpc/project/template"
+    template = tree / "src/laminar_hpc/launch/project/template"
     files = {path.relative_to(tree / "src").as_posix() for path in template.rglob("*") if path.is_file()}
     assert len(files) >= 7 and files <= names
     program = f"""
 import os, laminar_hpc
-from laminar_hpc import cli
+from laminar_hpc.launch import cli
 assert laminar_hpc.__file__.startswith({str(tmp_path / "installed")!r})
 assert cli.run(["init", "mine"]) == 0
 os.chdir("mine")

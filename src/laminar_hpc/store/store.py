@@ -4,9 +4,9 @@ WAL with synchronous=FULL: what is committed survives a power cut. The loop comm
 sends anything. With `store_dir` the journal has it first and is what survives, also the loss of the machine;
 the store's own file then syncs at its checkpoints only.
 States of a trajectory: granted -> generated -> finished -> consumed(step), or given_up(reason). A response is
-in a payload file (payload/), and only its place is here; when the archive has it, not even that. Of steps
-that were archived long ago there are sums in place of trajectories (old_steps.py). Of all else nothing is
-deleted.
+in a payload file (store/payload/), and only its place is here; when the archive has it, not even that. Of
+steps that were archived long ago there are sums in place of trajectories (old_steps.py). Of all else nothing
+is deleted.
 
 Memory has a second copy, as of the last commit. When somebody else removes the file or writes into it, that
 is found in the next turn, and the file is made again from the copy.

@@ -3,8 +3,8 @@ the record and the prompt beside them. No Python object is made for a token.
 
 Token ids are split by byte before they are compressed (BYTE_STREAM_SPLIT, zstd), as their upper bytes are
 alike. Behaviour log-probs stay the exact float32 values; those of likely tokens come again and again, as a
-softmax rounds them, and are found whole. Only this file and export/ import pyarrow, which takes a second:
-store/archive/files.py imports it when a file is written or read.
+softmax rounds them, and are found whole. Only this file and report/export/ import pyarrow, which takes a
+second: store/archive/files.py imports it when a file is written or read.
 """
 
 import json
