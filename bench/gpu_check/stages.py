@@ -77,7 +77,7 @@ STAGES = (
         "bench/kernels.py --device cpu --repeats 2",
         "Triton does not run here: its wheel and the driver must fit; weights then go through plain torch",
         (
-            Goal("pack_over_copy", "other work on the GPU or its host? each slice is a launch", 0.85),
+            Goal("pack_over_copy", "other work on the GPU, or on the host that launches?", 0.85),
             Goal("delta_over_copy", "encoding is slower than the memory: other work on the GPU?", 0.85),
         ),
     ),

@@ -7,7 +7,15 @@ import pytest
 import torch
 
 from laminar_hpc.weights.hf import FAMILIES, ModelShape
-from laminar_hpc.weights.kernels import pack, place, reference, triton_delta, triton_pack
+from laminar_hpc.weights.kernels import (
+    logprobs,
+    pack,
+    place,
+    reference,
+    triton_delta,
+    triton_logprobs,
+    triton_pack,
+)
 from laminar_hpc.weights.kernels.slices import LocalSlice
 from laminar_hpc.weights.kernels.sums import add_sums, tensor_sums
 from laminar_hpc.weights.manifest import layout
@@ -177,7 +185,7 @@ def test_pack_more_than_one_tile(
     """Many tiles per program and one, several programs per slice, ends inside a tile."""
     monkeypatch.setattr(triton_pack, "PROGRAMS", programs)
     monkeypatch.setattr(triton_pack, "TILES", 4)
-    monkeypatch.setattr(triton_pack, "plan", triton_pack.plan.__wrapped__)
+    triton_pack._launches.clear()
     for source, serving in CASTS:
         view = torch.randn(rows, columns + 7).to(source)[:, :columns]
         for start, total in ((0, columns), (5, columns + 9)):
@@ -226,3 +234,30 @@ def test_delta_of_nothing() -> None:
     empty = torch.empty(0, dtype=BF16)
     found = triton_delta.encode(empty, empty)
     assert found.indices.numel() == found.values.numel() == 0
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize(
+    ("rows", "columns", "real"), [(5, 1000, 1000), (3, 1024, 900), (2, 64, 0), (0, 64, 64)]
+)
+def test_logprobs(
+    rows: int, columns: int, real: int, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of several blocks, padding, a rank that has only padding, places of other ranks: the reference's
+    values and gradients to the order of sums, in place too."""
+    for launch in ("SUMMARY", "GRADIENT"):
+        monkeypatch.setattr(triton_logprobs, launch, {"BLOCK": 256})
+    logits, upstream = 8 * torch.randn(rows, columns), torch.randn(rows)
+    places = torch.randint(-1, max(1, real), (rows,)).clamp(max=real - 1)
+    found = triton_logprobs.summary(logits, places, real, temperature)
+    expected = logprobs.summary(logits, places, real, temperature)
+    assert torch.allclose(found, expected, rtol=1e-6, atol=1e-5)
+    normalizers = expected[0] + (expected[1] + (real == 0)).log()
+    arguments = places, real, temperature, normalizers, upstream
+    ours, theirs = logits.clone(), logits.clone()
+    triton_logprobs.gradient(ours, *arguments, ours)
+    logprobs.gradient(theirs, *arguments, theirs)
+    assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6) and not ours[:, real:].any()
+    narrow = torch.full((rows, columns), 7.0, dtype=BF16)
+    triton_logprobs.gradient(logits, *arguments, narrow)
+    assert torch.allclose(narrow.float(), theirs, rtol=2**-7, atol=1e-6)  # the interpreter truncates

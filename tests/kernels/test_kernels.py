@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -18,10 +19,11 @@ from laminar_hpc.weights.kernels import Delta, delta_apply, delta_encode, pack, 
 from laminar_hpc.weights.kernels.grid import common_grid
 from laminar_hpc.weights.kernels.slices import LocalSlice
 from laminar_hpc.weights.kernels.triton_delta import BLOCK, compact_kernel, mark_kernel
+from laminar_hpc.weights.kernels.triton_logprobs import gradient_kernel, summary_kernel
 from laminar_hpc.weights.kernels.triton_pack import pack_kernel
 
 CASES = Path(__file__).with_name("interpreted_cases.py")
-PACK = {"BR": 1, "BC": 1024, "TILES": 16, "WIDE": False}
+PACK = {"BR": 1, "BC": 1024, "WIDE": False, "ALIGNED": True}
 
 
 @pytest.mark.timeout(900)
@@ -70,12 +72,21 @@ PACKED = [
 ]
 
 
+TABLES = {"slices": "*i64", "programs": "*i32", "sums": "*i64"}
+
+
+def packed(source: str, target: str, constants: dict) -> dict:
+    """The constants of a kind of slices."""
+    items = {"*i16": tl.int16, "*i32": tl.int32}
+    return {**PACK, **constants, "SOURCE": items[source], "TARGET": items[target]}
+
+
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize(("source", "target", "constants"), PACKED)
 def test_pack_compiles_ahead(source: str, target: str, constants: dict, capability: int) -> None:
     """PTX and machine code for sm_80 and sm_90; on real sizes memory is read and written 16 bytes at a
     time."""
-    ptx = compiled(pack_kernel, {**PACK, **constants}, capability, source=source, target=target, sums="*i64")
+    ptx = compiled(pack_kernel, packed(source, target, constants), capability, **TABLES)
     assert re.search(rf"\.target sm_{capability}", ptx)
     assert re.search(r"ld\.global\.v[48]\.b32", ptx) and re.search(r"st\.global\.v[48]\.b32", ptx)
     assert len(re.findall(r"atom\.global\S*\.add\.[us]64", ptx)) == 2
@@ -95,14 +106,39 @@ def test_delta_compiles_ahead(item: str, capability: int) -> None:
     assert f".target sm_{capability}" in compacted
 
 
+LOGPROBS = {
+    summary_kernel: {"logits": "*fp32", "places": "*i64", "found": "*fp32"},
+    gradient_kernel: {
+        "logits": "*fp32",
+        "places": "*i64",
+        "normalizers": "*fp32",
+        "upstream": "*fp32",
+        "out": "*bf16",
+    },
+}
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("kernel", LOGPROBS)
+def test_logprobs_compile_ahead(kernel: triton.JITFunction, capability: int) -> None:
+    """As above. A block of logits is read once, and of the gradient written once in 16 bits."""
+    types = {**LOGPROBS[kernel], "temperature": "fp32", "inverse": "fp32"}
+    ptx = compiled(kernel, {"SCALED": True, "BLOCK": 2048}, capability, **types)
+    read = 4 * len(re.findall(r"ld\.global\.v4\.b32", ptx))
+    assert read == 2048 // 128 and f".target sm_{capability}" in ptx
+    if kernel is gradient_kernel:
+        assert 8 * len(re.findall(r"st\.global\.v4\.b32", ptx)) == 2048 // 128
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_all_specialisations_compile_ahead(capability: int) -> None:
     """Promise: for A100, Hopper and Blackwell, also where no argument is known to be divisible by 16, as with
     odd shapes and unaligned views, and where every integer is 1, which Triton compiles apart."""
     cases: list[tuple] = [
-        (pack_kernel, {**PACK, **constants}, {"source": source, "target": target, "sums": "*i64"})
-        for source, target, constants in PACKED
+        (pack_kernel, {**packed(*case), "ALIGNED": aligned}, TABLES)
+        for case in PACKED
+        for aligned in (False, True)
     ]
     words = {"marks": "*i32", "counts": "*i32", "ends": "*i32", "indices": "*i32"}
     for item in ("*i16", "*i32"):

@@ -220,7 +220,7 @@ class Pretended:
     def share(self, pool, slots):
         if self.gives:
             raise self.gives
-        ticket = device.Ticket(bytes([len(self.shared)]) * 64, len(slots), [])
+        ticket = device.Ticket(bytes([len(self.shared)]) * 64, len(slots), b"")
         self.shared[ticket.handle] = [tensor[slots] for tensor in pool.tensors]
         return SharedRows(self.shared, ticket)
 

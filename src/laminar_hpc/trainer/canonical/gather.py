@@ -6,10 +6,10 @@ checkpoints, on rank 0. At the start every rank says which slices it holds; of t
 together, else the first rank's. So each byte comes there once.
 """
 
-import functools
 import logging
 import math
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -106,9 +106,9 @@ class Canonical:
         bucket must be as it is until then. May run in a thread of its own, the same one on every rank of
         `publishing`.
         """
-        own, names, of_spans = _by_name(local), list(self.slices), list[list[LazySums]]()
+        own, names, parts = _by_name(local), list(self.slices), list[_Packed]()
         sender, of_lane = self._lanes[number].lane.sender, self._lanes[number].slices
-        for span in spans:
+        for index, span in enumerate(spans):
             name = names[span.tensor]
             ranges = [(s, s.below(span.first), s.below(span.last)) for s in of_lane[name]]
             if bucket is None:
@@ -119,15 +119,22 @@ class Canonical:
                         self.publishing.send(values.to(dtype), sender, name)
                 continue
             target = place(bucket, span.offset, (span.last - span.first,), dtype)
-            sums: list[LazySums] = []
             for s, first, last in ranges:
                 if s.rank == sender:
                     views = cut(own[name].view, first, last)
                 else:
                     views = self._received(s, first, last, target, span.first) if first < last else []
-                sums += _pack_range(s, first, views, target, span.first)
-            of_spans.append(sums)
-        return lambda: [add_sums(both for read in sums for both in read()) for sums in of_spans]
+                parts += _parts(index, s, first, views, target, span.first)
+        read = pack([part.local for part in parts], [part.target for part in parts])
+        belongs = [(part.span, part.words) for part in parts]  # without what was received
+
+        def sums() -> list[tuple[int, int]]:
+            of_spans: list[list[tuple[int, int]]] = [[] for _ in spans]
+            for (index, words), both in zip(belongs, read(), strict=True):
+                of_spans[index].append(shifted(both, words))
+            return [add_sums(both) for both in of_spans]
+
+        return sums
 
     def _received(
         self, s: HeldSlice, first: int, last: int, target: torch.Tensor, begin: int
@@ -200,33 +207,39 @@ def cut(view: torch.Tensor, first: int, last: int) -> list[torch.Tensor]:
     return [*before, *middle, *(cut(view[tail], 0, last - tail * inner) if last % inner else [])]
 
 
-def _pack_range(
-    s: HeldSlice, first: int, views: Sequence[torch.Tensor], target: torch.Tensor, begin: int
-) -> list[LazySums]:
-    """Consecutive items of slice `s` from its item `first` on, as `cut` makes them, into `target`, which
-    holds the whole tensor's items from `begin` on. For a slice of columns (dim 1), each view is a part of one
-    row or a block of whole rows of the slice."""
-    taken, numel = [], math.prod(s.shape)
-    for view in views:
+class _Packed(NamedTuple):
+    """What is packed at once. Its sums count words from `words` words behind the tensor's beginning."""
+
+    span: int
+    local: LocalSlice
+    target: torch.Tensor
+    words: int
+
+
+def _parts(
+    span: int, s: HeldSlice, first: int, views: Sequence[torch.Tensor], target: torch.Tensor, begin: int
+) -> Iterator[_Packed]:
+    """Consecutive items of slice `s` from its item `first` on, as `cut` makes them, and their places in
+    `target`, which holds the whole tensor's items from `begin` on. For a slice of columns (dim 1), each view
+    is a part of one row or a block of whole rows of the slice."""
+    numel, left = math.prod(s.shape), list(views)
+    while left:
+        view = left.pop(0)
         place_in_whole, items = s.place(first), view.numel()
         at, columns = place_in_whole - begin, s.shape[-1]
+        row = place_in_whole - s.start
         if s.dim == 0 or view.dim() == 1:
             flat = LocalSlice(s.name, (numel,), 0, place_in_whole, items, view)
-            taken.append(pack([flat], [target[at : at + items]]))
-        else:
-            rows, row = len(view), place_in_whole - s.start
-            block = target.as_strided((rows, s.length), (columns, 1), target.storage_offset() + at)
+            yield _Packed(span, flat, target[at : at + items], 0)
+        elif row * target.element_size() % 4:
             # the sums of a block count words from the beginning of its first row
-            if row * target.element_size() % 4:
-                return [*taken, *_pack_range(s, first, [*view, *views[len(taken) + 1 :]], target, begin)]
-            read = pack([LocalSlice(s.name, (rows, columns), 1, s.start, s.length, view)], [block])
-            taken.append(functools.partial(_shifted_by, row * target.element_size() // 4, read))
+            left = [*view, *left]
+            continue
+        else:
+            block = target.as_strided((len(view), s.length), (columns, 1), target.storage_offset() + at)
+            local = LocalSlice(s.name, (len(view), columns), 1, s.start, s.length, view)
+            yield _Packed(span, local, block, row * target.element_size() // 4)
         first += items
-    return taken
-
-
-def _shifted_by(words: int, read: LazySums) -> list[tuple[int, int]]:
-    return [shifted(both, words) for both in read()]
 
 
 def _by_name(local: Sequence[LocalSlice]) -> dict[str, LocalSlice]:

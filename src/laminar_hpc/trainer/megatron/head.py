@@ -1,12 +1,13 @@
-"""Log-probs and entropy of many tokens without all their logits: chunk by chunk of rows, from the last hidden
-states, and once more in the backward pass. Called by trainer/megatron/policy.py where
-config/models.py `head_in_chunks` says that this takes less memory.
+"""The output layer's log-probs and entropy, whose vocabulary is padded and split over tensor-parallel ranks.
+Called by trainer/megatron/policy.py.
 
-32K tokens over a vocabulary of 152K are 20 GB of logits, and as much again for their gradient. Here at most
-LOGITS_BYTES of them are there at once. The values are those of logprobs.py but for the order of sums; the
-price is one product of the head more.
+They come from all logits (`whole_logprobs`), or, where config/models.py `head_in_chunks` says that it takes
+less memory, chunk by chunk of rows from the last hidden states (`chunked_logprobs`): 32K tokens over a
+vocabulary of 152K are 20 GB of logits. Then at most LOGITS_BYTES of them are there at once; the price is one
+product of the head more, in the backward pass.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -16,96 +17,135 @@ from megatron.core.tensor_parallel import ColumnParallelLinear
 
 from laminar_hpc.config.models import LOGITS_BYTES
 from laminar_hpc.trainer.megatron.linear import Product
-from laminar_hpc.trainer.megatron.logprobs import mask_padding
+from laminar_hpc.weights.kernels import logprobs as kernels
 
-_COLUMNS = 8192  # of the vocabulary: whose weight gradient is computed at a time
-_LEAST = -1e4  # in place of the logits of the padding, which are -inf: 0 * -inf would be NaN
+_COLUMNS = 8192  # of the vocabulary: whose weight gradient is computed at a time on the CPU
 
 
 class _Head:
-    """The output layer of this tensor-parallel rank, and how its logits are made."""
+    """This tensor-parallel rank's columns of the vocabulary, and the temperature."""
 
-    def __init__(self, weight: torch.Tensor, product: Product, temperature: float, vocab: int) -> None:
-        self.weight = weight
-        self.product = product
+    def __init__(self, columns: int, temperature: float, vocab: int) -> None:
+        self.columns = columns
         self.temperature = temperature
-        self.vocab = vocab
         self.group = parallel_state.get_tensor_model_parallel_group()
-        self.first = parallel_state.get_tensor_model_parallel_rank() * len(weight)
-        self.rows = max(1, LOGITS_BYTES // (4 * len(weight)))
+        self.first = parallel_state.get_tensor_model_parallel_rank() * columns
+        self.real = min(columns, max(0, vocab - self.first))
+        self.rows = max(1, LOGITS_BYTES // (4 * columns))
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [rows, hidden] -> [rows, vocabulary / TP] float32, at the temperature, padding at -inf."""
-        raw = self.product(hidden, self.weight, None).float()
-        return mask_padding(raw.div_(self.temperature), self.vocab)
-
-    def place(self, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of each target its column here, 0 where another rank has it; and whether it is here, as float32."""
+    def places(self, targets: torch.Tensor) -> torch.Tensor:
+        """Of each target its column here, negative where another rank has it."""
         column = targets - self.first
-        mine = (column >= 0) & (column < len(self.weight))
-        return column.where(mine, 0), mine.float()
+        return column.where((column >= 0) & (column < self.real), -1)
 
     def reduce(self, x: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> torch.Tensor:
         if self.group.size() > 1:
             dist.all_reduce(x, op, group=self.group)
         return x
 
+    def values(
+        self, chunks: Iterable[torch.Tensor], places: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Log-probs, entropies and normalizers of all rows, from the logits of `rows` of them at a time."""
+        parts = zip(chunks, places.split(self.rows), strict=True)
+        found = [kernels.summary(logits, wanted, self.real, self.temperature) for logits, wanted in parts]
+        greatest, total, weighted, wanted = torch.cat(found, 1)
+        top = self.reduce(greatest.clone(), dist.ReduceOp.MAX)
+        lower = greatest - top
+        scale, wanted = lower.exp(), (wanted - top) * (places >= 0)
+        sums = self.reduce(torch.stack([total * scale, (weighted + total * lower) * scale, wanted]))
+        log_sum = sums[0].log()
+        return sums[2] - log_sum, log_sum - sums[1] / sums[0], top + log_sum
 
-class _Logprobs(torch.autograd.Function):
+    def gradient(
+        self,
+        logits: torch.Tensor,
+        places: torch.Tensor,
+        normalizers: torch.Tensor,
+        upstream: torch.Tensor,
+        out: torch.Tensor,
+    ) -> torch.Tensor:
+        """d log p(target) / d logits = onehot - softmax, times `upstream`, in `out`."""
+        kernels.gradient(logits, places, self.real, self.temperature, normalizers, upstream, out)
+        return out
+
+
+class _Whole(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, head: _Head
+        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, head: _Head
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        logprobs, entropies, normalizers = [], [], []
-        for part, wanted in zip(hidden.split(head.rows), targets.split(head.rows), strict=True):
-            logits = head.logits(part)
-            top = head.reduce(logits.amax(-1), dist.ReduceOp.MAX)
-            column, mine = head.place(wanted)
-            shifted = logits.sub_(top[:, None]).clamp_(min=_LEAST)
-            own = shifted.gather(1, column[:, None])[:, 0] * mine
-            weights = shifted.exp()
-            sums = head.reduce(torch.stack([weights.sum(-1), weights.mul_(shifted).sum(-1), own]))
-            log_sum = sums[0].log()
-            logprobs.append(sums[2] - log_sum)
-            entropies.append(log_sum - sums[1] / sums[0])
-            normalizers.append(top + log_sum)
+        places = head.places(targets)
+        logprobs, entropies, normalizers = head.values(logits.split(head.rows), places)
         ctx.head = head
-        ctx.save_for_backward(hidden, weight, targets, torch.cat(normalizers))
-        entropy = torch.cat(entropies)
-        ctx.mark_non_differentiable(entropy)
-        return torch.cat(logprobs), entropy
+        ctx.save_for_backward(logits, places, normalizers)
+        ctx.mark_non_differentiable(entropies)
+        return logprobs, entropies
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor, _: torch.Tensor) -> tuple:
-        hidden, weight, targets, normalizers = ctx.saved_tensors
+        logits, places, normalizers = ctx.saved_tensors
+        return ctx.head.gradient(logits, places, normalizers, gradient, logits), None, None
+
+
+class _Chunked(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        targets: torch.Tensor,
+        head: _Head,
+        product: Product,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        places = head.places(targets)
+        logits = (product(part, weight, None).float() for part in hidden.split(head.rows))
+        logprobs, entropies, normalizers = head.values(logits, places)
+        ctx.head = head
+        ctx.product = product
+        ctx.weight = weight
+        ctx.save_for_backward(hidden, weight, places, normalizers)
+        ctx.mark_non_differentiable(entropies)
+        return logprobs, entropies
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor, _: torch.Tensor) -> tuple:
+        hidden, weight, places, normalizers = ctx.saved_tensors
         head: _Head = ctx.head
         of_hidden = torch.empty_like(hidden)
         of_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
-        parts = (t.split(head.rows) for t in (hidden, targets, normalizers, gradient, of_hidden))
+        parts = (t.split(head.rows) for t in (hidden, places, normalizers, gradient, of_hidden))
         for part, wanted, normalizer, upstream, out in zip(*parts, strict=True):
-            # d log p(target) / d logits = onehot - softmax
-            of_logits = head.logits(part).sub_(normalizer[:, None]).exp_().mul_(-upstream[:, None])
-            column, mine = head.place(wanted)
-            of_logits.scatter_add_(1, column[:, None], (upstream * mine)[:, None])
-            narrow = of_logits.div_(head.temperature).to(weight.dtype)
-            del of_logits
+            logits = ctx.product(part, weight, None).float()
+            narrow = logits if weight.dtype is torch.float32 else torch.empty_like(logits, dtype=weight.dtype)
+            head.gradient(logits, wanted, normalizer, upstream, narrow)
+            del logits
             torch.mm(narrow, weight, out=out)
             add_products(of_weight, narrow, part)
         # apex's fused product of another micro-batch notes that no gradient is to be added (Megatron 0.16.1,
         # distributed_data_parallel.py, `_make_backward_post_hook`)
-        head.weight.grad_added_to_main_grad = False
-        return head.reduce(of_hidden), of_weight.to(weight.dtype), None, None
+        ctx.weight.grad_added_to_main_grad = False
+        return head.reduce(of_hidden), of_weight.to(weight.dtype), None, None, None
 
 
 def add_products(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
     """total [columns, hidden] float32 += left [rows, columns] transposed times right [rows, hidden]."""
-    for place, part in zip(total.split(_COLUMNS), left.split(_COLUMNS, dim=1), strict=True):
-        if part.dtype is torch.float32:
-            place.addmm_(part.t(), right)
-        elif part.is_cuda:
-            place.add_(torch.mm(part.t(), right, out_dtype=torch.float32))
-        else:
+    if left.dtype is torch.float32:
+        total.addmm_(left.t(), right)
+    elif left.is_cuda:
+        torch.addmm(total, left.t(), right, out_dtype=torch.float32, out=total)
+    else:  # there is no such product for the CPU
+        for place, part in zip(total.split(_COLUMNS), left.split(_COLUMNS, dim=1), strict=True):
             place.addmm_(part.t().float(), right.float())
+
+
+def whole_logprobs(
+    logits: torch.Tensor, targets: torch.Tensor, temperature: float, vocab: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """logits [n, vocabulary / TP] float32 at temperature 1, targets [n] int64 -> log-probs with gradient and
+    entropies in nats, float32 [n] each. Collective over the tensor-parallel ranks; the backward pass
+    overwrites `logits`."""
+    return _Whole.apply(logits, targets, _Head(logits.shape[1], temperature, vocab))
 
 
 def chunked_logprobs(
@@ -116,10 +156,9 @@ def chunked_logprobs(
     temperature: float,
     vocab: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """hidden [n, hidden], weight [vocabulary / TP, hidden] of one dtype, targets [n] int64 -> log-probs with
-    gradient and entropies in nats, float32 [n] each. Collective over the tensor-parallel ranks, backward
-    too. `product` makes raw logits, see linear.py."""
-    return _Logprobs.apply(hidden, weight, targets, _Head(weight, product, temperature, vocab))
+    """As `whole_logprobs`, from hidden [n, hidden] and weight [vocabulary / TP, hidden] of one dtype, whose
+    logits `product` makes, see linear.py; the backward pass is collective too."""
+    return _Chunked.apply(hidden, weight, targets, _Head(len(weight), temperature, vocab), product)
 
 
 class HeadSwitch:

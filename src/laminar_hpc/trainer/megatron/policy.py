@@ -42,10 +42,9 @@ from laminar_hpc.trainer.megatron.building import (
 )
 from laminar_hpc.trainer.megatron.cpu import cuda_as_cpu, native_calls
 from laminar_hpc.trainer.megatron.flash import use_fastest_attention
-from laminar_hpc.trainer.megatron.head import HeadSwitch, chunked_logprobs
+from laminar_hpc.trainer.megatron.head import HeadSwitch, chunked_logprobs, whole_logprobs
 from laminar_hpc.trainer.megatron.linear import float32_product
 from laminar_hpc.trainer.megatron.loading import load_slices, own_slices
-from laminar_hpc.trainer.megatron.logprobs import entropy, mask_padding, token_logprobs
 from laminar_hpc.trainer.megatron.packs import Pack, make_pack
 from laminar_hpc.weights.finite import all_finite, culprits
 from laminar_hpc.weights.hf import read_shape
@@ -161,8 +160,8 @@ class MegatronPolicy:
             return self.model(pack.tokens[None], pack.positions[None], None, packed_seq_params=layout)
 
     def _logprobs(
-        self, output: torch.Tensor, pack: Pack, temperature: float, with_entropy: bool
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self, output: torch.Tensor, pack: Pack, temperature: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         if self._in_chunks(pack):
             weight = (
                 self.gpt.shared_embedding_or_output_weight()
@@ -172,10 +171,8 @@ class MegatronPolicy:
             product = float32_product if has_float32_head(self.config, self.dtype) else F.linear
             hidden = output[0].to(weight.dtype)
             return chunked_logprobs(hidden, weight, pack.targets, product, temperature, self.shape.vocab)
-        # in place: with a real vocabulary these are gigabytes
-        logits = mask_padding(output[0].div_(temperature), self.shape.vocab)
-        entropies = entropy(logits) if with_entropy else None
-        return token_logprobs(logits, pack.targets), entropies
+        # `output[0]` would copy the gradient, which is gigabytes
+        return whole_logprobs(output.squeeze(0), pack.targets, temperature, self.shape.vocab)
 
     def _schedule(
         self, step: Callable, data: Sequence[T], pack_of: Callable[[T], Pack], forward_only: bool
@@ -215,9 +212,7 @@ class MegatronPolicy:
 
         def finish(batch: Batch, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Collected]:
             with native_calls():
-                logprobs, entropies = self._logprobs(
-                    output, batch.pack, self.config.sampling.temperature, with_entropy=True
-                )
+                logprobs, entropies = self._logprobs(output, batch.pack, self.config.sampling.temperature)
                 return loss(batch, logprobs, entropies)
 
         self.model.zero_grad_buffer()
@@ -271,7 +266,7 @@ class MegatronPolicy:
         each, on the last stage."""
         return self._read(
             packs,
-            lambda output, pack: self._logprobs(output, pack, self.config.sampling.temperature, False)[0],
+            lambda output, pack: self._logprobs(output, pack, self.config.sampling.temperature)[0],
         )
 
     def logprobs(self, sequences: list[list[int]]) -> torch.Tensor:
@@ -279,7 +274,7 @@ class MegatronPolicy:
         CPU, on every rank."""
         of_packs = self._read(
             [self._all_places(sequences)],
-            lambda output, pack: self._logprobs(output, pack, 1.0, with_entropy=False)[0],
+            lambda output, pack: self._logprobs(output, pack, 1.0)[0],
         )
         values = (
             of_packs[0] if of_packs else torch.empty(sum(len(s) - 1 for s in sequences), device=self.device)

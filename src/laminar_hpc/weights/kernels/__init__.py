@@ -52,13 +52,13 @@ def pack(slices: Sequence[LocalSlice], targets: Sequence[torch.Tensor]) -> LazyS
     CPU those of slices that are cast, or do not lie on whole words, are taken when asked for, from the
     targets, which must be untouched until then. Raises LaminarError on other shapes or dtypes.
     """
-    for local, target in zip(slices, targets, strict=True):
-        _check_target(local, target)
     if targets and targets[0].is_cuda:
         from laminar_hpc.weights.kernels.triton_pack import pack as on_gpu
 
-        taken = on_gpu(slices, targets)
+        taken = on_gpu(slices, targets, _check_target)
         return lambda: [(first % _MODULUS, second % _MODULUS) for first, second in taken.tolist()]
+    for local, target in zip(slices, targets, strict=True):
+        _check_target(local, target)
     parts = [_pack_on_host(local, target) for local, target in zip(slices, targets, strict=True)]
     return lambda: [both for part in parts for both in part()]
 

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from laminar_hpc.weights.kernels.reference import Delta, bits
 
-BLOCK = 8192  # elements per program; a lane of the second pass takes the 32 of one word of bits
+BLOCK = 4096  # elements per program; a lane of the second pass takes the 32 of one word of bits
 
 
 @triton.jit
@@ -45,6 +45,15 @@ def mark_kernel(new, old, marks, counts, length, BLOCK: tl.constexpr, HALVES: tl
 
 
 @triton.jit
+def _lowest(left, lane):
+    """The element of the lowest bit that is set in each word, whether there is one, and the other bits."""
+    others = left & (left - 1)
+    # a power of two is its float's exponent
+    bit = ((left ^ others).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
+    return lane * 32 + bit, left != 0, others
+
+
+@triton.jit
 def compact_kernel(new, marks, ends, indices, values, BLOCK: tl.constexpr):
     """ends int32 [blocks]: how many elements have changed up to the end of each block. indices int32, values
     like `new`."""
@@ -53,16 +62,24 @@ def compact_kernel(new, marks, ends, indices, values, BLOCK: tl.constexpr):
     left = tl.load(marks + lane).to(tl.uint32, bitcast=True)
     count = _ones(left)
     place = tl.load(ends + block) - tl.sum(count) + tl.cumsum(count, 0) - count
-    for _ in range(tl.max(count, 0)):
-        there = left != 0
-        others = left & (left - 1)
-        lowest = left ^ others
-        # a power of two is its float's exponent
-        index = lane * 32 + ((lowest.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127)
-        tl.store(indices + place, index, mask=there)
-        tl.store(values + place, tl.load(new + index, mask=there), mask=there)
-        place += there.to(tl.int32)
-        left = others
+    for _ in range(0, tl.max(count, 0), 4):  # four loads under way at once
+        index_0, there_0, left = _lowest(left, lane)
+        index_1, there_1, left = _lowest(left, lane)
+        index_2, there_2, left = _lowest(left, lane)
+        index_3, there_3, left = _lowest(left, lane)
+        value_0 = tl.load(new + index_0, mask=there_0)
+        value_1 = tl.load(new + index_1, mask=there_1)
+        value_2 = tl.load(new + index_2, mask=there_2)
+        value_3 = tl.load(new + index_3, mask=there_3)
+        tl.store(indices + place, index_0, mask=there_0)
+        tl.store(indices + place + 1, index_1, mask=there_1)
+        tl.store(indices + place + 2, index_2, mask=there_2)
+        tl.store(indices + place + 3, index_3, mask=there_3)
+        tl.store(values + place, value_0, mask=there_0)
+        tl.store(values + place + 1, value_1, mask=there_1)
+        tl.store(values + place + 2, value_2, mask=there_2)
+        tl.store(values + place + 3, value_3, mask=there_3)
+        place += 4  # of words with fewer nothing is left
 
 
 def encode(new: torch.Tensor, old: torch.Tensor) -> Delta:
@@ -73,7 +90,9 @@ def encode(new: torch.Tensor, old: torch.Tensor) -> Delta:
     if blocks:
         halves = new.element_size() == 2 and new.numel() % 2 == new.data_ptr() % 4 == old.data_ptr() % 4 == 0
         images = [image.view(torch.int32) if halves else bits(image) for image in (new, old)]
-        mark_kernel[(blocks,)](*images, marks, counts, images[0].numel(), BLOCK=BLOCK, HALVES=halves)
+        mark_kernel[(blocks,)](
+            *images, marks, counts, images[0].numel(), BLOCK=BLOCK, HALVES=halves, num_warps=8
+        )
     ends = counts.cumsum(0, dtype=torch.int32)
     changed = int(ends[-1]) if blocks else 0
     delta = Delta(
