@@ -32,7 +32,11 @@ from laminar_hpc.__main__ import redirect_output
 from laminar_hpc.config.check import derive
 from laminar_hpc.config.load import load_config
 from laminar_hpc.controller.fleet.members import Members
-from laminar_hpc.controller.loop import Controller
+from laminar_hpc.controller.fleet.replicas import Replicas
+from laminar_hpc.controller.loop import make_controller
+from laminar_hpc.controller.parts import Tables
+from laminar_hpc.controller.shared import Outbox, RunState
+from laminar_hpc.controller.trajectories.partial_responses import PartialResponsePool
 from laminar_hpc.controller.trajectories.tracker import TrajectoryTracker
 from laminar_hpc.line.channel import Channel, StopReceived
 from laminar_hpc.line.context import RoleContext
@@ -84,22 +88,23 @@ def controller(words: list[str], relays: int, namespace: str | None) -> None:
     seconds = config.cluster.heartbeat_timeout_seconds
     members = Members("controller", seconds, seconds)
     metrics, trace = MetricsWriter(run_dir), Trace(run_dir, "controller", 0)
-    loop = Controller(
-        config,
-        derive(config),
-        hub,
-        store,
-        book,
-        None,
-        metrics,
-        members,
-        relays,
-        None,
-        RUN_ID,
-        None,
-        print,
-        trace,
+    tables = Tables(
+        config=config,
+        derived=derive(config),
+        state=RunState(0),
+        members=members,
+        outbox=Outbox(),
+        metrics=metrics,
+        say=print,
+        store=store,
+        tracker=book,
+        evaluations=None,
+        replay=None,
+        slots=RUN_ID,
+        replicas=Replicas(),
+        pool=PartialResponsePool(),
     )
+    loop = make_controller(tables, hub, trace, relays)
     chain: list[int] = []
     chains = jsonl.Appender(run_dir / "chains.jsonl")
     while not (run_dir / "stop").exists():

@@ -8,9 +8,8 @@ import pytest
 
 from helpers.emulated.archive_run import GROUPS, KEEP, SAMPLES, EmulatedRun
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.controller import archiving
 from laminar_hpc.line import unsaid
-from laminar_hpc.store import archiver, old_steps, put_back
+from laminar_hpc.store import archiver, archiving, old_steps, put_back
 from laminar_hpc.store.archive import files, table
 from laminar_hpc.store.gone_writers import GoneWriters
 from laminar_hpc.store.payload import writer
@@ -171,10 +170,10 @@ def test_a_restore_to_a_step_that_is_being_archived_keeps_its_responses(tmp_path
     run = EmulatedRun(tmp_path)
     run.train(3)
     run.checkpoint(4)  # and 2: the first two steps may go
-    run.archiving.tick()
+    run.archiving.tick(run.state.trainer_step)
     run.archiving._job.result(30)
     run.restore(0)
-    run.archiving.tick()
+    run.archiving.tick(run.state.trainer_step)
     run.store.commit()
     groups = list(range(3 * GROUPS))
     assert run.store.archived_steps == 0 and [g.group_id for g in run.store.rows.batch(groups)] == groups
@@ -216,7 +215,7 @@ def test_a_controller_dies_before_the_store_knows(tmp_path):
     run = EmulatedRun(tmp_path)
     run.train(3)
     run.checkpoint(4)  # and 2: the first two steps may go
-    run.archiving.tick()
+    run.archiving.tick(run.state.trainer_step)
     run.archiving._job.result(30)
     before = files.path_of(tmp_path, 1).read_bytes()
     run = run.again()

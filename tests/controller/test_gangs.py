@@ -44,20 +44,13 @@ class Entry:
             config, derived, RunState(0), self.members, self.outbox, metrics, self.lines.append
         )
         self.forgotten = 0
-        self.trainer_generation = TrainerGeneration(self.shared, store, self.forget)
+        self.trainer_generation = TrainerGeneration(self.shared, store, [self])
+        part = SimpleNamespace(other_trainers=lambda: None, joined=lambda _: None)
         self.membership = Membership(
-            self.shared,
-            SimpleNamespace(),
-            "run",
-            store,
-            self.trainer_generation,
-            lambda _: None,
-            lambda _: None,
-            "slots",
-            lambda _: False,
+            self.shared, part, "run", store, self.trainer_generation, "slots", part, part, part, part, []
         )
 
-    def forget(self) -> None:
+    def trainers_ended(self) -> None:
         self.forgotten += 1
 
     def hello(self, incarnation: str, index: int = 0) -> list[Message]:

@@ -86,8 +86,7 @@ def test_one_that_was_away_for_too_long_may_not_come_back(tmp_path):
     controller, now = script.controller, time.monotonic()
     for number in (0, 1):
         member = controller.members.at("rollout", number)
-        controller.members.leave(member)  # it was silent for too long
-        controller.forget(member)
+        controller.membership._leave(member)  # it was silent for too long
     assert joins(script, "a", 0) == 0
     cluster = controller.config.cluster
     controller.gone.tick(now + cluster.join_timeout_seconds + cluster.heartbeat_timeout_seconds + 60.0)

@@ -23,11 +23,14 @@ from laminar_hpc.controller import snapshot
 from laminar_hpc.controller.beginning import Begun, start_up
 from laminar_hpc.controller.collector import collect_rarely
 from laminar_hpc.controller.fleet.members import Members, rollout_silence
+from laminar_hpc.controller.fleet.replicas import Replicas
 from laminar_hpc.controller.fleet.trainer_generation import StopCutShort
-from laminar_hpc.controller.loop import Controller
-from laminar_hpc.controller.shared import NUMBERS
+from laminar_hpc.controller.loop import Controller, make_controller
+from laminar_hpc.controller.parts import Tables
+from laminar_hpc.controller.shared import NUMBERS, Outbox, RunState
 from laminar_hpc.controller.standstill import Standstill
 from laminar_hpc.controller.trajectories.evaluations import Evaluations
+from laminar_hpc.controller.trajectories.partial_responses import PartialResponsePool
 from laminar_hpc.controller.trajectories.rewards import say_doubts, try_rewards
 from laminar_hpc.controller.trajectories.tracker import TrajectoryTracker
 from laminar_hpc.data.pretrained import recorded_name
@@ -99,22 +102,23 @@ def build(
     known = store.get_text("slots") if config.role != "all" else ""  # to workers that are still there
     slots = known or hub.address.run_id
     store.put_text("slots", slots)
-    controller = Controller(
-        config,
-        begun.derived,
-        hub,
-        store,
-        tracker,
-        evaluations,
-        MetricsWriter(Path(config.run_dir), _mirror(config), lock.assure, say),
-        _members(config, machine),
-        relays,
-        start.restored_step,
-        slots,
-        replay,
-        say,
-        Trace(Path(config.run_dir), "controller", 0),
+    tables = Tables(
+        config=config,
+        derived=begun.derived,
+        state=RunState(start.restored_step or 0),
+        members=_members(config, machine),
+        outbox=Outbox(),
+        metrics=MetricsWriter(Path(config.run_dir), _mirror(config), lock.assure, say),
+        say=say,
+        store=store,
+        tracker=tracker,
+        evaluations=evaluations,
+        replay=replay,
+        slots=slots,
+        replicas=Replicas(),
+        pool=PartialResponsePool(),
     )
+    controller = make_controller(tables, hub, Trace(Path(config.run_dir), "controller", 0), relays)
     _note_start(controller, start.restored_step, epoch)
     return controller
 

@@ -4,6 +4,7 @@ out."""
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from laminar_hpc.config.check import Derived
 from laminar_hpc.config.schema import RunConfig
@@ -42,6 +43,12 @@ class Outbox:
         messages = self._messages
         self._messages = []
         return messages
+
+
+class HearsOfLosses(Protocol):
+    """A part of the controller to which it matters that a replica is lost."""
+
+    def replica_lost(self, replica: int, /) -> None: ...
 
 
 @dataclass

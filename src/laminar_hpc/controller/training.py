@@ -15,7 +15,6 @@ import time
 from pathlib import Path
 
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.controller.archiving import Archiving
 from laminar_hpc.controller.continuation import Continuation
 from laminar_hpc.controller.fleet.active_replicas import ActiveReplicas
 from laminar_hpc.controller.fleet.members import Member
@@ -41,6 +40,7 @@ from laminar_hpc.machine.observability import console
 from laminar_hpc.policies import admission
 from laminar_hpc.store import checkpoints, put_back
 from laminar_hpc.store.archive import files
+from laminar_hpc.store.archiving import Archiving
 from laminar_hpc.store.payload.writer import PayloadWriter
 from laminar_hpc.store.store import Store
 

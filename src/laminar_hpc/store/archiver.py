@@ -1,5 +1,5 @@
 """The thread that archives: beside the controller's loop, with a connection of its own to the store, which it
-only reads. What it has done the loop (controller/archiving.py) writes into the store.
+only reads. What it has done the loop (archiving.py) writes into the store.
 
 A step's responses are read from the payload files in parts and go into one Parquet file. A payload file of
 which the store has no place any more is removed.

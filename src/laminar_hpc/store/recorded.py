@@ -1,7 +1,7 @@
 """A connection to SQLite that keeps what it writes, so that the same can be written elsewhere."""
 
 import sqlite3
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 _READING = ("SELECT", "PRAGMA", "EXPLAIN", "BEGIN", "COMMIT", "ROLLBACK", "VALUES")
@@ -13,10 +13,6 @@ class RecordedConnection(sqlite3.Connection):
     """Keeps the writing statements of the open transaction in `written`, whoever executes them and how."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        self.open(*arguments, **options)
-
-    def open(self, *arguments: Any, **options: Any) -> None:
-        """Another file, for all that know this connection."""
         super().__init__(*arguments, **options)
         self.written: list[tuple[str, Any]] = []
         self._reads: dict[str, bool] = {}
@@ -54,9 +50,15 @@ class _RecordedCursor(sqlite3.Cursor):
         return self
 
     def executemany(self, sql: str, rows: Iterable[Any]) -> "_RecordedCursor":
-        for parameters in rows:
-            self.execute(sql, parameters)
+        self.connection.writes(sql)  # of reading ones SQLite refuses many
+        super().executemany(sql, self._noted(sql, rows))
         return self
+
+    def _noted(self, sql: str, rows: Iterable[Any]) -> Iterator[Any]:
+        """The rows; each is kept when the next one is asked for: then it has been written."""
+        for parameters in rows:
+            yield parameters
+            self.connection.written.append((sql, parameters))
 
     def executescript(self, script: str) -> "_RecordedCursor":
         self.connection.executescript(script)

@@ -1,10 +1,10 @@
-"""The seal of each row of the store: a digest of all its columns, written in the transaction that changes the
-row. `laminar audit` names every row that does not have its seal.
+"""The seal of a row of the store is a digest of all its columns, written in the transaction that changes the
+row. `laminar audit` names every row that does not match its seal.
 
-A seal proves that nobody but the run has written a row; it is no signature: who can write the store can also
-write a seal. A column that is added to a table is sealed without a word here. Two tables have no seals:
-`seals` itself, whose rows are held against the rows that they seal, and `responses`, whose places are held
-against the digests in the payload files. The seal of a prompt stays when the prompt has left for the archive.
+A seal proves that only the run has written a row. It is no signature: whoever can write to the store can
+also write a seal. A new column of a table needs no change here. Two tables have no seals: the audit checks
+the rows of `seals` against the rows that they seal, and those of `responses` against the digests in the
+payload files. The seal of a prompt stays when the prompt itself has moved to the archive.
 """
 
 import sqlite3
@@ -23,12 +23,12 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 def seal_of(row: tuple) -> int:
-    """Of all columns of a row, in the order of its table."""
+    """The digest of all columns of a row, in the order of its table."""
     return int.from_bytes(blake2b(_encode(row), digest_size=8).digest(), "little", signed=True)
 
 
 def sealed_tables(cursor: sqlite3.Cursor) -> dict[str, list[str]]:
-    """Name -> the columns of its primary key, one or two."""
+    """The tables whose rows have seals: by name, the one or two columns of the primary key."""
     sql = (
         "SELECT m.name, c.name FROM sqlite_master m, pragma_table_info(m.name) c WHERE m.type = 'table' "
         "AND c.pk ORDER BY m.name, c.pk"
@@ -41,45 +41,48 @@ def sealed_tables(cursor: sqlite3.Cursor) -> dict[str, list[str]]:
 
 
 def key_of(keys: list[str], row: str = "") -> str:
-    """The columns a and b of a row's seal, in SQL."""
+    """The SQL of the columns a and b of a row's seal."""
     names = [f"{row}{key}" for key in keys]
     return ", ".join(names if len(names) == 2 else [*names, "''"])
 
 
 class Seals:
-    """Of one connection that writes: notes which rows the open transaction changes."""
+    """Notes which rows the open transaction of a connection changes, and seals them at its end."""
 
     def __init__(self, db: sqlite3.Connection) -> None:
-        """In the transaction that makes the tables, before any row is written."""
+        """Called in the transaction that makes the tables, before any row is written."""
         # what that executes is not for the journal
         self._db = db
         self._beside = sqlite3.Cursor(db)
-        self._select = dict[str, str]()
-        self._beside.execute("CREATE TEMP TABLE touched(kind, a, b)")
+        self._select = dict[str, str]()  # by table, the rows to be sealed
         for table, keys in sealed_tables(self._beside).items():
-            second = f"{keys[1]} = ?" if len(keys) == 2 else "? = ''"
-            self._select[table] = f"SELECT * FROM {table} WHERE {keys[0]} = ? AND {second}"
+            self._beside.execute(f"CREATE TEMP TABLE touched_{table}(a, b)")
+            touched = f"(SELECT DISTINCT a, b FROM touched_{table}) n"
+            same = " AND ".join(f"t.{key} = n.{of}" for key, of in zip(keys, "ab", strict=False))
+            self._select[table] = f"SELECT n.*, t.* FROM {touched} LEFT JOIN {table} t ON {same}"
             for event, row in (("INSERT", "NEW"), ("UPDATE", "NEW"), ("DELETE", "OLD")):
                 but = f"WHEN {row}.key != '{UNSEALED_KEY}'" if table == "meta" else ""
                 self._beside.execute(
                     f"CREATE TEMP TRIGGER {event}_{table} AFTER {event} ON main.{table} {but} BEGIN "
-                    f"INSERT INTO touched VALUES('{table}', {key_of(keys, f'{row}.')}); END"
+                    f"INSERT INTO touched_{table} VALUES({key_of(keys, f'{row}.')}); END"
                 )
 
     def write(self) -> None:
-        """As the last thing of a transaction."""
+        """Seals the rows that have changed; nothing but the journal's mark is written behind it."""
         sealed, gone = [], []
-        for kind, a, b in self._beside.execute("SELECT DISTINCT kind, a, b FROM touched").fetchall():
-            row = self._beside.execute(self._select[kind], (a, b)).fetchone()
-            if row is not None:
-                sealed.append((kind, a, b, seal_of(row)))
-            elif kind != PROMPTS:
-                gone.append((kind, a, b))
-        if sealed or gone:
-            self._db.executemany("INSERT OR REPLACE INTO seals VALUES(?, ?, ?, ?)", sealed)
-            self._db.executemany("DELETE FROM seals WHERE kind = ? AND a = ? AND b = ?", gone)
-            self._beside.execute("DELETE FROM touched")
+        for kind, select in self._select.items():
+            rows = self._beside.execute(select).fetchall()
+            if not rows:
+                continue
+            self._beside.execute(f"DELETE FROM touched_{kind}")
+            for a, b, *row in rows:
+                if row[0] is not None:
+                    sealed.append((kind, a, b, seal_of(row)))
+                elif kind != PROMPTS:
+                    gone.append((kind, a, b))
+        self._db.executemany("INSERT OR REPLACE INTO seals VALUES(?, ?, ?, ?)", sealed)
+        self._db.executemany("DELETE FROM seals WHERE kind = ? AND a = ? AND b = ?", gone)
 
     def seal_archived(self, step: int, digest: str) -> None:
-        """The archive's file of trainer step `step`, from 1, with its SHA-256 in hexadecimal."""
+        """Seals the archive's file of trainer step `step`, from 1, by its SHA-256 in hexadecimal."""
         self._db.execute("INSERT OR REPLACE INTO seals VALUES(?, ?, '', ?)", (ARCHIVE, step, digest))

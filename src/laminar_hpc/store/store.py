@@ -8,17 +8,16 @@ in a payload file (store/payload/), and only its place is here; when the archive
 steps that were archived long ago there are sums in place of trajectories (old_steps.py). Of all else nothing
 is deleted.
 
-Memory has a second copy, as of the last commit. When somebody else removes the file or writes into it, that
-is found in the next turn, and the file is made again from the copy.
+Memory has a second copy, as of the last commit (memory_copy.py). If somebody else removes the file or writes
+into it, the next turn finds that and makes the file again from the copy.
 """
 
 import logging
 import secrets
 import sqlite3
 from collections.abc import Callable
-from contextlib import closing, suppress
+from contextlib import suppress
 from pathlib import Path
-from typing import cast
 
 from laminar_hpc.config.check import check_store_directory
 from laminar_hpc.config.errors import LaminarError
@@ -26,6 +25,7 @@ from laminar_hpc.machine.files import durable
 from laminar_hpc.machine.observability import console
 from laminar_hpc.store.full_disk import is_full_disk
 from laminar_hpc.store.journal import RUN_DIR, Journal
+from laminar_hpc.store.memory_copy import MemoryCopy
 from laminar_hpc.store.old_steps import OldSteps
 from laminar_hpc.store.payload.writer import FOLDER as PAYLOADS
 from laminar_hpc.store.recorded import RecordedConnection
@@ -61,20 +61,20 @@ class Store:
         try:
             if read_only:
                 uri = f"{self.path.resolve().as_uri()}?mode=ro"
-                plain = sqlite3.connect(uri, uri=True, isolation_level=None)
-                self._db = cast(RecordedConnection, plain)  # nothing is written, so nothing is recorded
+                self._db = sqlite3.connect(uri, uri=True, isolation_level=None)
                 self._db.execute("SELECT 1 FROM groups LIMIT 1").fetchone()
                 self._refuse_other_layouts()
                 self.rows = Rows(self._db)
                 return
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             check_store_directory(directory)
-            self._db = sqlite3.connect(self.path, isolation_level=None, factory=RecordedConnection)
+            factory = (
+                RecordedConnection if journal else sqlite3.Connection
+            )  # what it keeps is for the journal
+            self._db = sqlite3.connect(self.path, isolation_level=None, factory=factory)
             is_new = not self._refuse_other_layouts()
             self.rows = Rows(self._db)
             self.old_steps = OldSteps(self._db)
-            self._copy = sqlite3.connect(":memory:", isolation_level=None)
-            self._db.backup(self._copy)
             self._begin()
             if is_new:
                 self.put_text(ALL_SEALED, "1")
@@ -91,8 +91,10 @@ class Store:
     def _begin(self) -> None:
         """Of a connection that was just opened."""
         self._db.execute("PRAGMA journal_mode=WAL")
+        self._db.execute("PRAGMA temp_store=MEMORY")  # of what the seals note
         # what a power cut takes from the store is in the journal
         self._db.execute(f"PRAGMA synchronous={'NORMAL' if self._journal else 'FULL'}")
+        self._copy = MemoryCopy(self._db, self.path)
         self._db.execute("BEGIN IMMEDIATE")
         for statement in SCHEMA.split(";"):
             self._db.execute(statement)
@@ -127,19 +129,16 @@ class Store:
 
     def _end_transaction(self) -> None:
         self.seals.write()
-        if self._journal:
+        if self._journal and isinstance(self._db, RecordedConnection):
             self._journal.append(self._db)
+            self._db.written.clear()
         self.assure()
         before = self._files()
         self._db.execute("COMMIT")
         after = self._files()
         if before == self._known and after[::3] == before[::3]:  # else `look` shall see it
             self._known = after
-        self._copy.execute("BEGIN")
-        for sql, parameters in self._db.written:
-            self._copy.execute(sql, parameters)
-        self._copy.execute("COMMIT")
-        self._db.written.clear()
+        self._copy.follow()
 
     # ---- harm from elsewhere -------------------------------------------------------------------------------
 
@@ -171,17 +170,20 @@ class Store:
             return 0, 0, 0, 0
 
     def _make_again(self, harm: str) -> None:
+        new = self.path.with_name(f".{self.path.name}.new")
+        self._copy.write(new)
+        if found := damage_of(new, _CHECK_SECONDS):
+            text = f"{self.path} {harm}, and so was its copy in memory ({found})"
+            raise LaminarError(f"{text}; restore it from a copy")
+        self._copy.close()
         with suppress(sqlite3.Error):  # what it still writes goes into the file that is moved aside
             self._db.close()
-        aside, new = move_aside(self.path), self.path.with_name(f".{self.path.name}.new")
-        for left in (f"{self.path}-wal", f"{self.path}-shm", new):
+        aside = move_aside(self.path)
+        for left in (f"{self.path}-wal", f"{self.path}-shm"):
             Path(left).unlink(missing_ok=True)
-        with closing(sqlite3.connect(new)) as target:
-            self._copy.backup(target)
-        durable.seal(new)
         new.rename(self.path)
         durable.sync_folder(self.path.parent)
-        self._db.open(self.path, isolation_level=None)
+        type(self._db).__init__(self._db, self.path, isolation_level=None)  # for all that know it
         self._begin()
         moved = f"; what was there is now {aside}" if aside else ""
         text = f"{self.path} {harm} while the run used it, and was made again from memory: nothing is lost"

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import numpy as np
 
 from helpers.made import Made
-from laminar_hpc.controller.archiving import Archiving
 from laminar_hpc.line.messages.data import ScorePart
+from laminar_hpc.store.archiving import Archiving
 from laminar_hpc.store.checkpoints import checkpoint_path, steps
 from laminar_hpc.store.gone_writers import GoneWriters
 from laminar_hpc.store.journal import Journal
@@ -36,13 +36,11 @@ class EmulatedRun:
         self.run_dir, self.tokens, self.every = run_dir, tokens, every
         self.said: list[str] = []
         self.state = SimpleNamespace(trainer_step=0)
-        config = SimpleNamespace(run_dir=str(run_dir), archive=rule, checkpoint=SimpleNamespace(keep=KEEP))
-        metrics = SimpleNamespace(write=lambda kind, **fields: None)
-        self.shared = SimpleNamespace(config=config, state=self.state, say=self.said.append, metrics=metrics)
+        self.rule = rule
         self.writer = PayloadWriter(run_dir, "rollout0")
         self.store = Store(run_dir) if store_dir is None else self._store_apart(store_dir)
         self.gone = GoneWriters(run_dir, False, 60.0, 0.0)
-        self.archiving = Archiving(self.shared, self.store, self.gone)
+        self.archiving = _archiving(run_dir, rule, self.store, self.gone, self.said)
 
     def _store_apart(self, store_dir: Path) -> Store:
         journal = Journal(self.run_dir / "journal", store_dir / "store.sqlite", self.said.append)
@@ -91,7 +89,7 @@ class EmulatedRun:
         """The loop's turns until the archive has nothing to do, or has failed."""
         deadline, said = time.monotonic() + seconds, len(self.said)
         while True:
-            self.archiving.tick()
+            self.archiving.tick(self.state.trainer_step)
             self.store.commit()
             job = self.archiving._job
             if job is None and (self.archiving._done >= self._limit() or len(self.said) > said):
@@ -113,12 +111,17 @@ class EmulatedRun:
     def again(self) -> "EmulatedRun":
         """Another controller over the same store."""
         self.store.close()
-        other = EmulatedRun(self.run_dir, self.shared.config.archive, self.tokens, self.every)
+        other = EmulatedRun(self.run_dir, self.rule, self.tokens, self.every)
         other.state.trainer_step = self.state.trainer_step
         return other
 
     def payload_files(self) -> list[Path]:
         return sorted((self.run_dir / FOLDER).iterdir())
+
+
+def _archiving(run_dir: Path, rule: str, store: Store, gone: GoneWriters, said: list[str]) -> Archiving:
+    config = SimpleNamespace(run_dir=str(run_dir), archive=rule, checkpoint=SimpleNamespace(keep=KEEP))
+    return Archiving(config, store, gone, SimpleNamespace(write=lambda *_, **__: None), said.append)
 
 
 def archive(run_dir: Path) -> None:
@@ -128,13 +131,7 @@ def archive(run_dir: Path) -> None:
         checkpoint_path(run_dir, step).mkdir(parents=True, exist_ok=True)
         (checkpoint_path(run_dir, step) / "state.json").write_text(json.dumps({"step": step}))
     run = SimpleNamespace(said=[], state=SimpleNamespace(trainer_step=3), store=Store(run_dir))
-    shared = SimpleNamespace(
-        config=SimpleNamespace(run_dir=str(run_dir), archive="all", checkpoint=SimpleNamespace(keep=2)),
-        state=run.state,
-        say=run.said.append,
-        metrics=SimpleNamespace(write=lambda *_, **__: None),
-    )
-    run.archiving = Archiving(shared, run.store, GoneWriters(run_dir, False, 60.0, 0.0))
+    run.archiving = _archiving(run_dir, "all", run.store, GoneWriters(run_dir, False, 60.0, 0.0), run.said)
     run._limit = lambda: min(run.archiving._limit, 3)
     EmulatedRun.settle(run)
     assert not run.said and run.store.archived_steps == 2

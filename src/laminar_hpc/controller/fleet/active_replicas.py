@@ -47,7 +47,7 @@ class ActiveReplicas:
         self._joins += replica in self._starting
         self._starting.discard(replica)
 
-    def lost(self, replica: int) -> None:
+    def replica_lost(self, replica: int) -> None:
         self._joins += replica in self._starting
         self._starting.discard(replica)
 

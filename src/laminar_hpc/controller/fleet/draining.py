@@ -10,13 +10,13 @@ Owns which destinations were tried. With `pipeline.repack=kv` the KV cache moves
 """
 
 import time
+from collections.abc import Sequence
 
 from laminar_hpc.controller.fleet.members import Member
 from laminar_hpc.controller.fleet.replicas import Replicas
-from laminar_hpc.controller.shared import Shared
+from laminar_hpc.controller.shared import HearsOfLosses, Shared
 from laminar_hpc.controller.trajectories.failover import Failover
 from laminar_hpc.controller.trajectories.migration import Migration
-from laminar_hpc.controller.trajectories.partial_responses import PartialResponsePool
 from laminar_hpc.controller.trajectories.tracker import TrajectoryTracker
 from laminar_hpc.line.messages.data import ReplicaLoad
 from laminar_hpc.line.messages.rollouts import Leaving, Unfinished
@@ -32,26 +32,28 @@ class Draining:
         shared: Shared,
         tracker: TrajectoryTracker,
         replicas: Replicas,
-        pool: PartialResponsePool,
         migration: Migration,
         failover: Failover,
+        told: Sequence[HearsOfLosses],
     ) -> None:
+        """`told`: the parts that treat a replica that leaves as one that is lost."""
         self._shared = shared
         self._tracker = tracker
         self._replicas = replicas
-        self._pool = pool
         self._migration = migration
         self._failover = failover
+        self._told = told
         self._tried: set[tuple[int, int]] = set()  # (trajectory, destination)
 
     def on_leaving(self, member: Member, _: Leaving) -> None:
         replica = member.hello.index
-        if replica in self._replicas.leaving():
-            return
-        self._replicas.leaves(replica)
-        running = len(self._tracker.groups.holders.generating(replica))
-        self._shared.say(f"{member.name} was told to end and leaves; {running} responses move to others")
-        self._shared.metrics.write("leaving", replica=replica, trajectories=running)
+        if replica not in self._replicas.leaving():
+            self._replicas.leaves(replica)
+            running = len(self._tracker.groups.holders.generating(replica))
+            self._shared.say(f"{member.name} was told to end and leaves; {running} responses move to others")
+            self._shared.metrics.write("leaving", replica=replica, trajectories=running)
+        for part in self._told:
+            part.replica_lost(replica)
 
     def on_unfinished(self, member: Member, message: Unfinished) -> None:
         trajectory_id, attempt = message.trajectory_id, message.attempt

@@ -3,9 +3,10 @@
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from laminar_hpc.controller.fleet.members import Member
+from laminar_hpc.controller.parts import Protocols
 from laminar_hpc.line.messages.chain import LinkDown, RelayHas, StoreOpened
 from laminar_hpc.line.messages.data import Message
 from laminar_hpc.line.messages.homes import Ask
@@ -34,18 +35,15 @@ from laminar_hpc.line.messages.training import (
     TrainersMeet,
 )
 
-if TYPE_CHECKING:
-    from laminar_hpc.controller.loop import Controller
-
 Handler = Callable[[Member, Any], None]  # the message's type is that of its line in the table
 Handlers = dict[type[Message], Handler]
 
 
-def handlers(c: "Controller") -> dict[str, Handlers]:
+def handlers(c: Protocols) -> dict[str, Handlers]:
     """By role; called once, when all parts are made."""
     everyone: Handlers = {
         Ping: c.on_ping,
-        Goodbye: c.on_goodbye,
+        Goodbye: c.membership.on_goodbye,
         Failure: c.membership.on_failure,
     }
     trainer: Handlers = {
@@ -60,7 +58,7 @@ def handlers(c: "Controller") -> dict[str, Handlers]:
         Published: c.weights.on_published,
     }
     links: Handlers = {StoreOpened: c.weights.on_store_opened, LinkDown: c.weights.on_link_down}
-    relay: Handlers = {RelayHas: c.on_relay_has}
+    relay: Handlers = {RelayHas: c.weights.on_relay_has}
     rollout: Handlers = {
         WeightsOpened: c.dispatcher.on_weights_opened,
         RequestWork: c.dispatcher.on_request_work,
@@ -70,7 +68,7 @@ def handlers(c: "Controller") -> dict[str, Handlers]:
         Increment: c.reports.on_increment,
         Scored: c.reports.on_scored,
         Lost: c.reports.on_lost,
-        Leaving: c.on_leaving,
+        Leaving: c.draining.on_leaving,
         Unfinished: c.draining.on_unfinished,
         EngineHung: c.failover.on_engine_hung,
         Reserved: c.migration.on_reserved,

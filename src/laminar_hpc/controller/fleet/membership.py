@@ -5,13 +5,17 @@ rollout, and wait for other trainers (controller/fleet/trainer_generation.py).
 """
 
 import logging
-from collections.abc import Callable
+import time
+from collections.abc import Sequence
 
 from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.controller.continuation import Continuation
+from laminar_hpc.controller.fleet.active_replicas import ActiveReplicas
 from laminar_hpc.controller.fleet.members import Member
 from laminar_hpc.controller.fleet.numbers import ReplicaNumbers
 from laminar_hpc.controller.fleet.trainer_generation import TrainerGeneration
-from laminar_hpc.controller.shared import Shared
+from laminar_hpc.controller.shared import HearsOfLosses, Shared
+from laminar_hpc.controller.trajectories.reattachment import Reattachment
 from laminar_hpc.controller.weights.weight_ids import Weights
 from laminar_hpc.data.pretrained import recorded_name
 from laminar_hpc.line.agent_line import orders
@@ -30,6 +34,7 @@ from laminar_hpc.line.messages.membership import (
 from laminar_hpc.line.messages.rollouts import WeightsAvailable
 from laminar_hpc.line.messages.wire import AnyMessage
 from laminar_hpc.machine.processes import oom_kills, process_is_alive
+from laminar_hpc.store.gone_writers import GoneWriters
 from laminar_hpc.store.store import Store
 
 log = logging.getLogger(__name__)
@@ -44,9 +49,8 @@ _MEMORY_CURES = {
 
 
 class Membership:
-    """`forget(member)` gives what a lost member had in hand to others; `came(member)` is called for each new
-    member; `is_gone(number)`: whether the payload files of a rollout may be gone, so that it cannot come
-    back."""
+    """Takes members in and out, and tells the parts that have to do with them. `told`: the parts that hear of
+    a lost replica, in this order."""
 
     def __init__(
         self,
@@ -55,10 +59,12 @@ class Membership:
         run_id: str,
         store: Store,
         trainer_generation: TrainerGeneration,
-        forget: Callable[[Member], None],
-        came: Callable[[Member], None],
         slots: str,
-        is_gone: Callable[[int], bool],
+        gone: GoneWriters,
+        active_replicas: ActiveReplicas,
+        continuation: Continuation,
+        reattachment: Reattachment,
+        told: Sequence[HearsOfLosses],
     ) -> None:
         self._shared = shared
         self._members = shared.members
@@ -67,10 +73,12 @@ class Membership:
         self._store = store
         self._trainer_generation = trainer_generation
         self._run_id = run_id
-        self._forget = forget
-        self._came = came
         self._slots = slots
-        self._is_gone = is_gone
+        self._gone = gone
+        self._active_replicas = active_replicas
+        self._continuation = continuation
+        self._reattachment = reattachment
+        self._told = told
         self._oom_kills = oom_kills()
         self._numbers = ReplicaNumbers(store, self._members)
 
@@ -79,7 +87,7 @@ class Membership:
     def on_hello(self, identity: str, hello: Hello) -> None:
         if not _has_place(identity, hello):
             return self.refuse(identity, f"{hello.role} {hello.index} is no place in this run")
-        if identity.startswith(_UNNUMBERED) and self._is_gone(hello.index):
+        if identity.startswith(_UNNUMBERED) and self._gone.is_gone(hello.index):
             text = f"{hello.name} was away for so long that its work has gone to others: start another"
             return self._outbox.send_to(identity, Failure(text))
         if hello.role == "rollout":
@@ -111,6 +119,16 @@ class Membership:
         elif hello.role == "rollout" and (newest := self._weights.newest_on(hello.machine)):
             self._outbox.send_to(identity, WeightsAvailable(*newest))
         return None
+
+    def _came(self, member: Member) -> None:
+        """A worker has come that was no member."""
+        role, index = member.hello.role, member.hello.index
+        if (role, index) == ("trainer", 0) and member.identity != self._shared.state.trainer_generation:
+            self._continuation.other_trainers()
+        if role == "rollout":
+            self._active_replicas.joined(index)
+            self._gone.came(index)
+        self._reattachment.joined(member)
 
     def _welcome(self, identity: str, index: int) -> Welcome:
         model, store = str(recorded_name(self._shared.config.model.path) or ""), self._store
@@ -163,10 +181,24 @@ class Membership:
         self._members.leave(member)
         self._forget(member)
 
+    def _forget(self, member: Member) -> None:
+        """What a lost rollout had in hand goes to others; a lost relay's neighbours are joined."""
+        role, index = member.hello.role, member.hello.index
+        if role == "relay" and self._members.at("relay", index) is None:
+            self._weights.relay_lost(index)
+        if role == "rollout":
+            for part in self._told:
+                part.replica_lost(index)
+            self._gone.away(index, time.monotonic())
+            if member.hello.machine == self._members.machine and not process_is_alive(member.hello.pid):
+                self._gone.ended(index)
+
     def on_goodbye(self, member: Member, _: Goodbye) -> None:
         self._leave(member)
         if self._ends_trainers(member):
             self._trainer_generation.left(member.name)
+        if member.hello.role == "rollout":
+            self._gone.ended(member.hello.index)
 
     def _ends_trainers(self, member: Member) -> bool:
         """Whether its loss makes the run wait for other trainers."""

@@ -26,8 +26,8 @@ class Replica:
 
 
 class Replicas:
-    """By index. A row begins with the first message of a replica's life and ends with `forget`. Who serves
-    and who leaves is changed by the methods below alone: it is counted."""
+    """The replicas by index. A row begins with the first message of a replica's life and ends with
+    `replica_lost`. Only the methods below change who serves weights and who leaves: changes are counted."""
 
     def __init__(self) -> None:
         self._rows: dict[int, Replica] = {}
@@ -88,7 +88,7 @@ class Replicas:
         self.changes += 1
         self.waiting.leave(index)
 
-    def forget(self, index: int) -> None:
+    def replica_lost(self, index: int) -> None:
         if index in self._rows:
             self.serves(index, None)
             self.changes += index in self._leaving

@@ -15,10 +15,10 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.system_schema import ClusterConfig, RelayConfig
@@ -60,15 +60,21 @@ class StopCutShort(LaminarError):
     """The run was to stop, and its trainers are gone without their last checkpoint."""
 
 
-class TrainerGeneration:
-    """`forget()`: the parts of the controller drop what they had with the trainer generation that has
-    ended."""
+class HearsOfGangs(Protocol):
+    """A part of the controller that has to do with the trainers."""
 
-    def __init__(self, shared: Shared, store: Store, forget: Callable[[], None]) -> None:
+    def trainers_ended(self) -> None: ...
+
+
+class TrainerGeneration:
+    """`told`: the parts that drop what they had with a trainer generation when it has ended, in this
+    order."""
+
+    def __init__(self, shared: Shared, store: Store, told: Sequence[HearsOfGangs]) -> None:
         self._shared = shared
         self._members = shared.members
         self._store = store
-        self._forget = forget
+        self._told = told
         self._run_dir = Path(shared.config.run_dir)
         self._awaited_until: float | None = None  # while the run waits for another trainer generation
         self._failures = Restarts(_FAILURES_PER_HOUR)
@@ -191,7 +197,8 @@ class TrainerGeneration:
         self._meeting = None
         self._watch.forget()
         self._shared.state.trainers_leave = ""
-        self._forget()
+        for part in self._told:
+            part.trainers_ended()
         are_queued(self._run_dir)  # what was seen before does not count
         self._awaited_until = now + self._shared.config.cluster.join_timeout_seconds
 

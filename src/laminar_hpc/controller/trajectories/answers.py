@@ -29,14 +29,17 @@ class AnswerRouting:
         self._migration = migration
 
     def on_answer(self, _: Member, answer: Answer) -> None:
+        self._pass_on(answer)
+
+    def _pass_on(self, answer: Answer) -> None:
         self._pool.answered(answer)
         owner, _attempt = self._tracker.groups.owner(answer.trajectory_id)
         for replica in {owner, self._migration.destination(answer.trajectory_id)}:
             if replica is not None:
                 self._shared.outbox.send(self._shared.members.at("rollout", replica), answer)
 
-    def replica_lost(self, member: Member) -> None:
+    def replica_lost(self, replica: int) -> None:
         """Nothing will come of the calls that it made for others."""
-        for trajectory_id, name in self._pool.awaited_of(member.hello.index):
-            error = f"replica {member.hello.index} was lost while it made its calls"
-            self.on_answer(member, Answer(trajectory_id, name, error=error))
+        for trajectory_id, name in self._pool.awaited_of(replica):
+            error = f"replica {replica} was lost while it made its calls"
+            self._pass_on(Answer(trajectory_id, name, error=error))

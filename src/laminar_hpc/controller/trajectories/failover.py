@@ -84,9 +84,8 @@ class Failover:
         self._migration.trajectory_ended(trajectory_id)
         return tokens
 
-    def replica_lost(self, replica: int) -> int:
-        """Its work goes on elsewhere or starts again; complete responses are not included. Returns how many
-        trajectories it had."""
+    def replica_lost(self, replica: int) -> None:
+        """The responses that it generated go on elsewhere or start again; complete ones are not included."""
         self._loading.pop(replica, None)
         self._migration.replica_lost(replica)
         self.place_orphans()
@@ -96,7 +95,9 @@ class Failover:
             if trajectory_id in moving:  # its move goes on without its source
                 self._tracker.owners.hold(trajectory_id)
         self._place([(i, sample.attempt) for _, i, sample in left if i not in moving])
-        return len(left)
+        if left:
+            fields = {"trajectories": len(left), "reason": "replica gone"}
+            self._shared.metrics.write("regranted", replica=replica, **fields)
 
     def not_held(self, attempts: list[Attempt]) -> None:
         """Their owner has joined anew without them: they go on elsewhere or start again."""

@@ -12,11 +12,11 @@ Attempt numbers guard trajectories all the same: a report of an old one is refus
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 
 from laminar_hpc.controller.fleet.members import Member, rollout_silence
 from laminar_hpc.controller.fleet.replicas import Replicas
-from laminar_hpc.controller.shared import Shared
+from laminar_hpc.controller.shared import HearsOfLosses, Shared
 from laminar_hpc.controller.trajectories.failover import Failover
 from laminar_hpc.controller.trajectories.migration import attempt_of
 from laminar_hpc.controller.trajectories.tracker import TrajectoryTracker
@@ -29,9 +29,9 @@ log = logging.getLogger(__name__)
 
 
 class Reattachment:
-    """`awaited`: replicas that own something by the store and were not heard of yet. `lost(replica)` gives
-    what a replica owns to others. `last_seen`: when the last controller was seen to live, 0 = there was
-    none, or none that anybody can have outlived."""
+    """`awaited`: replicas that own something by the store and have not been heard of yet. `told`: the parts
+    that hear of a lost replica, in this order. `last_seen`: when the last controller was seen to live; 0 if
+    there was none, or none that anybody can have outlived."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class Reattachment:
         replicas: Replicas,
         failover: Failover,
         awaited: set[int],
-        lost: Callable[[int], None],
+        told: Sequence[HearsOfLosses],
         last_seen: float,
     ) -> None:
         self._shared = shared
@@ -49,7 +49,7 @@ class Reattachment:
         self._tracker = tracker
         self._replicas = replicas
         self._failover = failover
-        self._lost = lost
+        self._told = told
         self.awaited = awaited
         self._last_seen = last_seen
         # who has lost a controller looks for this one after 3 s (line/controller_watch.py)
@@ -74,6 +74,10 @@ class Reattachment:
             self.awaited.discard(replica)
             if not was_known:
                 self._lost(replica)
+
+    def _lost(self, replica: int) -> None:
+        for part in self._told:
+            part.replica_lost(replica)
 
     def _say_it_is_back(self) -> None:
         seconds, step = time.time() - self._last_seen, self._shared.state.trainer_step

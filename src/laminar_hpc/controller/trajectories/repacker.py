@@ -11,7 +11,7 @@ from laminar_hpc.controller.fleet.replicas import Replicas
 from laminar_hpc.controller.shared import Shared
 from laminar_hpc.controller.trajectories.migration import Migration
 from laminar_hpc.controller.trajectories.tracker import TrajectoryTracker
-from laminar_hpc.controller.weights.weight_ids import Weights
+from laminar_hpc.controller.weights.weight_ids import HeldVersion, Weights
 from laminar_hpc.line.messages.data import ReplicaLoad
 from laminar_hpc.policies import admission, repack
 from laminar_hpc.policies.moves import room
@@ -48,20 +48,18 @@ class Repacker:
         self._migration = migration
         self._seen: dict[int, _Seen] = {}  # by replica
         self._next = 0.0
-        self._soon = False
+        self._planned_at: HeldVersion | None = None  # the newest weights there were at the last planning
 
     def tick(self, now: float) -> None:
         """`now`: monotonic seconds."""
-        due, stay = now >= self._next, self._config.environment.stays
-        if self._config.pipeline.repack != "off" and not stay and (due or self._soon):
-            self._soon = False
+        if self._config.pipeline.repack == "off" or self._config.environment.stays:
+            return
+        due, newest = now >= self._next, self._weights.newest
+        if due or newest != self._planned_at:
+            self._planned_at = newest
             if due:  # a look in between delays none
                 self._next = now + self._config.pipeline.repack_seconds
             self.consolidate(now)
-
-    def consolidate_soon(self) -> None:
-        """There are newer weights to be had."""
-        self._soon = True
 
     def consolidate(self, now: float) -> None:
         """Plans and begins moves, unless an emptied replica would find no work."""

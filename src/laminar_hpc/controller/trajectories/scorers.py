@@ -28,13 +28,11 @@ class Scorers:
         self._replicas = replicas
         self._asked: dict[int, int] = {}  # trajectory -> replica
 
-    def replica_lost(self, replica: int) -> int:
-        """What it was to score is scored by others. Returns how many responses that is."""
-        left = self._tracker.groups.holders.scoring(replica)
-        for trajectory_id in left:
+    def replica_lost(self, replica: int) -> None:
+        """Other replicas score what it was to score."""
+        for trajectory_id in self._tracker.groups.holders.scoring(replica):
             self._asked.pop(trajectory_id, None)
             self._tracker.owners.scorer_lost(trajectory_id)
-        return len(left)
 
     def scored(self, trajectory_id: int) -> None:
         self._asked.pop(trajectory_id, None)

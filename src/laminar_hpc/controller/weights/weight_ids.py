@@ -188,8 +188,8 @@ class Weights:
         )
         self._probes.scored(p.weight_id, p.step, "trainer", p.probe_logprobs)
 
-    def relay_has(self, member: Member, has: RelayHas) -> bool:
-        """Tells the rollouts of the relay's machine. Whether the weights are newer than all before."""
+    def on_relay_has(self, member: Member, has: RelayHas) -> None:
+        """Tells the rollouts of the relay's machine which weights they can load."""
         index, machine = member.hello.index, member.hello.machine
         version = HeldVersion(has.weight_id, has.weight_step)
         if has.bytes:  # else it is what a relay that was taken for dead still holds
@@ -197,9 +197,9 @@ class Weights:
             self._shared.metrics.write("relay", **fields)
         self._touch(index).relay_has(index, version.weight_id, has.passed_on)
         if not has.complete:
-            return False
-        newer = self.newest is None or version > self.newest
-        self.newest = version if newer else self.newest
+            return
+        if self.newest is None or version > self.newest:
+            self.newest = version
         self._newest_on[machine] = version
         slots = self._shared.config.relay.slots
         held = [i for i in self._held.get(machine, []) if i != version.weight_id]
@@ -207,7 +207,6 @@ class Weights:
         self._news.add(machine)
         for rollout in self._members.on(machine, "rollout"):
             self._outbox.send(rollout, WeightsAvailable(*version))
-        return newer
 
     def take_news(self) -> set[str]:
         """The machines whose rollouts were told of weights since the last call."""

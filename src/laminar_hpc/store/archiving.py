@@ -1,5 +1,5 @@
 """When trained responses leave the payload files for the archive, and when they come back. The work itself is
-that of a thread (store/archiver.py); the store is written here, in the loop.
+that of a thread (archiver.py); the store is written here, in the loop.
 
 A restore goes to one of the `checkpoint.keep` newest checkpoints, unless they are damaged or gone. A step is
 archived when all of these are later: no such restore turns what it trained back into what is to be trained.
@@ -19,8 +19,9 @@ from concurrent.futures import Future
 from pathlib import Path
 
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.controller.shared import Shared
+from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.machine.observability.console import line
+from laminar_hpc.machine.observability.metrics import MetricsWriter
 from laminar_hpc.store import checkpoints, put_back
 from laminar_hpc.store.archive import files
 from laminar_hpc.store.archiver import Archived, Archiver
@@ -35,15 +36,23 @@ _CLOSE_SECONDS = 10.0
 
 
 class Archiving:
-    """Of a run that generates; a replay archives nothing."""
+    """Belongs to a run that generates: a replay archives nothing."""
 
-    def __init__(self, shared: Shared, store: Store, gone: GoneWriters) -> None:
-        self._shared = shared
+    def __init__(
+        self,
+        config: RunConfig,
+        store: Store,
+        gone: GoneWriters,
+        metrics: MetricsWriter,
+        say: Callable[[str], None],
+    ) -> None:
+        self._config = config
         self._store = store
-        self._state = shared.state
         self._gone = gone
-        self._run_dir = Path(shared.config.run_dir)
-        self._archiver = Archiver(store.path, store.run_dir, self._run_dir, shared.config.archive)
+        self._metrics = metrics
+        self._say = say
+        self._run_dir = Path(config.run_dir)
+        self._archiver = Archiver(store.path, store.run_dir, self._run_dir, config.archive)
         self._done = store.archived_steps
         self._job: Future[Archived] | None = None
         self._not_before = 0.0
@@ -55,22 +64,23 @@ class Archiving:
     def checkpointed(self) -> None:
         """Another checkpoint may be whole."""
         found = checkpoints.steps(self._run_dir)
-        keep = self._shared.config.checkpoint.keep
+        keep = self._config.checkpoint.keep
         self._limit = found[-keep] if len(found) >= keep else 0
 
-    def tick(self) -> None:
-        """Takes what the thread has done, and gives it the next step."""
-        self._work()
+    def tick(self, trainer_step: int) -> None:
+        """Takes what the thread has done, and gives it the next step. The trainers have done `trainer_step`
+        steps."""
+        self._work(trainer_step)
         self._gone.tick(time.monotonic())  # of this turn, for the jobs after its commit
 
-    def _work(self) -> None:
+    def _work(self, trainer_step: int) -> None:
         if self._job is not None and self._job.done():
             job = self._job
             self._job = None
             self._take(job)
             return  # the next step begins when this is committed
         self._trims = self._trims and self._store.old_steps.trim(self._done)
-        todo = self._done < min(self._limit, self._state.trainer_step)
+        todo = self._done < min(self._limit, trainer_step)
         if todo and self._job is None and time.monotonic() >= self._not_before:
             self._job = self._archiver.begin(self._done, self._gone.gone())
 
@@ -80,7 +90,7 @@ class Archiving:
         except (OSError, LaminarError, sqlite3.Error, DamagedResponse) as error:
             self._not_before = time.monotonic() + _AGAIN_SECONDS
             text = f"step {self._done + 1} could not be archived, and its responses stay: {error}"
-            self._shared.say(line("warning", text))
+            self._say(line("warning", text))
             return
         if done.step != self._done or done.groups != self._store.rows.consumed_groups(done.step):
             return  # the run went back meanwhile
@@ -90,7 +100,7 @@ class Archiving:
         self._store.archived_steps = self._done
         if done.digest:
             self._store.seals.seal_archived(self._done, done.digest)
-        self._shared.metrics.write(
+        self._metrics.write(
             "archived",
             step=self._done,
             tokens=done.tokens,
@@ -107,7 +117,7 @@ class Archiving:
         if gone:
             raise LaminarError(
                 f"the trainers go back to step {step}, and what step {gone[0]} trained is not kept "
-                f"(archive={self._shared.config.archive}, {self._run_dir / files.FOLDER}): bring back a "
+                f"(archive={self._config.archive}, {self._run_dir / files.FOLDER}): bring back a "
                 "later checkpoint, or begin another run with this one's weights"
             )
         writer = PayloadWriter(self._store.run_dir, put_back.WRITER)
