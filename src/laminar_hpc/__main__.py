@@ -35,6 +35,7 @@ from laminar_hpc.line.messages.membership import UNNUMBERED, Failure, Hello
 from laminar_hpc.machine.devices import use_devices
 from laminar_hpc.machine.gpu_memory import check_gpus, gigabytes_of_gpus
 from laminar_hpc.machine.observability import console, output
+from laminar_hpc.machine.observability.trace import Trace
 from laminar_hpc.machine.processes import die_with_parent, machine_name
 from laminar_hpc.machine.roles import RoleOfRank
 from laminar_hpc.report.ending import close_completed, finish
@@ -82,6 +83,15 @@ _WORKERS = {
 }
 
 
+def _channel(config: RunConfig, hello: Hello) -> Channel:
+    """Joins the run; a world of all roles ends with its controller."""
+    one_world, cluster = config.role == "all", config.cluster
+    patience = 0.0 if one_world else cluster.join_timeout_seconds
+    launch = launch_id() if one_world else ""
+    limits = (cluster.join_timeout_seconds, cluster.heartbeat_timeout_seconds, patience)
+    return Channel(Path(config.run_dir), hello, *limits, launch)
+
+
 def run_worker(
     config: RunConfig,
     mine: RoleOfRank,
@@ -97,17 +107,7 @@ def run_worker(
     run_dir, machine = Path(config.run_dir), machine_name(config.relay.shm_dir)
     index = UNNUMBERED if config.role == "rollout" else mine.index
     hello = Hello(mine.role, index, uuid.uuid4().hex[:8], os.getpid(), machine)
-    one_world = config.role == "all"  # which ends with its controller
-    patience = 0.0 if one_world else config.cluster.join_timeout_seconds
-    launch = launch_id() if one_world else ""
-    channel = Channel(
-        run_dir,
-        hello,
-        config.cluster.join_timeout_seconds,
-        config.cluster.heartbeat_timeout_seconds,
-        patience,
-        launch,
-    )
+    channel = _channel(config, hello)
     joined.append(channel)
     mine = RoleOfRank(mine.role, channel.index)
     joined_as(mine)
@@ -128,13 +128,11 @@ def run_worker(
 
     channel.when_failed = fail
     try:
-        trace_class = importlib.import_module("laminar_hpc.machine.observability.trace").Trace
         module = importlib.import_module(_WORKERS[mine.role])
-        trace = trace_class(run_dir, mine.role, mine.index)
+        trace = Trace(run_dir, mine.role, mine.index)
         config = follow(config, channel.welcome.model)
-        module.run(
-            RoleContext(config, mine.role, mine.index, machine, run_dir, channel, channel.welcome, trace)
-        )
+        place = (mine.role, mine.index, machine, run_dir)
+        module.run(RoleContext(config, *place, channel, channel.welcome, trace))
         goodbye = True
     except (StopReceived, Terminated):
         goodbye = True

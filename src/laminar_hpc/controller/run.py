@@ -219,10 +219,7 @@ def run(
             # the others wait for the next one, which is started when there is room (launch/launch_role.py)
             dies = config.role != "all" and is_full_disk(error)
             if controller is not None and lock.is_sure and not dies:
-                state = controller.state  # a job that was told of its end is requeued all the same
-                word = state.stopping if isinstance(error, StopCutShort) else "failed"
-                with suppress(OSError):  # a full disk: `error` itself is what the user should read
-                    controller.metrics.write("end", reason=f"{word}: {error}", step=state.trainer_step)
+                _note_failure(controller, error)
             raise
         finally:
             replaced = dies or not lock.is_sure
@@ -232,6 +229,14 @@ def run(
         finish(run_dir, state.stopping, say)
         if state.failure:
             raise PermanentFailure(state.failure)
+
+
+def _note_failure(controller: Controller, error: BaseException) -> None:
+    """The run's last record. A job that was told of its end is requeued all the same."""
+    state = controller.state
+    word = state.stopping if isinstance(error, StopCutShort) else "failed"
+    with suppress(OSError):  # a full disk: `error` itself is what the user should read
+        controller.metrics.write("end", reason=f"{word}: {error}", step=state.trainer_step)
 
 
 def hear(number: int, received: list[str]) -> None:

@@ -20,6 +20,10 @@ from laminar_hpc.data.rows import files_of, read_rows
 _FIRST_ROWS = 8  # of a file, looked at before anything starts
 _MISTAKES = 8  # of a file that are said
 _NAMED = 3  # files of a folder that are named
+_MORE_ROOM = (
+    "lower sampling.max_response_tokens, or raise trainer.tokens_per_microbatch (within the model's "
+    "positions)"
+)
 RowRender = Callable[[Messages, str, dict], str]  # (messages, place of the row, the row) -> text
 
 
@@ -88,12 +92,9 @@ def load_prompts(
         if len(tokens) <= tokens_max:
             result.prompts.append(Prompt(text, tokens, row, where))
         elif data.too_long == "refuse":
-            beside = "lower sampling.max_response_tokens, or raise trainer.tokens_per_microbatch (within the "
-            cure = "or raise data.max_prompt_tokens" if tokens_max < room else f"{beside}model's positions)"
-            raise LaminarError(
-                f"{where}: the prompt has {len(tokens)} tokens, at most {tokens_max} fit; shorten it, set "
-                f"data.too_long=drop, {cure}"
-            )
+            cure = "or raise data.max_prompt_tokens" if tokens_max < room else _MORE_ROOM
+            text = f"{where}: the prompt has {len(tokens)} tokens, at most {tokens_max} fit"
+            raise LaminarError(f"{text}; shorten it, set data.too_long=drop, {cure}")
         else:
             result.too_long += 1
         return len(result.prompts) != limit

@@ -69,6 +69,29 @@ class ModelShape:
     rope_scaling: RopeScaling | None = None
 
 
+def _objection(c: dict, rope: dict) -> str:
+    """What the trainer cannot compute of a config.json, in a sentence; "" if there is nothing."""
+    if own := [name for name in c.get("auto_map") or () if name.startswith("AutoModel")]:
+        wrong = f"auto_map names code of the model's own ({own[0]}), which neither trainer nor engine runs"
+        wrong += "; take auto_map out if the model is a plain one without it"
+    elif c.get("pretraining_tp", 1) != 1:
+        wrong = f"pretraining_tp={c['pretraining_tp']} splits each sum as the pretraining did, which the "
+        wrong += "trainer does not; set it to 1, which differs by rounding only"
+    elif c.get("quantization_config"):
+        wrong = "quantized weights cannot be trained; name the model without them"
+    elif c.get("use_sliding_window") or c.get("hidden_act", "silu") != "silu" or c.get("attention_dropout"):
+        wrong = "sliding windows, dropout and activations other than silu are not supported"
+        wrong += "; use another model"
+    # Qwen2 has no such key, and its own biases
+    elif (c.get("attention_bias") and c["model_type"] != "qwen2") or c.get("mlp_bias"):
+        wrong = "attention_bias and mlp_bias are not supported; use a model without them"
+    elif (part := rope["partial_rotary_factor"]) != 1.0:
+        wrong = f"partial_rotary_factor={part} is not supported; use a model whose RoPE turns whole heads"
+    else:
+        wrong = ""
+    return wrong
+
+
 def read_shape(directory: str | Path) -> ModelShape:
     """Raises LaminarError when there is no config.json, or for what the trainer cannot compute: other
     families (mixtures of experts among them), other scalings of RoPE than Llama 3's, sliding windows, other
@@ -88,25 +111,7 @@ def read_shape(directory: str | Path) -> ModelShape:
     # of transformers 4 | 5, which takes the former where there are both
     rope = dict(c.get("rope_scaling") or c.get("rope_parameters") or {})
     rope.setdefault("partial_rotary_factor", c.get("partial_rotary_factor") or 1.0)
-    if own := [name for name in c.get("auto_map") or () if name.startswith("AutoModel")]:
-        wrong = f"auto_map names code of the model's own ({own[0]}), which neither trainer nor engine runs"
-        wrong += "; take auto_map out if the model is a plain one without it"
-    elif c.get("pretraining_tp", 1) != 1:
-        wrong = f"pretraining_tp={c['pretraining_tp']} splits each sum as the pretraining did, which the "
-        wrong += "trainer does not; set it to 1, which differs by rounding only"
-    elif c.get("quantization_config"):
-        wrong = "quantized weights cannot be trained; name the model without them"
-    elif c.get("use_sliding_window") or c.get("hidden_act", "silu") != "silu" or c.get("attention_dropout"):
-        wrong = "sliding windows, dropout and activations other than silu are not supported"
-        wrong += "; use another model"
-    # Qwen2 has no such key, and its own biases
-    elif (c.get("attention_bias") and c["model_type"] != "qwen2") or c.get("mlp_bias"):
-        wrong = "attention_bias and mlp_bias are not supported; use a model without them"
-    elif (part := rope["partial_rotary_factor"]) != 1.0:
-        wrong = f"partial_rotary_factor={part} is not supported; use a model whose RoPE turns whole heads"
-    else:
-        wrong = ""
-    if wrong:
+    if wrong := _objection(c, rope):
         raise LaminarError(f"{file}: {wrong}")
     family, heads = FAMILIES[c["model_type"]], c["num_attention_heads"]
     return ModelShape(

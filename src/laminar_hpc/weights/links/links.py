@@ -94,17 +94,15 @@ class Link:
             self._frames = self._group(prefix, address, limit)
             if self.transport == NCCL:
                 self.device_end = DeviceEnd(streams, dist.PrefixStore("nccl", prefix), self._me, seconds)
-            # NCCL gets ready at the first use
-            self._measure(limit if self.device_end is None else seconds)
+            self._measure(seconds if self.device_end else limit)  # NCCL gets ready at the first use
             self._window, self._there = self._meet_window(sender, None if self.device_end else window, limit)
         except LaminarError:
             self._give_up()
             raise
         except (dist.DistError, RuntimeError) as error:
             self._give_up()
-            raise LinkBroken(
-                f"no link to {peer} within {limit:.0f} s: it did not join epoch {epoch} ({first_line(error)})"
-            ) from None
+            text = f"it did not join epoch {epoch} ({first_line(error)})"
+            raise LinkBroken(f"no link to {peer} within {limit:.0f} s: {text}") from None
 
     def _group(self, store: dist.Store, address: str, limit: float) -> dist.Backend:
         """For frames, and for chunks in host memory."""
