@@ -11,11 +11,11 @@ import pytest
 
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import RunConfig
-from laminar_hpc.controller.continuation import Continuation
 from laminar_hpc.controller.fleet.members import Member, Members
 from laminar_hpc.controller.fleet.membership import Membership
 from laminar_hpc.controller.fleet.trainer_generation import StopCutShort, TrainerGeneration
 from laminar_hpc.controller.shared import Outbox, RunState, Shared
+from laminar_hpc.controller.takeover import Continuation
 from laminar_hpc.controller.training import Training
 from laminar_hpc.line.messages.data import Message
 from laminar_hpc.line.messages.membership import Failure, Goodbye, Hello, TrainersEnded, Welcome

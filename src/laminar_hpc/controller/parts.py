@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from laminar_hpc.config.models import model_config
-from laminar_hpc.controller.continuation import Continuation
 from laminar_hpc.controller.fleet.active_replicas import ActiveReplicas
 from laminar_hpc.controller.fleet.draining import Draining
 from laminar_hpc.controller.fleet.members import Member
@@ -22,6 +21,7 @@ from laminar_hpc.controller.fleet.membership import Membership
 from laminar_hpc.controller.fleet.replicas import Replicas
 from laminar_hpc.controller.fleet.trainer_generation import TrainerGeneration
 from laminar_hpc.controller.shared import NUMBERS, HearsOfLosses, Shared
+from laminar_hpc.controller.takeover import Continuation, Reattachment
 from laminar_hpc.controller.training import Training
 from laminar_hpc.controller.trajectories.answers import AnswerRouting
 from laminar_hpc.controller.trajectories.dispatcher import Dispatcher
@@ -31,7 +31,6 @@ from laminar_hpc.controller.trajectories.homes import HomeRouting
 from laminar_hpc.controller.trajectories.last_evaluation import LastEvaluation
 from laminar_hpc.controller.trajectories.migration import Migration
 from laminar_hpc.controller.trajectories.partial_responses import PartialResponsePool
-from laminar_hpc.controller.trajectories.reattachment import Reattachment
 from laminar_hpc.controller.trajectories.repacker import Repacker
 from laminar_hpc.controller.trajectories.reports import TrajectoryReports
 from laminar_hpc.controller.trajectories.scorers import Scorers

@@ -6,7 +6,7 @@ TakeBatch -> `answer_trainer`, each tick -> Batch, Leave, or once a second NotYe
 StepDone -> Continue or Leave
 
 What trainers ask again, because this controller or the one before could not answer, is answered again
-(controller/continuation.py).
+(controller/takeover.py).
 """
 
 import dataclasses
@@ -15,11 +15,11 @@ import time
 from pathlib import Path
 
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.controller.continuation import Continuation
 from laminar_hpc.controller.fleet.active_replicas import ActiveReplicas
 from laminar_hpc.controller.fleet.members import Member
 from laminar_hpc.controller.shared import Shared
 from laminar_hpc.controller.shown_samples import ShownSamples
+from laminar_hpc.controller.takeover import Continuation
 from laminar_hpc.controller.trajectories.evaluations import Evaluations
 from laminar_hpc.controller.trajectories.tracker import TrajectoryTracker
 from laminar_hpc.controller.weights.weight_ids import Weights

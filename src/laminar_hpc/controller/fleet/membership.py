@@ -9,13 +9,12 @@ import time
 from collections.abc import Sequence
 
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.controller.continuation import Continuation
 from laminar_hpc.controller.fleet.active_replicas import ActiveReplicas
 from laminar_hpc.controller.fleet.members import Member
 from laminar_hpc.controller.fleet.numbers import ReplicaNumbers
 from laminar_hpc.controller.fleet.trainer_generation import TrainerGeneration
 from laminar_hpc.controller.shared import HearsOfLosses, Shared
-from laminar_hpc.controller.trajectories.reattachment import Reattachment
+from laminar_hpc.controller.takeover import Continuation, Reattachment
 from laminar_hpc.controller.weights.weight_ids import Weights
 from laminar_hpc.data.pretrained import recorded_name
 from laminar_hpc.line.agent_line import orders

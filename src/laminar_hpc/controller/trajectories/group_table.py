@@ -1,14 +1,14 @@
 """The groups that are granted or finished, in memory, with their prompts; consumed ones leave it and stay in
 the store.
 
-Owns what is kept beside them: who has which trajectory (holders.py), and what the policies see
+Owns what is kept beside them: who has which trajectory (ownership_index.py), and what the policies see
 (policies/live_groups.py). Who changes a group or a sample says so here: `add`, `changed`, `forget`.
 """
 
 from collections.abc import Iterator, Mapping
 
 from laminar_hpc.controller.trajectories.groups import Group, SampleState
-from laminar_hpc.controller.trajectories.holders import Holders
+from laminar_hpc.controller.trajectories.ownership_index import OwnershipIndex
 from laminar_hpc.data.prompts import Prompt
 from laminar_hpc.line.messages.data import PromptGroup, Sample
 from laminar_hpc.policies.live_groups import LiveGroups
@@ -22,7 +22,7 @@ class GroupTable(Mapping[int, Group]):
         self._groups: dict[int, Group] = {}
         self._group_of: dict[int, int] = {}  # by trajectory
         self.live = LiveGroups()
-        self.holders = Holders()
+        self.holders = OwnershipIndex()
 
     def __getitem__(self, group_id: int) -> Group:
         return self._groups[group_id]

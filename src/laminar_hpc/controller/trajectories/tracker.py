@@ -1,7 +1,7 @@
 """The controller's memory of what is granted, generated, scored and lost; every change goes into the store in
 the same turn.
 
-Owns group and trajectory states; changes of hands are those of owners.py. A lost sample is given out again
+Owns group and trajectory states; changes of hands are those of ownership.py. A lost sample is given out again
 before anything new, keeps its group's admission number, and may run on newer weights. A complete response is
 stored at once and never generated again; whoever scores it, the first score counts. A group whose samples are
 all scored is finished, gets more samples (policies.sampling), or is given up (policies.filtering).
@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from laminar_hpc.controller.trajectories.group_table import GroupTable
 from laminar_hpc.controller.trajectories.groups import Counts, Group, SampleState
-from laminar_hpc.controller.trajectories.owners import Owners
+from laminar_hpc.controller.trajectories.ownership import Ownership
 from laminar_hpc.controller.trajectories.upcoming import Upcoming
 from laminar_hpc.data.prompts import Prompt
 from laminar_hpc.line.messages.data import PromptGroup, Sample, ScorePart, Trajectory
@@ -47,7 +47,7 @@ class TrajectoryTracker:
         self.counted = self._rows.counted_groups()
         self.counts = Counts()
         self.groups = GroupTable(prompts)
-        self.owners = Owners(self.groups, self._rows, self.counts)
+        self.owners = Ownership(self.groups, self._rows, self.counts)
         self.filtered_in_a_row = self.ungraded_in_a_row = 0
         # a score can make room for other groups, or for more samples
         self.may_change = filters or size.first < size.limit

@@ -17,7 +17,7 @@ from laminar_hpc.store.rows import Rows
 log = logging.getLogger(__name__)
 
 
-class Owners:
+class Ownership:
     """Of the trajectories of `groups`; refused reports and discarded tokens go into `counts`."""
 
     def __init__(self, groups: GroupTable, rows: Rows, counts: Counts) -> None:

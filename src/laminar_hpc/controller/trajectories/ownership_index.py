@@ -11,7 +11,7 @@ from laminar_hpc.controller.trajectories.groups import Group, SampleState
 _Owned = dict[int, tuple[Group, SampleState]]  # by trajectory
 
 
-class Holders:
+class OwnershipIndex:
     def __init__(self) -> None:
         self._generating: dict[int, _Owned] = {}  # by replica
         self._scoring: dict[int, _Owned] = {}  # by replica
