@@ -42,7 +42,7 @@ test: setup
 	@$(BIN)/python -m pytest -m 'not slow$(GPU)' $(SIDE_BY_SIDE) $(PYTEST_ARGS)
 
 # Tests that import the script play messages to the real controller, without a process.
-FAST = tests/policies tests/config/test_config.py tests/config/test_refusals.py tests/payload/test_layout.py \
+FAST = tests/policies tests/config/test_config.py tests/config/test_refusals.py tests/store/payload/test_layout.py \
 	$(shell grep -rl --include='test_*.py' 'helpers.control.script' tests/moves)
 test-fast: setup
 	@$(BIN)/python -m pytest -m 'not slow and not gpu' $(SIDE_BY_SIDE) $(PYTEST_ARGS) $(FAST)

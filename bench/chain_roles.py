@@ -2,8 +2,8 @@
 its own, without a model.
 
 The stand-in trainer publishes random bytes; everything else is the code of a run. Used by
-bench/relay_chain.py and tests/relay/. `ChainRun` starts and ends the processes; each relay counts as a
-machine of its own, in a network namespace of its own if one is named.
+bench/relay_chain.py and tests/weights/relay/. `ChainRun` starts and ends the processes; each relay counts as
+a machine of its own, in a network namespace of its own if one is named.
 """
 
 import contextlib

@@ -148,8 +148,8 @@ STAGES = (
     Stage(
         "tests",
         160,
-        "-m pytest -q -p no:cacheprovider -m gpu tests/kernels tests/kv tests/trainer",
-        "-m pytest -q -p no:cacheprovider -m gpu --collect-only tests/kv tests/trainer",
+        "-m pytest -q -p no:cacheprovider -m gpu tests/weights/kernels tests/engine/kv tests/trainer",
+        "-m pytest -q -p no:cacheprovider -m gpu --collect-only tests/engine/kv tests/trainer",
         "the log names the test; the stages behind it show what else it breaks",
         figures=False,
         needs=(*KERNELS, *TRAINING),

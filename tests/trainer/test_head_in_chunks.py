@@ -96,8 +96,8 @@ class _Moved(TorchDispatchMode):
 
 def test_bytes_moved_per_logit(world: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Promise: on a GPU a bfloat16 head moves at most six times the bytes of its float32 logits, forward and
-    backward, all products included. Stand-ins note what products and kernels move (tests/kernels shows that a
-    kernel reads and writes once); whatever else touches the logits is seen as an operation."""
+    backward, all products included. Stand-ins note what products and kernels move (tests/weights/kernels
+    shows that a kernel reads and writes once); whatever else touches the logits is seen as an operation."""
     rows, columns, hidden = 48, 640, 16
     moved = _Moved(rows * columns)
 

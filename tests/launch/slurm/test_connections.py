@@ -1,5 +1,5 @@
 """Who is told what when a machine's part ends. The processes are stand-ins for ssh and what it starts: shell
-scripts that take orders on their input; tests/jobs/test_launch_over_ssh.py has the real ones."""
+scripts that take orders on their input; tests/launch/slurm/test_launch_over_ssh.py has the real ones."""
 
 import signal
 import subprocess
@@ -112,7 +112,7 @@ def machine(run_dir: Path, tied: str) -> subprocess.Popen[str]:
     (run_dir / "logs").mkdir()
     command = [sys.executable, "-c", MACHINE, str(run_dir), tied]
     found = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[1]
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]
     )
     assert found.stdout is not None and found.stdout.readline() == "here\n"
     return found
