@@ -12,8 +12,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from helpers.control.active_replicas import ActiveReplicas, Relay, Rollout, Trainer
 
+from helpers.control.workers import Relay, Rollout, Trainer, Workers
 from helpers.paths import HELPERS
 from helpers.runs import assert_clean
 from laminar_hpc.config.load import dump_config
@@ -129,7 +129,7 @@ def test_a_controller_dies_in_every_window(lives: Lives) -> None:
     lives.begin("after Grant", "before Generated", "after Generated", "after Scored")
     trainer, relay = Trainer(lives.run_dir, "trainer", 0), Relay(lives.run_dir, "relay", 0)
     one, two = Rollout(lives.run_dir, 0), Rollout(lives.run_dir, 1)
-    active_replicas = ActiveReplicas(trainer, relay, one, two)
+    active_replicas = Workers(trainer, relay, one, two)
     trainer.channel.send(Restored(None))
     relay.takes(trainer.publishes(0))
     active_replicas.until(lambda: one.generating and two.generating, "a grant after the death that lost it")
@@ -177,7 +177,7 @@ def test_a_controller_that_has_lost_its_lock_says_nothing_more(lives: Lives) -> 
     slots = slots_root("/dev/shm", relay.channel.welcome.slots)
     slots.mkdir(exist_ok=True)
     one, two = Rollout(lives.run_dir, 0), Rollout(lives.run_dir, 1)
-    active_replicas = ActiveReplicas(trainer, relay, one, two)
+    active_replicas = Workers(trainer, relay, one, two)
     trainer.channel.send(Restored(None))
     relay.takes(trainer.publishes(0))
     active_replicas.until(lambda: one.generating and two.generating, "grants")
@@ -202,7 +202,7 @@ def test_a_controller_whose_loop_blocks_is_replaced(lives: Lives) -> None:
     had not committed nobody was told of, and the next one, which it no longer keeps out, hears it again."""
     lives.begin("stuck Generated", "")
     trainer, relay = Trainer(lives.run_dir, "trainer", 0), Relay(lives.run_dir, "relay", 0)
-    active_replicas = ActiveReplicas(
+    active_replicas = Workers(
         trainer, relay, one := Rollout(lives.run_dir, 0), two := Rollout(lives.run_dir, 1)
     )
     trainer.channel.send(Restored(None))
@@ -227,7 +227,7 @@ def test_a_request_to_stop_waits_for_the_next_controller(lives: Lives) -> None:
     leave in order; one that comes to other trainers knows nothing of it."""
     lives.begin("")
     trainer, relay = Trainer(lives.run_dir, "trainer", 0), Relay(lives.run_dir, "relay", 0)
-    active_replicas = ActiveReplicas(
+    active_replicas = Workers(
         trainer, relay, one := Rollout(lives.run_dir, 0), two := Rollout(lives.run_dir, 1)
     )
     trainer.channel.send(Restored(None))
@@ -260,7 +260,7 @@ def test_a_controller_dies_in_a_move_and_at_the_end(lives: Lives) -> None:
     slots = slots_root("/dev/shm", relay.channel.welcome.slots)
     slots.mkdir()  # as a relay that was killed leaves it
     one, two = Rollout(lives.run_dir, 0), Rollout(lives.run_dir, 1)
-    active_replicas = ActiveReplicas(trainer, relay, one, two)
+    active_replicas = Workers(trainer, relay, one, two)
     trainer.channel.send(Restored(None))
     relay.takes(trainer.publishes(0))
     active_replicas.until(lambda: one.generating and two.generating, "grants")

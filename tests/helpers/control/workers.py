@@ -1,5 +1,5 @@
 """Workers that outlive their controllers, as a test has them: real channels, and what each role says after a
-Welcome. All are served in the test's thread, by `Crew.until`."""
+Welcome. All are served in the test's thread, by `Workers.until`."""
 
 import os
 import time
@@ -217,7 +217,7 @@ class Rollout(Worker):
         self.scoring.clear()
 
 
-class ActiveReplicas:
+class Workers:
     def __init__(self, *workers: Worker) -> None:
         self.workers = list(workers)
 
