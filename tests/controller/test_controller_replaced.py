@@ -129,21 +129,21 @@ def test_a_controller_dies_in_every_window(lives: Lives) -> None:
     lives.begin("after Grant", "before Generated", "after Generated", "after Scored")
     trainer, relay = Trainer(lives.run_dir, "trainer", 0), Relay(lives.run_dir, "relay", 0)
     one, two = Rollout(lives.run_dir, 0), Rollout(lives.run_dir, 1)
-    active_replicas = Workers(trainer, relay, one, two)
+    workers = Workers(trainer, relay, one, two)
     trainer.channel.send(Restored(None))
     relay.takes(trainer.publishes(0))
-    active_replicas.until(lambda: one.generating and two.generating, "a grant after the death that lost it")
+    workers.until(lambda: one.generating and two.generating, "a grant after the death that lost it")
     assert lives.deaths == 1 and not one.dropped + two.dropped
     first = {i: sample.attempt for each in (one, two) for i, (_, sample, _) in each.generating.items()}
     assert 1 in first.values(), "what was granted and not sent is granted again"
 
     one.ends(1)
-    active_replicas.until(lambda: lives.deaths == 3 and one.is_back(), "deaths before and after the commit")
+    workers.until(lambda: lives.deaths == 3 and one.is_back(), "deaths before and after the commit")
     assert not one.all(ScoreOrder) + two.all(ScoreOrder), "its own replica scores it"
     one.scores()
     lives.begin("")
-    active_replicas.until(lambda: lives.deaths == 4 and two.is_back(), "the death with the score")
-    active_replicas.until(lambda: lives.groups_ready_by(one, two), "the groups of step 0")
+    workers.until(lambda: lives.deaths == 4 and two.is_back(), "the death with the score")
+    workers.until(lambda: lives.groups_ready_by(one, two), "the groups of step 0")
     assert sorted(i for (i,) in lives.select("id FROM trajectories WHERE attempt > 1")) == []
     assert not one.dropped + two.dropped
 
@@ -158,14 +158,14 @@ def test_a_controller_dies_in_every_window(lives: Lives) -> None:
     answer = trainer.has_done(StepDone(0, metrics))
     assert isinstance(answer, Continue)
     assert lives.deaths == 8
-    active_replicas.until(lambda: relay.is_back() and one.is_back() and two.is_back(), "everybody's return")
+    workers.until(lambda: relay.is_back() and one.is_back() and two.is_back(), "everybody's return")
 
     ids = [i for (i,) in lives.select("id FROM weights ORDER BY id")]
     epochs = [e for (e,) in lives.select("restore_epoch FROM weights ORDER BY id")]
     assert len(ids) >= 2 and epochs == sorted(epochs)
     trained = lives.select("id FROM trajectories WHERE consumed_step = 0")
     assert sorted(i for (i,) in trained) == sorted(t.trajectory_id for t in trajectories_of(batch))
-    for worker in active_replicas.workers:
+    for worker in workers.workers:
         worker.channel.close()
 
 
@@ -177,22 +177,22 @@ def test_a_controller_that_has_lost_its_lock_says_nothing_more(lives: Lives) -> 
     slots = slots_root("/dev/shm", relay.channel.welcome.slots)
     slots.mkdir(exist_ok=True)
     one, two = Rollout(lives.run_dir, 0), Rollout(lives.run_dir, 1)
-    active_replicas = Workers(trainer, relay, one, two)
+    workers = Workers(trainer, relay, one, two)
     trainer.channel.send(Restored(None))
     relay.takes(trainer.publishes(0))
-    active_replicas.until(lambda: one.generating and two.generating, "grants")
+    workers.until(lambda: one.generating and two.generating, "grants")
     owner = Owner("far", "ann", "n7", 4711, "1", "boot pid:[1]", 0.0, stale_after=0.5)
     (lives.run_dir / "successor").write_bytes(msgspec.json.encode(owner))
     os.utime(lives.run_dir / "successor", (1, 1))  # not fresh: the next one watches it for half a second
     (lives.run_dir / "successor").replace(lives.run_dir / LOCK_FILE)
-    active_replicas.until(lambda: "ended 1" in lives.out.read_text(), "the end of the one that was replaced")
+    workers.until(lambda: "ended 1" in lives.out.read_text(), "the end of the one that was replaced")
     assert "end" not in [record["kind"] for record in jsonl.read(lives.run_dir / "metrics.jsonl")]
     assert (lives.run_dir / ADDRESS_FILE).exists() and slots.exists()
-    active_replicas.until(lambda: all(each.is_back() for each in (relay, one, two)), "the successor")
+    workers.until(lambda: all(each.is_back() for each in (relay, one, two)), "the successor")
     assert not any(each.has_left for each in (relay, one, two)) and not one.dropped + two.dropped
     lives.kill()
     shutil.rmtree(slots, ignore_errors=True)
-    for worker in active_replicas.workers:
+    for worker in workers.workers:
         worker.channel.close()
 
 
@@ -202,22 +202,22 @@ def test_a_controller_whose_loop_blocks_is_replaced(lives: Lives) -> None:
     had not committed nobody was told of, and the next one, which it no longer keeps out, hears it again."""
     lives.begin("stuck Generated", "")
     trainer, relay = Trainer(lives.run_dir, "trainer", 0), Relay(lives.run_dir, "relay", 0)
-    active_replicas = Workers(
+    workers = Workers(
         trainer, relay, one := Rollout(lives.run_dir, 0), two := Rollout(lives.run_dir, 1)
     )
     trainer.channel.send(Restored(None))
     relay.takes(trainer.publishes(0))
-    active_replicas.until(lambda: one.generating and two.generating, "grants")
+    workers.until(lambda: one.generating and two.generating, "grants")
     one.ends(1)
-    active_replicas.until(lambda: "stuck" in lives.out.read_text(), "the turn that blocks")
-    active_replicas.until(lambda: "ended 1" in lives.out.read_text(), "its end")
+    workers.until(lambda: "stuck" in lives.out.read_text(), "the turn that blocks")
+    workers.until(lambda: "ended 1" in lives.out.read_text(), "its end")
     assert "the controller ends, and another one can take over" in lives.out.read_text()
     assert lives.select("id FROM trajectories WHERE state = 'generated'") == []
-    active_replicas.until(lambda: one.is_back() and two.is_back(), "the next one")
-    active_replicas.until(lambda: lives.groups_ready_by(one, two), "the groups of step 0")
+    workers.until(lambda: one.is_back() and two.is_back(), "the next one")
+    workers.until(lambda: lives.groups_ready_by(one, two), "the groups of step 0")
     assert not one.dropped + two.dropped
     assert lives.select("id FROM trajectories WHERE attempt > 1") == []
-    for worker in active_replicas.workers:
+    for worker in workers.workers:
         worker.channel.close()
 
 
@@ -227,14 +227,14 @@ def test_a_request_to_stop_waits_for_the_next_controller(lives: Lives) -> None:
     leave in order; one that comes to other trainers knows nothing of it."""
     lives.begin("")
     trainer, relay = Trainer(lives.run_dir, "trainer", 0), Relay(lives.run_dir, "relay", 0)
-    active_replicas = Workers(
+    workers = Workers(
         trainer, relay, one := Rollout(lives.run_dir, 0), two := Rollout(lives.run_dir, 1)
     )
     trainer.channel.send(Restored(None))
     relay.takes(trainer.publishes(0))
-    active_replicas.until(lambda: one.generating and two.generating, "grants")
+    workers.until(lambda: one.generating and two.generating, "grants")
     lives.kill()
-    active_replicas.until(
+    workers.until(
         lambda: trainer.channel.detached and who_waits(lives.run_dir), "the sign of a role that waits"
     )
     assert not request_stop(lives.run_dir, "laminar stop", seconds=0.5)
@@ -244,9 +244,9 @@ def test_a_request_to_stop_waits_for_the_next_controller(lives: Lives) -> None:
     trainer.channel.send(TrainerDone(0))
     trainer.channel.flush()
     trainer.channel.close()
-    active_replicas.workers.remove(trainer)
+    workers.workers.remove(trainer)
     for each in (relay, one, two):
-        active_replicas.until(lambda each=each: each.has_left, "Stop")
+        workers.until(lambda each=each: each.has_left, "Stop")
     assert "ended 0" in lives.ends() and not left_request(lives.run_dir, "")
     assert_clean(lives.run_dir)
 
@@ -260,27 +260,27 @@ def test_a_controller_dies_in_a_move_and_at_the_end(lives: Lives) -> None:
     slots = slots_root("/dev/shm", relay.channel.welcome.slots)
     slots.mkdir()  # as a relay that was killed leaves it
     one, two = Rollout(lives.run_dir, 0), Rollout(lives.run_dir, 1)
-    active_replicas = Workers(trainer, relay, one, two)
+    workers = Workers(trainer, relay, one, two)
     trainer.channel.send(Restored(None))
     relay.takes(trainer.publishes(0))
-    active_replicas.until(lambda: one.generating and two.generating, "grants")
+    workers.until(lambda: one.generating and two.generating, "grants")
     lost = {i: sample.attempt for i, (_, sample, _) in one.generating.items()}
     one.works(5)
     two.drains()
     two.works(5)
-    active_replicas.workers.remove(one)
+    workers.workers.remove(one)
     one.channel.send(Failure("its engine died"))
     one.channel.close(goodbye=False)
-    active_replicas.until(lambda: lives.deaths == 1 and two.all(MoveCommit), "the commit of a move")
+    workers.until(lambda: lives.deaths == 1 and two.all(MoveCommit), "the commit of a move")
     committed = {int(m.move_id.split("-")[0]): m.attempt for m in two.all(MoveCommit)}
     assert all(
         committed[i] == lost[i] + 1 and tokens_of(two.partials[i]).tolist() == [7] * 5 for i in committed
     )
 
     three = Rollout(lives.run_dir, 0, life="b")
-    active_replicas.workers.append(three)
+    workers.workers.append(three)
     for step in range(lives.config.steps):
-        active_replicas.until(lambda: lives.groups_ready_by(two, three), f"the groups of step {step}")
+        workers.until(lambda: lives.groups_ready_by(two, three), f"the groups of step {step}")
         batch = trainer.takes(step)
         relay.takes(trainer.publishes(step + 1))
         metrics = batch_metrics(trajectories_of(batch), 0, step) | {"wait_seconds": 0.1, "train_seconds": 0.1}
@@ -288,9 +288,9 @@ def test_a_controller_dies_in_a_move_and_at_the_end(lives: Lives) -> None:
     trainer.channel.send(TrainerDone(lives.config.steps))
     trainer.channel.flush()
     trainer.channel.close()
-    active_replicas.workers.remove(trainer)
+    workers.workers.remove(trainer)
     for each in (relay, two, three):
-        active_replicas.until(lambda each=each: each.has_left, "Stop")
+        workers.until(lambda each=each: each.has_left, "Stop")
     assert lives.deaths == 2 and "ended 0" in lives.ends()
     attempts = dict(lives.select("id, attempt FROM trajectories"))
     assert all(attempts[i] > attempt for i, attempt in lost.items())
