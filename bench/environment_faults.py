@@ -50,7 +50,7 @@ from laminar_hpc.simulator.emulation.launch import Emulation
 from laminar_hpc.store.audit.checks import audit
 from laminar_hpc.store.audit.records import read
 from laminar_hpc.store.payload.whole import Whole, wholes
-from laminar_hpc.store.stored import stored_groups
+from laminar_hpc.store.rows import stored_groups
 
 KINDS = ("publications", "engines", "repack", "graders")
 SESSIONS, GROUPS = 16, 8  # trajectories of a local batch; groups of a step

@@ -28,7 +28,7 @@ from laminar_hpc.report import rundata, summary
 from laminar_hpc.rollout import migration as replica_migration
 from laminar_hpc.simulator.emulation import stage
 from laminar_hpc.store.payload.whole import Whole, wholes
-from laminar_hpc.store.stored import stored_trajectories
+from laminar_hpc.store.rows import stored_trajectories
 from laminar_hpc.weights.kernels.sums import tensor_sums
 from laminar_hpc.weights.manifest import Manifest, layout
 from laminar_hpc.weights.slots import SlotWriter

@@ -23,11 +23,10 @@ from laminar_hpc.machine.observability.trace import TraceSpan, read_spans
 from laminar_hpc.store.archive import files
 from laminar_hpc.store.payload.layout import DamagedResponse
 from laminar_hpc.store.payload.whole import Whole, wholes
-from laminar_hpc.store.read_only import connect_read_only
+from laminar_hpc.store.rows import stored_trajectories
 from laminar_hpc.store.run_files import config_of, metrics_of
 from laminar_hpc.store.store_copy import ReadableStore, readable_store
-from laminar_hpc.store.store_layout import has_tables
-from laminar_hpc.store.stored import stored_trajectories
+from laminar_hpc.store.store_layout import connect_read_only, has_tables
 
 
 class Consumed(msgspec.Struct):

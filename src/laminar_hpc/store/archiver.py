@@ -19,7 +19,7 @@ from laminar_hpc.policies.retention import kept
 from laminar_hpc.store.archive import files
 from laminar_hpc.store.payload.whole import Whole, wholes
 from laminar_hpc.store.payload.writer import FOLDER as PAYLOADS
-from laminar_hpc.store.stored import stored_groups
+from laminar_hpc.store.rows import stored_groups
 
 _PART_BYTES = 64 << 20  # of payloads that are in memory at once
 

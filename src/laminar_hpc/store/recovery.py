@@ -31,8 +31,8 @@ from laminar_hpc.store.journal import (
     take_snapshot,
 )
 from laminar_hpc.store.journal_files import DamagedJournal, OtherHistory, Position
-from laminar_hpc.store.read_only import connect_read_only
 from laminar_hpc.store.rebuild import build, refusal, replay
+from laminar_hpc.store.store_layout import connect_read_only
 
 
 @dataclass(frozen=True)

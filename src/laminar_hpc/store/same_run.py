@@ -16,7 +16,7 @@ from laminar_hpc.store.audit.checks import audit
 from laminar_hpc.store.audit.records import read
 from laminar_hpc.store.checkpoints import checkpoint_path, steps
 from laminar_hpc.store.payload.layout import tokens_array
-from laminar_hpc.store.read_only import connect_read_only
+from laminar_hpc.store.store_layout import connect_read_only
 
 _ANOTHER = "or begin another run with a checkpoint's hf/ as model.path"
 

@@ -8,6 +8,7 @@ payload files. The seal of a prompt stays when the prompt itself has moved to th
 """
 
 import sqlite3
+from collections.abc import Iterable
 from hashlib import blake2b
 
 import msgspec
@@ -17,6 +18,7 @@ from laminar_hpc.store.journal import MARK
 ALL_SEALED = "sealed"  # in the table meta of a store that has had seals from its first row on
 ARCHIVE = "archive"  # seals of this kind are of the archive's files, by step from 1
 PROMPTS = "prompts"
+RECEIVED = "received"  # the one table whose rows are not read back to be sealed
 UNSEALED_KEY = MARK  # in meta: written behind the seals, and checked against the journal at each start
 _UNSEALED = {"seals", "responses"}
 _encode = msgspec.msgpack.Encoder().encode
@@ -55,7 +57,10 @@ class Seals:
         self._db = db
         self._beside = sqlite3.Cursor(db)
         self._select = dict[str, str]()  # by table, the rows to be sealed
+        self._sealed: list[tuple] = []
         for table, keys in sealed_tables(self._beside).items():
+            if table == RECEIVED:
+                continue
             self._beside.execute(f"CREATE TEMP TABLE touched_{table}(a, b)")
             touched = f"(SELECT DISTINCT a, b FROM touched_{table}) n"
             same = " AND ".join(f"t.{key} = n.{of}" for key, of in zip(keys, "ab", strict=False))
@@ -69,7 +74,9 @@ class Seals:
 
     def write(self) -> None:
         """Seals the rows that have changed; nothing but the journal's mark is written behind it."""
-        sealed, gone = [], []
+        sealed = self._sealed
+        self._sealed = []
+        gone = []
         for kind, select in self._select.items():
             rows = self._beside.execute(select).fetchall()
             if not rows:
@@ -82,6 +89,10 @@ class Seals:
                     gone.append((kind, a, b))
         self._db.executemany("INSERT OR REPLACE INTO seals VALUES(?, ?, ?, ?)", sealed)
         self._db.executemany("DELETE FROM seals WHERE kind = ? AND a = ? AND b = ?", gone)
+
+    def seal_received(self, rows: Iterable[tuple[str, int]]) -> None:
+        """Seals whole rows of the table `received`, which are most of what many turns write."""
+        self._sealed += [(RECEIVED, row[0], "", seal_of(row)) for row in rows]
 
     def seal_archived(self, step: int, digest: str) -> None:
         """Seals the archive's file of trainer step `step`, from 1, by its SHA-256 in hexadecimal."""

@@ -240,6 +240,7 @@ class Store:
     def note_received(self, numbers: dict[str, int]) -> None:
         """In the transaction that holds the effects of these messages."""
         self._db.executemany("INSERT OR REPLACE INTO received VALUES(?, ?)", numbers.items())
+        self.seals.seal_received(numbers.items())
 
     def next_ids(self) -> tuple[int, int, int]:
         """The next free weight, group and trajectory ids; none is ever used twice."""

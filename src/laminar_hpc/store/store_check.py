@@ -12,7 +12,7 @@ from laminar_hpc.config.errors import Refused
 from laminar_hpc.store.checkpoints import checkpoint_path, store_id
 from laminar_hpc.store.full_disk import is_full_disk
 from laminar_hpc.store.journal import store_id_of
-from laminar_hpc.store.read_only import connect_read_only
+from laminar_hpc.store.store_layout import connect_read_only
 
 
 def check_store(path: Path, run_dir: Path, restored_step: int, replay: bool, seconds: float) -> None:

@@ -1,4 +1,5 @@
-"""The tables of a store, and the number of their layout, by which one of another version is refused."""
+"""The tables of a store, the number of their layout, by which a store of another version is refused, and how
+a store is opened only to be read."""
 
 import sqlite3
 from pathlib import Path
@@ -52,3 +53,13 @@ def has_tables(db: sqlite3.Connection, path: Path) -> bool:
         text = f"was written by another version of laminar_hpc (layout {found}, not {LAYOUT})"
         raise LaminarError(f"{path} {text}; {cure}")
     return True
+
+
+def connect_read_only(path: Path, seconds: float = 5.0) -> sqlite3.Connection:
+    """Opens a store, perhaps one that a controller writes, only to read it, and without making a file if that
+    can be avoided. Any thread may use the connection. `seconds`: the wait for a lock of the writer. Raises
+    sqlite3.Error."""
+    # without a write-ahead log SQLite need not create files of its own to read
+    how = "mode=ro" if path.with_name(f"{path.name}-wal").exists() else "mode=ro&immutable=1"
+    uri = f"{path.resolve().as_uri()}?{how}"
+    return sqlite3.connect(uri, uri=True, timeout=seconds, isolation_level=None, check_same_thread=False)

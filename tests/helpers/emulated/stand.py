@@ -35,8 +35,8 @@ from laminar_hpc.simulator.emulation import stage
 from laminar_hpc.simulator.emulation.fleet import EmulatedReplica, NewWorker, new_worker
 from laminar_hpc.simulator.emulation.launch import prepare
 from laminar_hpc.store.payload.whole import Whole, wholes
+from laminar_hpc.store.rows import stored_trajectories
 from laminar_hpc.store.rundir import prepare as prepare_run_dir
-from laminar_hpc.store.stored import stored_trajectories
 
 PROMPT_TOKENS = 10
 

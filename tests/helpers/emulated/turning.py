@@ -8,7 +8,7 @@ from helpers.emulated.stand import small_config
 from helpers.models.chats import SEPARATED, save, vocabulary_size
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.store.payload.whole import Whole, wholes
-from laminar_hpc.store.stored import stored_groups
+from laminar_hpc.store.rows import stored_groups
 
 TURN, CALL = 200, '<tool_call>{"name": "look", "arguments": {"key": "k"}}</tool_call>'
 

@@ -12,8 +12,8 @@ from laminar_hpc.store.archive import files
 from laminar_hpc.store.audit import records as audited
 from laminar_hpc.store.audit.origins import responses_are_intact
 from laminar_hpc.store.payload import writer
-from laminar_hpc.store.read_only import connect_read_only
 from laminar_hpc.store.store_copy import readable_store
+from laminar_hpc.store.store_layout import connect_read_only
 
 
 @pytest.fixture

@@ -17,10 +17,9 @@ from laminar_hpc.config.errors import LaminarError, Refused
 from laminar_hpc.report.export import rows
 from laminar_hpc.store.archive import table
 from laminar_hpc.store.payload.layout import DamagedResponse
-from laminar_hpc.store.read_only import connect_read_only
 from laminar_hpc.store.run_files import config_of, metrics_of
 from laminar_hpc.store.store_copy import readable_store
-from laminar_hpc.store.store_layout import has_tables
+from laminar_hpc.store.store_layout import connect_read_only, has_tables
 
 _STEPS = re.compile(r"(\d*):(\d*)|(\d+)")
 _TEXTS = pa.schema([("prompt", pa.string()), ("response", pa.string())])

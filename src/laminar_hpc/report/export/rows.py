@@ -11,7 +11,7 @@ from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.store.archive import files
 from laminar_hpc.store.payload.layout import DamagedResponse
 from laminar_hpc.store.payload.whole import Whole, wholes
-from laminar_hpc.store.stored import stored_groups
+from laminar_hpc.store.rows import stored_groups
 
 _AT_ONCE = 16  # groups that are read together
 Part = tuple[int | None, list[Whole]]  # the step that trained them, from 1

@@ -18,11 +18,10 @@ from laminar_hpc.machine.files import jsonl
 from laminar_hpc.store.checkpoints import checkpoint_path, steps
 from laminar_hpc.store.payload.layout import Response
 from laminar_hpc.store.payload.reader import read as read_payloads
-from laminar_hpc.store.read_only import connect_read_only
 from laminar_hpc.store.run_files import config_of, metrics_of
 from laminar_hpc.store.seals import ALL_SEALED, ARCHIVE, PROMPTS, seal_of
 from laminar_hpc.store.store_copy import readable_store
-from laminar_hpc.store.store_layout import has_tables
+from laminar_hpc.store.store_layout import connect_read_only, has_tables
 
 _AT_ONCE = 256  # responses that are read together
 Row = TypeVar("Row", bound=msgspec.Struct)
