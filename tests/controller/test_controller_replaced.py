@@ -202,9 +202,7 @@ def test_a_controller_whose_loop_blocks_is_replaced(lives: Lives) -> None:
     had not committed nobody was told of, and the next one, which it no longer keeps out, hears it again."""
     lives.begin("stuck Generated", "")
     trainer, relay = Trainer(lives.run_dir, "trainer", 0), Relay(lives.run_dir, "relay", 0)
-    workers = Workers(
-        trainer, relay, one := Rollout(lives.run_dir, 0), two := Rollout(lives.run_dir, 1)
-    )
+    workers = Workers(trainer, relay, one := Rollout(lives.run_dir, 0), two := Rollout(lives.run_dir, 1))
     trainer.channel.send(Restored(None))
     relay.takes(trainer.publishes(0))
     workers.until(lambda: one.generating and two.generating, "grants")
@@ -227,9 +225,7 @@ def test_a_request_to_stop_waits_for_the_next_controller(lives: Lives) -> None:
     leave in order; one that comes to other trainers knows nothing of it."""
     lives.begin("")
     trainer, relay = Trainer(lives.run_dir, "trainer", 0), Relay(lives.run_dir, "relay", 0)
-    workers = Workers(
-        trainer, relay, one := Rollout(lives.run_dir, 0), two := Rollout(lives.run_dir, 1)
-    )
+    workers = Workers(trainer, relay, one := Rollout(lives.run_dir, 0), two := Rollout(lives.run_dir, 1))
     trainer.channel.send(Restored(None))
     relay.takes(trainer.publishes(0))
     workers.until(lambda: one.generating and two.generating, "grants")
