@@ -19,7 +19,7 @@ help:
 	@echo "                 a 7B's weights to a relay that dies (HAND_OVER_ARGS), KV moves between two 7B engines (KV_ENGINES_ARGS);"
 	@echo '                 for example BENCH_ARGS="--json kernels.json"'
 	@echo 'make fmt         write all files in the one format, and mend what ruff can mend'
-	@echo 'make lint        ruff, its format, and mypy'
+	@echo 'make lint        ruff, its format, mypy, and import-linter: the floors and doors of the rooms'
 	@echo 'make setup       set up .venv only; a second call installs nothing'
 	@echo "make apex        build NVIDIA's apex into .venv (machines with CUDA's compiler)"
 	@echo 'make clean       remove .venv and caches; runs are kept'
