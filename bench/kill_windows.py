@@ -27,18 +27,18 @@ from roles import Roles, audited, customize_roles, steps_done
 COLUMNS = ("window", "role", "function", "at", "deaths")
 # name -> role, module, function, and whether the rank dies when it is called or when it has returned
 WINDOWS = {
-    "group-drawn": ("controller", "controller.rows", "Rows.add_group", "return"),
-    "turn-done": ("controller", "controller.store", "Store.commit", "call"),
+    "group-drawn": ("controller", "store.rows", "Rows.add_group", "return"),
+    "turn-done": ("controller", "store.store", "Store.commit", "call"),
     "turn-committed": ("controller", "controller.loop", "Controller.send_all", "call"),
-    "response-stored": ("controller", "controller.rows", "Rows.store_response", "return"),
-    "score-stored": ("controller", "controller.rows", "Rows.finish_trajectory", "return"),
-    "batch-consumed": ("controller", "controller.rows", "Rows.consume", "return"),
-    "weight-id-asked": ("controller", "controller.weights", "Weights.on_new_weight_id", "call"),
-    "weight-id-given": ("controller", "controller.weights", "Weights.on_new_weight_id", "return"),
+    "response-stored": ("controller", "store.rows", "Rows.store_response", "return"),
+    "score-stored": ("controller", "store.rows", "Rows.finish_trajectory", "return"),
+    "batch-consumed": ("controller", "store.rows", "Rows.consume", "return"),
+    "weight-id-asked": ("controller", "controller.weights.weight_ids", "Weights.on_new_weight_id", "call"),
+    "weight-id-given": ("controller", "controller.weights.weight_ids", "Weights.on_new_weight_id", "return"),
     "step-recorded": ("controller", "controller.training", "Training.on_step_done", "return"),
-    "batch-taken": ("trainer", "trainer.inbox", "Inbox.take", "return"),
-    "step-trained": ("trainer", "trainer.inbox", "Inbox.report", "call"),
-    "publication-begun": ("trainer", "trainer.publishing.leader", "Leader._send", "call"),
+    "batch-taken": ("trainer", "trainer.inbox", "BatchInbox.take", "return"),
+    "step-trained": ("trainer", "trainer.inbox", "BatchInbox.report", "call"),
+    "publication-begun": ("trainer", "trainer.publishing.leader", "PublishingLeader._send", "call"),
     "checkpoint-copied": ("trainer", "trainer.checkpoint", "Checkpointer.begin", "return"),
     "checkpoint-written": ("trainer", "trainer.checkpoint", "Checkpointer._check_fence", "call"),
     "checkpoint-named": ("trainer", "trainer.checkpoint", "Checkpointer._complete", "return"),
@@ -46,7 +46,7 @@ WINDOWS = {
     "response-whole": ("rollout", "rollout.batch", "LocalBatch._judged", "return"),
     "score-begun": ("rollout", "rollout.scoring", "Scoring.begin", "return"),
     "pull-unverified": ("rollout", "rollout.weight_loader", "check_sums", "call"),
-    "slot-begun": ("relay", "relay.run", "Relay._begin", "return"),
+    "slot-begun": ("relay", "weights.relay.run", "Relay._begin", "return"),
     "slot-whole": ("relay", "weights.slots", "SlotWriter.commit", "return"),
 }
 
