@@ -96,7 +96,7 @@ COMMANDS: dict[str, Subcommand] = {
         KEYS,
     ),
     "launch": Subcommand(
-        lambda options: elsewhere("launch.slurm.launch")(options.given),
+        lambda options: elsewhere("launch.ssh.launch")(options.given),
         "check, then run the job on several machines over ssh, without Slurm, and show its progress here",
         {
             "laminar launch --hosts hosts.txt experiment=mine": "hosts.txt: a line for each, NAME [gpus=N]",

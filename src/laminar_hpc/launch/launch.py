@@ -2,7 +2,7 @@
 that may be.
 
 `laminar train` (launch/supervisor.py), the scripts of launch/ (launch_role.py), each node of a Slurm job
-(launch/slurm/node.py) and each machine that `laminar launch` reaches by ssh (launch/slurm/host.py) are one.
+(launch/slurm/node.py) and each machine that `laminar launch` reaches by ssh (launch/ssh/host.py) are one.
 They differ in what they start, and in where their orders come from: signals, a file, or the connection.
 """
 

@@ -2,7 +2,7 @@
 
 Checks the run as `laminar train` does, prints an ssh line for each machine as it could be typed, starts them
 all, and shows the run's progress until its end. What runs on a machine is `python -m
-laminar_hpc.launch.slurm.host`.
+laminar_hpc.launch.ssh.host`.
 """
 
 import os
@@ -17,10 +17,10 @@ from pathlib import Path
 from laminar_hpc import __version__
 from laminar_hpc.config.errors import LaminarError, Refused
 from laminar_hpc.config.options import split, with_absolute_config_dir
-from laminar_hpc.launch.slurm.connections import Launcher
-from laminar_hpc.launch.slurm.hosts import Host, HostPart, assign, read_hosts
 from laminar_hpc.launch.slurm.layout import gpus_by_default
 from laminar_hpc.launch.slurm.submit import OURS, look_around, plan_words
+from laminar_hpc.launch.ssh.connections import Launcher
+from laminar_hpc.launch.ssh.hosts import Host, HostPart, assign, read_hosts
 from laminar_hpc.machine.files import durable
 from laminar_hpc.machine.observability import console, output
 from laminar_hpc.machine.processes import on_stop_signals
@@ -128,7 +128,7 @@ def command_of(
         f"run_dir={run_dir}",
         *settings,
     ]
-    start = shlex.join(["env", *variables, str(python), "-m", "laminar_hpc.launch.slurm.host", *words])
+    start = shlex.join(["env", *variables, str(python), "-m", "laminar_hpc.launch.ssh.host", *words])
     return [
         "ssh",
         "-T",

@@ -1,6 +1,6 @@
 """One machine's part of a run without Slurm, as `laminar launch` starts it over ssh:
 
-    python -m laminar_hpc.launch.slurm.host --controller --trainers=0/2 --replicas=2 run_dir=... [overrides]
+    python -m laminar_hpc.launch.ssh.host --controller --trainers=0/2 --replicas=2 run_dir=... [overrides]
 
 Starts the machine's processes of these roles, each as launch/ROLE.sh would, and waits until all have ended.
 What they say goes to the standard output while somebody reads it, and to RUN_DIR/logs/host-NAME.log. Lines on
@@ -131,7 +131,7 @@ def check_here(run_dir: Path, launch: str) -> None:
 
 
 def parsed(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    parser = argparse.ArgumentParser("python -m laminar_hpc.launch.slurm.host", allow_abbrev=False)
+    parser = argparse.ArgumentParser("python -m laminar_hpc.launch.ssh.host", allow_abbrev=False)
     parser.add_argument("--controller", action="store_true")
     parser.add_argument("--trainers", default="")
     parser.add_argument("--replicas", default="")

@@ -1,5 +1,5 @@
 """Who is told what when a machine's part ends. The processes are stand-ins for ssh and what it starts: shell
-scripts that take orders on their input; tests/launch/slurm/test_launch_over_ssh.py has the real ones."""
+scripts that take orders on their input; tests/launch/ssh/test_launch_over_ssh.py has the real ones."""
 
 import signal
 import subprocess
@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from laminar_hpc.launch.slurm.connections import Launcher
-from laminar_hpc.launch.slurm.hosts import Host, HostPart
+from laminar_hpc.launch.ssh.connections import Launcher
+from laminar_hpc.launch.ssh.hosts import Host, HostPart
 
 CONTROLLER = HostPart(Host("n1", 0), controller=True)
 TRAINERS = HostPart(Host("n2", 0), trainers=(0, 1))
@@ -50,7 +50,7 @@ def run(launcher: Launcher, go: Path) -> int:
     ],
 )
 def test_who_is_told_what(controller, trainers, replicas, code, said, tmp_path, capfd) -> None:
-    """The table of launch/slurm/connections.py: a run ends in order where its trainers have failed, goes on
+    """The table of launch/ssh/connections.py: a run ends in order where its trainers have failed, goes on
     where replicas or a connection have, and no process is left where it cannot go on or has not begun."""
     go = tmp_path / "go"
     all_begun = f"{BEGIN} while [ ! -e {go} ]; do sleep 0.05; done;"
@@ -95,7 +95,7 @@ from functools import partial
 from pathlib import Path
 from laminar_hpc.cluster import ranks
 from laminar_hpc.launch.launch import Agent
-from laminar_hpc.launch.slurm.host import Orders, Output
+from laminar_hpc.launch.ssh.host import Orders, Output
 from helpers.stand_ins import one_rank
 output, orders = Output(Path(sys.argv[1])), Orders(sys.argv[2] == "tied")
 ranks._RANK = ("bash", "-c")

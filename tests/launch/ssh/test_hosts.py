@@ -12,8 +12,8 @@ from laminar_hpc.config.errors import LaminarError, Refused
 from laminar_hpc.config.load import load_config
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.launch import cli
-from laminar_hpc.launch.slurm import host
-from laminar_hpc.launch.slurm.hosts import Host, assign, read_hosts
+from laminar_hpc.launch.ssh import host
+from laminar_hpc.launch.ssh.hosts import Host, assign, read_hosts
 
 DEMO = load_config(["experiment=demo", "dry_run=true"])
 
@@ -119,7 +119,7 @@ def test_the_ssh_lines(tmp_path, capsys, monkeypatch) -> None:
         monkeypatch.setenv(name, "")
     started = []
     for remote in (first, second):
-        options, settings = host.parsed(remote[remote.index("laminar_hpc.launch.slurm.host") + 1 :])
+        options, settings = host.parsed(remote[remote.index("laminar_hpc.launch.ssh.host") + 1 :])
         assert settings == [f"run_dir={tmp_path}/r x", "experiment=demo", "steps=3"] and options.tied
         found = host.parts_of(options, settings, tmp_path, 4)
         started.append({part.role: part.words for part in found})

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from laminar_hpc.launch.launch import REPEAT_SECONDS
-from laminar_hpc.launch.slurm.hosts import HostPart
+from laminar_hpc.launch.ssh.hosts import HostPart
 from laminar_hpc.line.agent_line import REFUSED
 from laminar_hpc.machine.processes import die_with_parent
 
