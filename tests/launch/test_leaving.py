@@ -8,7 +8,7 @@ import pytest
 
 RANK = """
 import sys, time
-from laminar_hpc.cluster import leaving
+from laminar_hpc.launch import leaving
 
 leaving.LEAVE_SECONDS, leaving.ONE_SIGNAL_SECONDS = 0.3, 0.1
 

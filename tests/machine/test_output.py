@@ -25,7 +25,7 @@ def alone(monkeypatch):
 SPEAKER = f"""
 import logging, sys, time
 from pathlib import Path
-from laminar_hpc.observability import output
+from laminar_hpc.machine.observability import output
 output.guard()
 output.keep_in(Path(sys.argv[1]))
 sys.stdin.readline()

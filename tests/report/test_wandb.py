@@ -40,7 +40,7 @@ OFFLINE_SERVER = """
 import os, sys
 from pathlib import Path
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.observability import wandb_mirror
+from laminar_hpc.machine.observability import wandb_mirror
 
 wandb_mirror.START_SECONDS = 3.0
 try:

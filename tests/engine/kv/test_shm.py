@@ -90,7 +90,6 @@ CHILD = """
 import sys, time
 sys.path.insert(0, {folder!r})
 from helpers.links.pools import make, slots_of
-from pools import make, slots_of
 from laminar_hpc.engine.kv.shm import Taken, ShmOffer
 from laminar_hpc.engine.kv.frames import PartHeader
 pool, slots = make(layers=8, heads=4, head_dim=64, pages=300, seed=1), slots_of(256, pages=300)

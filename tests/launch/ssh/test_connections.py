@@ -93,14 +93,14 @@ MACHINE = """
 import sys
 from functools import partial
 from pathlib import Path
-from laminar_hpc.cluster import ranks
-from laminar_hpc.launch.launch import Agent
-from laminar_hpc.launch.ssh.host import Orders, Output
+from laminar_hpc.launch import ranks
+from laminar_hpc.launch.launch import NodeAgent
+from laminar_hpc.launch.ssh.host import HostOutput, Orders
 from helpers.stand_ins import one_rank
-output, orders = Output(Path(sys.argv[1])), Orders(sys.argv[2] == "tied")
+output, orders = HostOutput(Path(sys.argv[1])), Orders(sys.argv[2] == "tied")
 ranks._RANK = ("bash", "-c")
 script = "trap 'echo leaving; exit 0' TERM; while :; do echo here; sleep 0.1; done"
-agent = Agent(Path(sys.argv[1]), [one_rank("rollout", Path(sys.argv[1]), script)])
+agent = NodeAgent(Path(sys.argv[1]), [one_rank("rollout", Path(sys.argv[1]), script)])
 code = agent.run(partial(orders.obey, agent))
 output.close()
 sys.exit(code)
