@@ -60,7 +60,7 @@ def before_it_begins() -> Iterator[None]:
 
 
 def first_line(error: Exception) -> str:
-    """Of a library's words."""
+    """Returns the first line of what a library says."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 

@@ -143,7 +143,7 @@ def _names_a_taskset(given: object) -> bool:
 
 
 def _written(value: object) -> str:
-    """As on the command line."""
+    """Writes a value as the command line has it."""
     if isinstance(value, dict):
         return "{" + ",".join(f"{name}:{path}" for name, path in value.items()) + "}"
     return "(empty)" if value == "" else str(value)
@@ -194,7 +194,7 @@ def _batch(config: RunConfig) -> Iterator[str]:
 
 
 def _loss(config: RunConfig) -> Iterator[str]:
-    """Of the loss and its importance ratios."""
+    """Yields what is wrong with the loss and its importance ratios."""
     a = config.algorithm
     least, most = a.sequence_ratio_min or 0.0, a.sequence_ratio_max
     if a.clip_dual is not None and a.loss != "clip":
@@ -218,7 +218,7 @@ def _loss(config: RunConfig) -> Iterator[str]:
 
 
 def _rewards(config: RunConfig) -> Iterator[str]:
-    """Of rewards, advantages and the KL divergence."""
+    """Yields what is wrong with rewards, advantages and the KL divergence."""
     a = config.algorithm
     alone = a.advantage == "grpo" and not a.kl_in_reward and a.overlong_buffer_tokens <= 0
     if a.zero_variance == "estimate" and not alone:

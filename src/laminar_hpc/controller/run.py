@@ -129,7 +129,7 @@ def _members(config: RunConfig, machine: str) -> Members:
 
 
 def _journal(config: RunConfig, begun: Begun, say: Callable[[str], None]) -> Journal | None:
-    """Of a store that lies apart from the run directory."""
+    """Returns the journal of a store that lies apart from the run directory."""
     if not config.store_dir:
         return None
     lock = begun.lock

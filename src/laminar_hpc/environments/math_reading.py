@@ -184,7 +184,7 @@ def _depths(text: str) -> list[int]:
 
 
 def _split(text: str, pattern: str) -> list[str]:
-    """At matches that are in no brackets."""
+    """Splits at matches that are in no brackets."""
     depths, parts, begun = _depths(text), [], 0
     for found in re.finditer(pattern, text):
         if depths[found.start()] == 0:

@@ -10,7 +10,7 @@ _sandbox = Sandbox(limits=Limits(output_bytes=OUTPUT_BYTES))
 
 
 class ProgramFailed(Exception):
-    """Its words are for the model."""
+    """A program failed; what it says is for the model."""
 
 
 async def python(code: str) -> str:

@@ -72,7 +72,7 @@ def adapted(function: Callable, style: str, label: str, prompt_field: str) -> Ca
 
 
 def checked(value: object, style: str) -> Checked:
-    """Of what a function returned. Raises NotAReward."""
+    """Reads what a function returned. Raises NotAReward."""
     if style == "trl":
         return _of_trl(value)
     if style == "verl":

@@ -73,7 +73,7 @@ class WorkerGroup:
     # ---- what kinds of groups differ in --------------------------------------------------------------------
 
     def name(self, rank: int) -> str:
-        """As the user knows it."""
+        """Names the rank as the user knows it."""
         return f"rank {rank}"
 
     def log(self) -> Path:
@@ -160,7 +160,7 @@ class WorkerGroup:
 
     @property
     def cause(self) -> str:
-        """Of a failure, in one line."""
+        """Returns the cause of a failure, in one line."""
         return "; ".join(self.life.causes)
 
     def print_error(self, more: str = "") -> None:
@@ -222,7 +222,7 @@ class NodeAgent:
         return max(self.codes().values(), default=0)
 
     def codes(self) -> dict[str, int]:
-        """By role, exit codes of those that have ended as a whole."""
+        """Returns, by role, the exit codes of groups that have ended as a whole."""
         going_on = {group.role for group in self.groups if group.code is None}
         found: dict[str, int] = {}
         for group in self.groups:

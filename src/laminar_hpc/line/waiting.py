@@ -36,7 +36,7 @@ def sign_of(run_dir: Path, hello: Hello) -> "Sign":
 
 
 class Sign:
-    """Of one who waits, in a file of its own."""
+    """The sign of one who waits, in a file of its own."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

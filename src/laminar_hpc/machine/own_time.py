@@ -14,7 +14,7 @@ _TICK = 0.05  # seconds; a limit is met one to two of them late
 
 
 class _Clock:
-    """Of one event loop, from its first use to the loop's end."""
+    """Measures one event loop's own time, from its first use to the loop's end."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.ends: dict[asyncio.Timeout, float] = {}

@@ -25,7 +25,7 @@ class _Waits(NamedTuple):
 
 
 class WaitingOrphans:
-    """By trajectory."""
+    """Keeps trajectories that wait for a replica, by their id."""
 
     def __init__(self) -> None:
         self._waits: dict[int, _Waits] = {}

@@ -61,7 +61,7 @@ class Consumed(msgspec.Struct):
 
 
 class Totals(msgspec.Struct):
-    """Of the trajectories that a step has trained."""
+    """Sums over the trajectories that a step has trained."""
 
     consumed_step: int
     trajectories: int

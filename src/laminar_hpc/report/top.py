@@ -155,7 +155,7 @@ def _last(kind: str, t0: float, t1: float, now: float) -> str:
 
 
 def _plain(text: str) -> str:
-    """On one line, with nothing that a terminal obeys."""
+    """Puts a text on one line, with nothing that a terminal obeys."""
     return printable(" ".join(text.split()))
 
 
@@ -194,7 +194,7 @@ def _weights(view: View) -> Text | None:
 
 
 def _turns(view: View) -> Text | None:
-    """Of the last batch, per trajectory."""
+    """Shows the turns of the last batch, per trajectory."""
     step = view.steps[-1] if view.steps else {}
     if step.get("turns_mean") is None:
         return None

@@ -89,7 +89,7 @@ def page(row: Consumed, whole: Whole, known: Facts, decode: Callable[[list[int]]
 
 
 def _answer(row: Consumed, whole: Whole, known: Facts, decode: Callable[[list[int]], str]) -> str:
-    """As a text, or turn by turn."""
+    """Shows the answer as one text, or turn by turn."""
 
     def said(tokens: list[int]) -> str:
         return tag("code", text(shortened(decode(tokens), MAX_CHARACTERS)))

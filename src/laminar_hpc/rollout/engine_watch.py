@@ -13,7 +13,7 @@ TIMES_SLOWEST = 20.0  # a standstill is so many times the longest time between t
 
 
 class EngineWatch:
-    """Of one life of an engine."""
+    """Watches one life of an engine."""
 
     def __init__(self) -> None:
         self._signs: object = None

@@ -216,12 +216,12 @@ class Episodes:
     # ---- rewards -------------------------------------------------------------------------------------------
 
     async def grade(self, trajectory: TrajectoryInFlight) -> Score:
-        """By the environment's get_reward. Raises EnvironmentFailed."""
+        """Calls the environment's get_reward. Raises EnvironmentFailed."""
         assert trajectory.session is not None
         return await _reward(trajectory.session)
 
     def graded_elsewhere(self, trajectory: TrajectoryInFlight) -> bool:
-        """Its environment grades it, and is with another replica."""
+        """Tells whether the environment grades it and is at another replica."""
         return self.stateful and self.grades and trajectory.session is None
 
     async def grade_of(self, home: Home, figures: dict[str, float]) -> Score:
@@ -233,7 +233,7 @@ class Episodes:
         return replace(score, parts=score.parts | figures | busy)
 
     def let_go(self, trajectory: TrajectoryInFlight) -> None:
-        """Its environment is not needed any more."""
+        """The trajectory's environment is no longer needed."""
         self.homes.take(trajectory.partial.home)
         if trajectory.session is not None:
             trajectory.session.close()

@@ -17,7 +17,7 @@ class FewAtOnce(selectors.DefaultSelector):
     _next = 0
 
     def select(self, timeout: float | None = None) -> Ready:
-        """As any selector."""
+        """Selects as any selector does."""
         ready: Ready = super().select(timeout)
         if len(ready) <= _AT_ONCE:
             return ready
@@ -27,6 +27,6 @@ class FewAtOnce(selectors.DefaultSelector):
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """As asyncio.run."""
+    """Runs `main` as asyncio.run does."""
     with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(FewAtOnce())) as runner:
         return runner.run(main)

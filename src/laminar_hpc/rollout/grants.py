@@ -44,7 +44,7 @@ class Grants:
         return self._waiting.popleft()
 
     def begin(self, grant: Grant) -> list[TrajectoryInFlight]:
-        """Its trajectories, which are here until `begun`."""
+        """Returns the grant's trajectories, which stay here until `begun`."""
         self._beginning = granted(grant)
         return self._beginning
 

@@ -59,7 +59,7 @@ class EnvironmentHomes:
     # ---- its trajectory is here ----------------------------------------------------------------------------
 
     def begin(self, trajectory: TrajectoryInFlight) -> None:
-        """Its environment has been reset."""
+        """The trajectory's environment has been reset."""
         assert trajectory.session is not None and trajectory.episode is not None
         name = f"{self._replica}:{trajectory.trajectory_id}:{trajectory.attempt}:{next(self._numbers)}"
         self._homes[name] = Home(trajectory.session, trajectory.episode, trajectory.group.row, trajectory)

@@ -137,7 +137,7 @@ class TrajectoryInFlight:
                 self._become(State.GENERATING)
 
     def strand(self) -> None:
-        """Its local batch has failed."""
+        """The trajectory's local batch has failed."""
         if not self.is_dropped():
             self._become(State.STRANDED)
 
@@ -164,7 +164,7 @@ class TrajectoryInFlight:
         return self.move
 
     def stay(self) -> None:
-        """Its move is off."""
+        """The trajectory's move has been called off."""
         self.move = None
         self.stirred.clear()
 
@@ -250,7 +250,7 @@ class TrajectoryInFlight:
         return Unfinished(self.trajectory_id, self.attempt, self.so_far)
 
     def packed(self) -> bytes:
-        """Its whole response, as it goes into a payload file."""
+        """Packs the whole response for a payload file."""
         partial = self.partial
         runs = drawn(partial.count, partial.spans, self.starts)
         whole = tokens_of(partial), logprobs_of(partial), partial.spans, runs

@@ -24,7 +24,7 @@ class Interruptible:
         self._pulling = asyncio.Lock()
 
     async def run(self, begun: list[TrajectoryInFlight]) -> None:
-        """As LocalBatch.run; also raises what ends a pull."""
+        """Does what LocalBatch.run does; also raises what ends a pull."""
         batch, watch = asyncio.create_task(self._batch.run(begun)), asyncio.create_task(self._interrupt())
         try:
             await asyncio.wait((batch, watch), return_when=asyncio.FIRST_COMPLETED)

@@ -43,7 +43,7 @@ class MoveMail:
         return [box.get_nowait() for _ in range(box.qsize())]
 
     def arrived(self, message: FromController) -> None:
-        """Its move is open."""
+        """The destination has opened the move."""
         self._boxes[message.move_id].put_nowait(message)
 
     async def ask(self, message: MoveReady | Reserved | Imported, *wanted: type[M]) -> M:

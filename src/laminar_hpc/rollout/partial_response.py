@@ -54,7 +54,7 @@ def given(partial: Partial, tokens: Sequence[int]) -> Partial:
 
 
 def cut(partial: Partial, count: int) -> Partial:
-    """Its first `count` tokens."""
+    """Cuts the response to its first `count` tokens."""
     spans = [VersionSpan(s.weight_id, s.start, min(s.end, count)) for s in partial.spans if s.start < count]
     end = TOKEN_BYTES * count
     return _changed(partial, partial.tokens[:end], partial.logprobs[:end], spans)

@@ -52,7 +52,7 @@ class Results:
         self._scoring.begin(trajectory)
 
     def _generated(self, trajectory: TrajectoryInFlight) -> None:
-        """Of an evaluation nothing is kept but the score."""
+        """Reports a complete response. Of an evaluation only the score is kept."""
         response = trajectory.packed()
         generated = Generated(trajectory.finished(self._context.index, response), trajectory.evaluation)
         if trajectory.evaluation:

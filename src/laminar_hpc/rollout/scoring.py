@@ -69,11 +69,11 @@ class Scoring:
         )
 
     def graded_elsewhere(self, trajectory: TrajectoryInFlight) -> bool:
-        """Its environment is with another replica, and grades it there."""
+        """Tells whether the environment is at another replica, which grades it there."""
         return self.episodes is not None and self.episodes.graded_elsewhere(trajectory)
 
     def begin_ordered(self, order: ScoreOrder) -> None:
-        """Of a response that another replica has generated."""
+        """Scores a response that another replica has generated."""
         sample = Sample(order.trajectory_id, order.attempt)
         home = self.episodes.homes.take(order.home) if self.episodes is not None and order.home else None
         if self.episodes is not None and home is not None:
@@ -112,7 +112,7 @@ class Scoring:
         await self._score("", order.group, sample, answer)
 
     async def _grade_home(self, episodes: Episodes, home: Home, order: ScoreOrder, sample: Sample) -> None:
-        """By an environment that has stayed here."""
+        """Has an environment that stayed here grade the trajectory."""
         try:
             self._say("", sample, await episodes.grade_of(home, order.figures), {})
         except EnvironmentFailed as error:
@@ -124,7 +124,7 @@ class Scoring:
     async def _score_episode(
         self, episodes: Episodes, trajectory: TrajectoryInFlight, sample: Sample
     ) -> None:
-        """Its environment's reward, or that of its last turn."""
+        """Returns the environment's reward, or that of the last turn."""
         episode, part = trajectory.episode, trajectory.partial
         figures = episode.figures(time.time()) if episode else {}
         refused = episode.refusals[0] if episode and episode.refusals else ""

@@ -265,7 +265,7 @@ class Talk:
         )
 
     def _call(self, call: ToolCall) -> dict:
-        """Its id has nine letters, as some templates want."""
+        """Writes a call with an id of nine letters, as some templates want."""
         self.numbered += 1
         function = {"name": call.name, "arguments": call.arguments}
         return {"id": f"call{self.numbered:05d}", "type": "function", "function": function}

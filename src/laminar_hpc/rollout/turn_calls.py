@@ -89,7 +89,7 @@ class TurnCalls:
         return drawn_last and int(tokens_of(part)[-1]) in self._stop_ids
 
     def dialogue(self, row: dict) -> Dialogue:
-        """Of the environment that a row names."""
+        """Returns the dialogue of the environment that a row names."""
         return self.dialogues[environment_of(self._limits, row)]
 
     def text(self, tokens: Tokens) -> str:

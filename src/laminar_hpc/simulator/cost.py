@@ -61,7 +61,7 @@ class EngineCosts:
         return max(self.floor, self.at(round(requests)) + kv_tokens * self.kv_token)
 
     def prefill(self, tokens: float, cached: float) -> float:
-        """Of a context of `tokens`, the first `cached` of which have KV."""
+        """Seconds to prefill `tokens`, of which the first `cached` have KV."""
         return (tokens - cached) * (self.prefill_token + self.prefill_attention * (tokens + cached))
 
 

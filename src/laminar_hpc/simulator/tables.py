@@ -83,7 +83,7 @@ class Model:
 
     @property
     def head_parameters(self) -> float:
-        """Of the output layer."""
+        """Counts the parameters of the output layer."""
         return float(self.config["vocab_size"] * self.hidden)
 
 

@@ -67,6 +67,6 @@ class GoneWriters:
 
 
 def _number(writer: str) -> int | None:
-    """Of a rollout, by its writer's name."""
+    """Returns a rollout's number, by its writer's name."""
     head = writer.rpartition("_")[0].removeprefix("rollout")
     return int(head) if head.isdecimal() else None

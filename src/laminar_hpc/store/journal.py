@@ -197,7 +197,7 @@ def store_id_of(db: sqlite3.Connection) -> str:
 
 
 def run_dir_of(db: sqlite3.Connection) -> str:
-    """Of the run that wrote it last; empty if that had no journal."""
+    """Returns the folder of the run that wrote it last; empty if it had no journal."""
     return _meta(db, RUN_DIR)
 
 
@@ -255,7 +255,7 @@ def take_snapshot(
 
 
 def file_digest(file: Any) -> str:
-    """Of all that `file` holds from where it stands."""
+    """Returns the digest of all that `file` holds from its present position."""
     digest = blake2b(digest_size=8)
     while block := file.read(1 << 22):
         digest.update(block)

@@ -48,7 +48,7 @@ class Position:
     checksum: bytes = bytes(_CHECKSUM_BYTES)
 
     def __str__(self) -> str:
-        """As the store's table `meta` holds it."""
+        """Writes the position as the store's table `meta` holds it."""
         return f"{self.era} {self.number} {self.checksum.hex()}"
 
     @classmethod
@@ -185,12 +185,12 @@ class Segment:
 
 
 def segment_name(position: Position) -> str:
-    """Of the segment that begins after `position`."""
+    """Names the segment that begins after `position`."""
     return f"segment_{position.era:06d}_{position.number:012d}.log"
 
 
 def snapshot_name(position: Position, digest: str) -> str:
-    """Of the snapshot at `position`; `digest` is of its content."""
+    """Names the snapshot at `position`; `digest` is of its content."""
     return f"snapshot_{position.era:06d}_{position.number:012d}_{digest}.sqlite"
 
 

@@ -21,7 +21,7 @@ _DIGEST_BITS = 128
 
 
 def digest_sum(digests: Iterable[str]) -> int:
-    """Of digests in hexadecimal; the order does not matter."""
+    """Adds up digests in hexadecimal; their order does not matter."""
     return sum(int(digest, 16) for digest in digests) % (1 << _DIGEST_BITS)
 
 

@@ -209,7 +209,7 @@ def _begin_anew(folder: Path, store: Path, say: Callable[[str], None], why: str,
 
 
 def _discard(folder: Path) -> None:
-    """Of a journal that never got its first transaction."""
+    """Discards a journal that never got its first transaction."""
     for file in files.segments(folder):
         file.path.unlink()
 

@@ -93,7 +93,7 @@ class Rows:
         self._db.execute("DELETE FROM responses WHERE trajectory_id = ?", (trajectory_id,))
 
     def place(self, trajectory_id: int) -> ResponsePlace:
-        """Of a stored response."""
+        """Returns where a stored response lies."""
         sql = "SELECT file, offset, size FROM responses WHERE trajectory_id = ?"
         return ResponsePlace(*self._db.execute(sql, (trajectory_id,)).fetchone())
 
@@ -173,7 +173,7 @@ class Rows:
             self._db.executemany(f"DELETE FROM {table} WHERE {key} = ?", [(i,) for i in ids])
 
     def put_back(self, trajectory_id: int, place: ResponsePlace) -> None:
-        """Its response is in a payload file again."""
+        """The trajectory's response is in a payload file again."""
         row = (trajectory_id, place.file, place.offset, place.size)
         self._db.execute("INSERT OR REPLACE INTO responses VALUES(?, ?, ?, ?)", row)
 

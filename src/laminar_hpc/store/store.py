@@ -89,7 +89,7 @@ class Store:
             raise LaminarError(f"{self.path} cannot be used as the store ({error}); {cure}") from None
 
     def _begin(self) -> None:
-        """Of a connection that was just opened."""
+        """Prepares a connection that was just opened."""
         self._db.execute("PRAGMA journal_mode=WAL")
         self._db.execute("PRAGMA temp_store=MEMORY")  # of what the seals note
         # what a power cut takes from the store is in the journal
@@ -263,7 +263,7 @@ class Store:
         return rows.fetchall()
 
     def forget_evaluated(self, evaluation: str) -> None:
-        """Its results are known, or it begins anew."""
+        """The evaluation's results are known, or it begins anew."""
         self._db.execute("DELETE FROM evaluated WHERE evaluation = ?", (evaluation,))
 
     # ---- weights -------------------------------------------------------------------------------------------

@@ -230,7 +230,7 @@ class Checkpointer:
     def _complete(
         self, partial: Path, target: Path, shards: Shards, state: dict, parts: list[CheckpointPart]
     ) -> None:
-        """On rank 0, when all parts are on the disk."""
+        """Rank 0 gives the checkpoint its name, when all parts are on the disk."""
         shards.complete([part.written for part in parts])
         sums = {name: each for part in parts for name, each in part.files.items()}
         for path in (partial / "megatron").iterdir():

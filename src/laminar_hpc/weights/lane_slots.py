@@ -177,7 +177,7 @@ class LaneWriter(SlotWriter):
         return index, part, data[part.begin : part.begin + part.data_bytes]
 
     def keep(self, weight_id: int) -> tuple[int, np.ndarray] | None:
-        """As SlotWriter's, of a slot whose part of this lane is complete."""
+        """Keeps a slot whose part of this lane is complete, as SlotWriter does."""
         with self._turn():
             for index in range(self.count):
                 part = self._manifest(index, self._part)

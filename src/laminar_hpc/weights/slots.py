@@ -167,7 +167,7 @@ class SlotWriter:
         return self._maps[index][1]
 
     def _create(self, directory: Path, header: bytes, size: int) -> None:
-        """Its files, the lock as the last of them."""
+        """Makes the slot's files, the lock last."""
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir(mode=0o700)
         with open(directory / WEIGHTS_FILE, "w+b") as file:

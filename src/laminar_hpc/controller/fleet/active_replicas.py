@@ -71,12 +71,12 @@ class ActiveReplicas:
 
     @property
     def size(self) -> int:
-        """At least 1."""
+        """Counts the active replicas; at least 1."""
         return max(1, self._minimum, len(self.replicas()))
 
     @property
     def local_batch_groups(self) -> int:
-        """Of the next local batch."""
+        """Counts the groups of the next local batch."""
         return self._local_batch or math.ceil(self._groups / self.size)
 
 

@@ -40,7 +40,7 @@ Handlers = dict[type[Message], Handler]
 
 
 def handlers(c: Protocols) -> dict[str, Handlers]:
-    """By role; called once, when all parts are made."""
+    """Returns the handlers by role; called once, when all parts are made."""
     everyone: Handlers = {
         Ping: c.on_ping,
         Goodbye: c.membership.on_goodbye,

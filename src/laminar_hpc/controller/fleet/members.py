@@ -29,8 +29,8 @@ class Member:
 
 
 def rollout_silence(heartbeat_seconds: float) -> float:
-    """After which a rollout counts as dead where it can come back: a third of what others have, as the
-    trainer waits for what it holds and an error costs that alone."""
+    """Seconds of silence after which a rollout that may rejoin is declared dead. A third of the other roles'
+    limit: the trainer waits for its trajectories, and a wrong verdict costs only these."""
     return min(heartbeat_seconds, max(_PINGS_SECONDS, heartbeat_seconds / 3))
 
 

@@ -127,7 +127,7 @@ class TrainerGeneration:
             self._awaited_until = None
 
     def _known_meeting(self) -> TrainersMeet | None:
-        """Of a trainer generation that starts while controllers change."""
+        """Returns where trainers meet that start while controllers change."""
         trainer_generation, address, port = [*self._store.get_text(_MEETING).split(" "), "", ""][:3]
         return TrainersMeet(address, int(port)) if trainer_generation == str(self.number) else None
 

@@ -211,7 +211,7 @@ class Evaluations:
         return None, None
 
     def _groups(self, share: EvaluationShare) -> list[PromptGroup]:
-        """Its problems with the samples that have no score yet."""
+        """Returns the share's problems with the samples that have no score yet."""
         groups = []
         for problem in range(share.first, share.last):
             prompt = self._prompts[problem]

@@ -15,7 +15,7 @@ from laminar_hpc.policies.live_groups import LiveGroups
 
 
 class GroupTable(Mapping[int, Group]):
-    """By id."""
+    """Maps ids to groups."""
 
     def __init__(self, prompts: list[Prompt]) -> None:
         self._prompts = prompts

@@ -41,7 +41,7 @@ class HomeRouting:
         return replica if self._shared.members.at("rollout", replica) else None
 
     def grades(self, generated: Generated) -> None:
-        """Its response is stored."""
+        """The trajectory's response is stored: its home may grade it."""
         trajectory = generated.trajectory
         assert trajectory.place is not None
         group = self._tracker.groups.bare(trajectory.trajectory_id)

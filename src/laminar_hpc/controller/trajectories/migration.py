@@ -80,7 +80,7 @@ class Migration:
         return {replica for move in moves for replica in (move.source, move.destination)}
 
     def destination(self, trajectory_id: int) -> int | None:
-        """Of its move under way."""
+        """Returns where the trajectory's present move goes."""
         move_id = self.moving.get(trajectory_id)
         return None if move_id is None else self._moves[move_id].move.destination
 
@@ -135,14 +135,14 @@ class Migration:
             self._act(progress, progress.move.call_off("its trajectory has ended"))
 
     def source_gives_up(self, trajectory_id: int, source: int) -> None:
-        """As if the source were lost, for this trajectory only."""
+        """Acts as if the source were lost, for this trajectory only."""
         if move_id := self.moving.get(trajectory_id):
             progress = self._moves[move_id]
             if progress.move.source == source:
                 self._act(progress, progress.move.replica_lost(source))
 
     def replica_lost(self, replica: int) -> None:
-        """Its moves end, or go on without it."""
+        """Ends the lost replica's moves, or lets them go on without it."""
         for progress in [self._moves[move_id] for move_id in self.moving.values()]:
             self._act(progress, progress.move.replica_lost(replica))
 

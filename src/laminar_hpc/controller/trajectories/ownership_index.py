@@ -101,7 +101,7 @@ class OwnershipIndex:
         return sorted(found, key=lambda each: (each[0].group_id, each[1]))
 
     def generating_counts(self) -> dict[int, int]:
-        """By replica; those that have none are left out."""
+        """Counts by replica; replicas that have none are left out."""
         return {replica: len(owned) for replica, owned in self._generating.items()}
 
     def scoring(self, replica: int) -> list[int]:

@@ -12,7 +12,7 @@ from laminar_hpc.line.messages.rollouts import Increment
 
 
 class PartialResponsePool:
-    """By trajectory, in memory; see the top of this file."""
+    """Keeps partial responses by trajectory, in memory; see the top of this file."""
 
     def __init__(self) -> None:
         self._held: dict[int, tuple[int, Partial]] = {}  # trajectory -> (attempt, response so far)

@@ -80,7 +80,7 @@ class Weights:
         self._held[machine] = []
 
     def relay_lost(self, index: int) -> None:
-        """Its neighbours are joined."""
+        """Joins the neighbours of a lost relay."""
         self._touch(index).left(index)
 
     def update_chains(self) -> None:

@@ -114,7 +114,7 @@ class EngineProcess:
 
     @property
     def socket_path(self) -> Path:
-        """Of the ports, see `protocol.socket_path`."""
+        """Returns the path of the ports; see `protocol.socket_path`."""
         assert self.folder is not None
         return self.folder / "port"
 

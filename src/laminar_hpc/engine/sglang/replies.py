@@ -40,7 +40,7 @@ class Meta(msgspec.Struct):
 
 
 class GenerateReply(msgspec.Struct):
-    """Of /generate, or one event of its stream."""
+    """What /generate answers, or one event of its stream."""
 
     meta_info: Meta
 

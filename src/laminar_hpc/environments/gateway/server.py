@@ -48,7 +48,7 @@ class Gateway:
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=_CLOSE_SECONDS)
 
     async def start(self) -> None:
-        """On any free port."""
+        """Listens on any free port."""
         await self._runner.setup()
         await web.TCPSite(self._runner, "127.0.0.1", 0).start()
         host, port = self._runner.addresses[0][:2]
@@ -70,7 +70,7 @@ class Gateway:
         return session
 
     def shut(self, session: Door) -> None:
-        """Its key opens nothing any more; an open question is refused."""
+        """Shuts the session's door: its key opens nothing, an open question is refused."""
         session.end("the trajectory has ended")
         self._sessions.pop(session.url.split("/")[-2], None)
 

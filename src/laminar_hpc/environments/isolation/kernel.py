@@ -84,7 +84,7 @@ def map_own_user() -> None:
 
 
 def set_dumpable() -> None:
-    """After a change of user: its files in /proc belong to the new one."""
+    """Gives this process's files in /proc to the new user, after a change of user."""
     prctl(_PR_SET_DUMPABLE, 1, "PR_SET_DUMPABLE")
 
 

@@ -118,7 +118,7 @@ class Sandbox:
         raise SandboxFailed("the process that ran the code was killed, twice; is there enough memory?")
 
     def run_sync(self, code: str, stdin: str = "", timeout_seconds: float = 10.0) -> Result:
-        """As `run`, for callers that do not await."""
+        """Does what `run` does, for callers that do not await."""
         with ThreadPoolExecutor(1) as thread:  # the caller's own may have a loop that runs
             return thread.submit(asyncio.run, self.run(code, stdin, timeout_seconds)).result()
 

@@ -284,6 +284,6 @@ def _become_nobody_in(folder: str) -> str:
 
 
 def _nobody_reads(path: str) -> bool:
-    """By the rights of others on it and all folders above."""
+    """Judges by the rights of others on the path and all folders above it."""
     real = Path(path).resolve()
     return all(each.stat().st_mode & 0o005 == 0o005 for each in (real, *real.parents))

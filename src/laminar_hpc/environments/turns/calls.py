@@ -65,7 +65,7 @@ class CallParser:
         )
 
     def calls(self, text: str) -> list[ToolCall] | Malformed:
-        """Of one turn; an empty list is a final answer."""
+        """Reads the calls of one turn; an empty list is a final answer."""
         return self.split(text)[1]
 
     def split(self, text: str) -> tuple[str, list[ToolCall] | Malformed]:

@@ -54,7 +54,7 @@ class Episode:
         self.wait_seconds += seconds
 
     def reset(self, opened: float, seconds: float) -> None:
-        """Its environment is kept for it from then on."""
+        """The environment is kept for the trajectory from then on."""
         self.opened = opened
         self.worked_seconds = seconds
         self.waited(seconds)
@@ -77,7 +77,7 @@ class Episode:
         return "time" if self.seconds_left(now) <= 0 else ""
 
     def seconds_left(self, now: float) -> float:
-        """Of the whole trajectory's time."""
+        """Returns what is left of the whole trajectory's time."""
         return self.limits.max_seconds - (now - self.began)
 
     def called(self, wanted: Sequence[str], failed: int, seconds: float) -> None:

@@ -68,7 +68,7 @@ class Session:
 
 
 class AgentSession(Session):
-    """Of an agent: `run` is its whole life."""
+    """A session of an agent: `run` is its whole life."""
 
     _who = "the agent"
 
@@ -82,7 +82,7 @@ class AgentSession(Session):
 
 
 class VerifiersSession(AgentSession):
-    """Of an environment of verifiers, whose rows hold its tasks."""
+    """A session of a verifiers environment, whose rows hold its tasks."""
 
     _died, _who = "verifiers' process ended", "verifiers"
 

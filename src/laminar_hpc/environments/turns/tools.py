@@ -93,7 +93,7 @@ def _schema(function: Callable, name: str, label: str) -> dict:
 
 
 def _descriptions(text: str) -> dict[str, str]:
-    """Of arguments, from a docstring in Google's style."""
+    """Reads what arguments mean from a docstring in Google's style."""
     found, last = dict[str, str](), ""
     parts = _SECTION.split(text)
     for title, body in zip(parts[1::2], parts[2::2], strict=True):

@@ -285,5 +285,5 @@ class ForkServer:
             self.process.wait()
 
     async def stop(self) -> None:
-        """Its workers end with it."""
+        """Stops the server; its workers end with it."""
         await asyncio.to_thread(self._end)

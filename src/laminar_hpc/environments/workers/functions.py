@@ -40,7 +40,7 @@ class Reward:
             function.prepare()
 
     def result(self, call: protocol.Call, value: object, t0: float) -> protocol.CallResult:
-        """Of what the call returned. Raises RewardFault."""
+        """Makes the result of what the call returned. Raises RewardFault."""
         number, parts = checked(value, self.style)
         return protocol.CallResult(call.id, number, parts, t0, time.time())
 
@@ -82,7 +82,7 @@ class Served(Protocol):
         """What the user's code returns, or an awaitable of it."""
 
     def result(self, call: protocol.Call, value: object, t0: float) -> protocol.CallResult:
-        """Of what the call returned. Raises RewardFault."""
+        """Makes the result of what the call returned. Raises RewardFault."""
 
 
 def load_all(setup: protocol.WorkerSetup) -> dict[str, Served]:
@@ -109,7 +109,7 @@ def ready(served: dict[str, Served]) -> protocol.Ready:
 
 
 def result(call: protocol.Call, t0: float, error: BaseException) -> protocol.CallResult:
-    """Of a call that raised."""
+    """Makes the result of a call that raised."""
     fault = error.fault if isinstance(error, RewardFault) else "raised"
     text = protocol.sendable(str(error)) if isinstance(error, RewardFault) else protocol.error_words(error)
     text = " ".join(text[: 2 * protocol.MAX_ERROR].split())[: protocol.MAX_ERROR]

@@ -83,7 +83,7 @@ class Interpreter:
         return [self.program, "-P", str(Path(__file__).with_name("elsewhere.py"))]
 
     def environment(self, ours: dict[str, str]) -> dict[str, str]:
-        """Of its processes, from what ours would have."""
+        """Returns the environment of its processes, from what ours would have."""
         return {n: v for n, v in ours.items() if n not in _ITS_OWN} if self.path else ours
 
 

@@ -178,7 +178,7 @@ class Server:
         self._ending: list[int] = []
 
     def serve(self) -> None:
-        """Until the other side is gone; then ends all workers."""
+        """Serves until the other side is gone, then ends all workers."""
         while True:
             packet, fds, _, _ = socket.recv_fds(self._control, MAX_PACKET, 1)
             if not packet:

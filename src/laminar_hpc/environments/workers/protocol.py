@@ -18,7 +18,7 @@ def sendable(text: str) -> str:
 
 
 def error_words(error: BaseException) -> str:
-    """Its kind, and what it says, if it can say anything."""
+    """Returns an error's kind, and what it says if it can say anything."""
     try:
         said = str(error)
     except Exception:  # of the user's own kind

@@ -51,7 +51,7 @@ class CheckTable(list[tuple[str, str, Callable[..., Verdict | None]]]):
         return add
 
     def findings(self, *given: Any) -> Iterator[MachineFinding]:
-        """Of each row, whose function takes what is given."""
+        """Yields the findings of each row, whose function takes what is given."""
         for name, cure, run in self:
             if (answer := run(*given)) is not None:
                 own = answer.cure or answer.level == "ok"

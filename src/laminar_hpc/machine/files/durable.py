@@ -30,7 +30,7 @@ class FileSum(NamedTuple):
 
 
 def sum_of(content: bytes) -> FileSum:
-    """Of what is to be written."""
+    """Returns size and digest of what is to be written."""
     return FileSum(len(content), hashlib.sha256(content).hexdigest())
 
 

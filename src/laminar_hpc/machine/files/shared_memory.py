@@ -120,7 +120,7 @@ def remove_noted(folder: Path) -> bool:
 
 
 def _status(path: Path) -> os.stat_result | None:
-    """Of a regular file of this user, else None."""
+    """Returns the status of a regular file of this user, None for any other."""
     try:
         status = path.lstat()
     except OSError:

@@ -51,7 +51,7 @@ class DecodeCurve:
     ask: float = 0.0
 
     def costs(self, prefill_token: float) -> EngineCosts:
-        """Of an engine that decodes so, and does nothing else."""
+        """Returns the costs of an engine that decodes at this speed and does nothing else."""
         return EngineCosts(
             overhead=max(self.step, 1e-9),
             kv_token=self.kv,

@@ -68,14 +68,14 @@ class TrajectoryRow(msgspec.Struct):
     score: bytes | None
 
     def parts(self) -> ScorePart | None:
-        """Its score; None where there is none that can be read."""
+        """Returns the score; None if there is none that can be read."""
         try:
             return decode_score(self.score) if self.score else None
         except msgspec.DecodeError:
             return None
 
     def record(self) -> Trajectory | None:
-        """As the archive has it; None without a score."""
+        """Returns the trajectory as the archive has it; None without a score."""
         score = self.parts()
         if score is None:
             return None

@@ -67,7 +67,7 @@ class Canonical:
 
     @property
     def gathered_bytes(self) -> list[int]:
-        """Of each lane, those that other ranks than its sender bring."""
+        """Counts, for each lane, the bytes that ranks other than its sender bring."""
         return [
             sum(nbytes for rank, nbytes in each.bytes_of.items() if rank != each.lane.sender)
             for each in self._lanes

@@ -73,7 +73,7 @@ class Acceptance:
             )
 
     def refuse(self, text: str) -> NoReturn:
-        """On all ranks, of which rank 0 says why."""
+        """Ends all ranks; rank 0 says why."""
         if self._ranks.rank == 0:
             raise PermanentFailure(text)
         raise LaminarError(_ELSEWHERE)

@@ -233,7 +233,7 @@ class MegatronPolicy:
 
     @property
     def learning_rate(self) -> float:
-        """Of the next update."""
+        """Returns the learning rate of the next update."""
         return self.optimizer.param_groups[0]["lr"]
 
     @torch.no_grad()

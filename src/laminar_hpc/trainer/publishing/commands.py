@@ -26,7 +26,7 @@ class Order(NamedTuple):
 
 
 def give(exchange: Exchange, command: PublishingCommand, number: int = 0, weight_id: int = 0) -> None:
-    """By rank 0."""
+    """Rank 0 gives the other ranks their next command."""
     exchange.from_first((command, number, weight_id))
 
 

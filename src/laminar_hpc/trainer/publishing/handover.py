@@ -62,6 +62,6 @@ class Handover:
         return True
 
     def raise_error(self) -> None:
-        """By the trainer's thread, if the publisher's has failed."""
+        """Raises the publisher's error in the trainer's thread."""
         if self.error is not None:
             raise self.error

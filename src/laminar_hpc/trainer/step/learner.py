@@ -209,7 +209,7 @@ class Learner:
     def _loss(
         self, batch: MicroBatch, logprobs: torch.Tensor, entropies: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, Collected]:
-        """As `MegatronPolicy.accumulate` wants it."""
+        """Returns the loss as `MegatronPolicy.accumulate` wants it."""
         tokens, longest = batch.tokens, self.config.sampling.max_response_tokens
         self._progress()
         micro = objective(self.config.algorithm, longest, tokens, logprobs, entropies)

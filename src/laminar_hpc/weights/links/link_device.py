@@ -39,7 +39,7 @@ class DeviceEnd:
         return self._streams.on(self._stream)
 
     def memory(self, size: int) -> torch.Tensor:
-        """Of the device, uint8 [size]."""
+        """Takes uint8 [size] of the device's memory."""
         with self.ordered():
             return self._streams.empty(size)
 
@@ -75,7 +75,7 @@ class DeviceEnd:
             return self._streams.event()
 
     def reach(self, event: StreamEvent, limit: float) -> None:
-        """Until an event of `copy`."""
+        """Waits until an event of `copy`."""
         until(event.query, limit, "a copy from the device", self._given_up)
 
     def abort(self) -> None:

@@ -118,7 +118,7 @@ class Link:
         return self.device_end.memory(size)
 
     def reach(self, event: StreamEvent) -> None:
-        """Until an event of `device_end`."""
+        """Waits until an event of `device_end`."""
         assert self.device_end is not None
         with self._broken():
             self.device_end.reach(event, self.seconds)
@@ -156,7 +156,7 @@ class Link:
     # ---- chunks, which may lie in the sender's window ------------------------------------------------------
 
     def give(self, chunk: torch.Tensor) -> Posted:
-        """As `post_send`, for a receiver that uses `take`."""
+        """Does what `post_send` does, for a receiver that uses `take`."""
         if self._window is None:
             return self.post_send(chunk)
         note, answer = (
@@ -168,7 +168,7 @@ class Link:
         return work
 
     def take(self, target: torch.Tensor) -> Posted:
-        """As `post`, for what comes by `give`; `taken` ends it."""
+        """Does what `post` does, for what comes by `give`; `taken` ends it."""
         if self._there is None:
             return self.post(target)
         note = torch.zeros(2, dtype=torch.int64)

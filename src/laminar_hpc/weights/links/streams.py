@@ -210,5 +210,5 @@ KINDS: dict[str, Callable[[torch.device], Streams]] = {"cpu": HostStreams, "cuda
 
 
 def streams_of(device: torch.device) -> Streams:
-    """Of a torch device, by its type."""
+    """Returns the streams for a torch device, by its type."""
     return KINDS[device.type](device)

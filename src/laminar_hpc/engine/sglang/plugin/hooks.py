@@ -26,7 +26,7 @@ class Hook:
 
     @property
     def target(self) -> str:
-        """As SGLang's registry names it."""
+        """Returns the name that SGLang's registry has for it."""
         return f"{self.module}.{self.name}"
 
 

@@ -128,7 +128,7 @@ class KvCache:
         return known // self.page_size * self.page_size
 
     def slots(self, request: Any, tokens: int) -> torch.Tensor:
-        """Of the first `tokens` tokens, int64 on the CPU, a copy."""
+        """Copies the slots of the first `tokens` tokens, int64 on the CPU."""
         row = self.scheduler.req_to_token_pool.req_to_token[request.kv.req_pool_idx, :tokens]
         return row.to(device="cpu", dtype=torch.int64, copy=True)
 

@@ -169,5 +169,5 @@ class KvSource:
 
 
 def _of(request: Any) -> tuple[list[int], str]:
-    """Its tokens by now, and their namespace."""
+    """Returns the request's tokens so far, and their namespace."""
     return list(request.origin_input_ids + request.output_ids), str(request.extra_key)

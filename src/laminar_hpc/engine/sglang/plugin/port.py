@@ -124,7 +124,7 @@ class EnginePort:
         return self.leader.orders()
 
     def turn(self, orders: Sequence[bytes]) -> None:
-        """Of every rank, after the broadcast."""
+        """Carries out the orders; every rank calls it after the broadcast."""
         # what rank 0 read only now would have no orders in this turn, and an idle scheduler's next may be far
         if not self._has_read:
             self._read()
