@@ -17,6 +17,7 @@ from laminar_hpc.launch.supervisor import nothing_to_start
 from laminar_hpc.line.address import ADDRESS_FILE
 from laminar_hpc.policies.admission import quota
 from laminar_hpc.policies.sampling import GroupSize
+from laminar_hpc.report.ending import finish
 from laminar_hpc.simulator.emulation.launch import prepare
 from laminar_hpc.store.same_run import check_same_prompts, refuse_changes
 from laminar_hpc.store.store import Store
@@ -65,7 +66,7 @@ def test_a_refused_resume_changes_nothing(tmp_path):
     (run_dir / "config.yaml").write_text(before)
     config.sampling.temperature = 0.5
     with pytest.raises(Refused, match=r"prompt 1 of 4 is another one than when group 0 was granted"):
-        run(config, 1, "here", lambda text: None, lambda: None)
+        run(config, 1, "here", lambda text: None, lambda: None, finish)
     assert (run_dir / "config.yaml").read_text() == before
     assert not (run_dir / ADDRESS_FILE).exists()
 

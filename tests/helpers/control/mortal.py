@@ -24,6 +24,7 @@ from laminar_hpc.controller.shared import Outbox
 from laminar_hpc.line.hub import Hub
 from laminar_hpc.machine.loop_watch import LoopWatch
 from laminar_hpc.machine.processes import die_with_parent, machine_name
+from laminar_hpc.report.ending import finish
 from laminar_hpc.store.store import Store
 
 HUNG_SECONDS = 1.0
@@ -75,7 +76,7 @@ def live(run_dir: Path, moment: str) -> None:
         LoopWatch.__init__ = noted_watch
     config = read_config(run_dir / "config.yaml")
     machine = machine_name(config.relay.shm_dir)
-    controller_run.run(config, 1, machine, lambda text: print(text, flush=True), lambda: None)
+    controller_run.run(config, 1, machine, lambda text: print(text, flush=True), lambda: None, finish)
 
 
 def main(run_dir: Path) -> None:

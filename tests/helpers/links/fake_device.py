@@ -244,7 +244,7 @@ def used(device: FakeDevice, relays: FakeDevice | None = None) -> Iterator[None]
 
     def of_thread(_: torch.device) -> FakeDevice:
         name = threading.current_thread().name
-        mine = relays if relays is not None and name.startswith(("receiver", "sender")) else device
+        mine = relays if relays is not None and name.startswith(("upstreamend", "downstreamend")) else device
         return getattr(_here, "device", mine)
 
     streams.KINDS["cpu"] = of_thread
