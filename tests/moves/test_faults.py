@@ -11,7 +11,7 @@ import pytest
 from helpers.control.sabotage import FAULTS, Saboteur, sabotaged
 from helpers.emulated.stand import Shuffler, Stand, assert_every_one_ended_once, small_config
 from laminar_hpc.controller.trajectories import migration
-from laminar_hpc.rollout import migration as replica_migration
+from laminar_hpc.rollout import move_source
 from laminar_hpc.simulator.emulated.engine import EmulatedEngine
 
 PHASE_SECONDS, AGAIN_SECONDS, HANG_SECONDS = 1.0, 0.2, 1.5
@@ -21,7 +21,7 @@ def run(
     tmp_path, monkeypatch, seed: int, faults: int, how: str, increments: int, steps: int, share: float
 ) -> tuple[Stand, Saboteur]:
     monkeypatch.setattr(migration, "PHASE_SECONDS", PHASE_SECONDS)
-    monkeypatch.setattr(replica_migration, "AGAIN_SECONDS", AGAIN_SECONDS)
+    monkeypatch.setattr(move_source, "AGAIN_SECONDS", AGAIN_SECONDS)
     config = small_config(tmp_path, replicas=4, steps=steps, repack=how)
     config.rollout.increment_tokens = increments
     saboteur = Saboteur(seed, faults, share, HANG_SECONDS)

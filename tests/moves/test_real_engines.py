@@ -25,7 +25,7 @@ from laminar_hpc.line.channel import StopReceived
 from laminar_hpc.line.messages.chain import RelayHas
 from laminar_hpc.line.messages.membership import Stop
 from laminar_hpc.report import rundata, summary
-from laminar_hpc.rollout import migration as replica_migration
+from laminar_hpc.rollout import move_source
 from laminar_hpc.simulator.emulation import stage
 from laminar_hpc.store.payload.whole import Whole, wholes
 from laminar_hpc.store.rows import stored_trajectories
@@ -120,7 +120,7 @@ def test_trajectories_move_between_real_engines(tmp_path, monkeypatch, repack):
 def test_20_faults_on_real_engines(tmp_path, monkeypatch):
     """Engines are killed, refuse and hang, and messages are lost, over the phases of a move."""
     monkeypatch.setattr(migration, "PHASE_SECONDS", PHASE_SECONDS)
-    monkeypatch.setattr(replica_migration, "AGAIN_SECONDS", AGAIN_SECONDS)
+    monkeypatch.setattr(move_source, "AGAIN_SECONDS", AGAIN_SECONDS)
     saboteur = Saboteur(1, FAULTS, 0.15, HANG_SECONDS)
     found, _ = run(tmp_path, monkeypatch, 16, "kv", saboteur)
     where = {place for place, _ in saboteur.struck}

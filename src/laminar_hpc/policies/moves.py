@@ -15,7 +15,7 @@ owner any more. Every step gives the actions for the controller, in order.
     >>> move.reserved("tcp"), move.ready(), move.imported()
     ([<Action.ORDER: 'order'>], [<Action.IMPORT: 'import'>], [<Action.CHANGE_OWNER: 'change owner'>])
     >>> move.phase
-    <Phase.COMMITTED: 'committed'>
+    <MovePhase.COMMITTED: 'committed'>
 """
 
 from dataclasses import dataclass
