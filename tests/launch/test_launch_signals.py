@@ -81,7 +81,8 @@ def test_trainers_whose_job_is_to_end_leave_the_run(said, first, asks, tmp_path,
         assert group.code is None and group.is_told, "another node's agent asks for all"
         group.end()
     NodeAgent(tmp_path, [group]).run()
-    assert asked == (["SIGUSR1"] * 2 if asks else [])
+    assert set(asked) == ({"SIGUSR1"} if asks else set())
+    assert len(asked) >= 2 * asks  # it is asked until its death is seen
     assert group.life.failed == (0, -signal.SIGKILL if asks else -signal.SIGTERM)
 
 
