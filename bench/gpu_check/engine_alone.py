@@ -17,10 +17,10 @@ import time
 from pathlib import Path
 
 import common
-import engine
 import shapes
 import torch
 
+import engine
 from laminar_hpc.config.load import load_config
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.engine.sglang.server import SglangServer
