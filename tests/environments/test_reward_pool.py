@@ -145,9 +145,9 @@ async def test_async_calls_overlap():
     parts."""
     t0 = time.monotonic()
     results = await scores("patient", [{}] * 64)
-    assert time.monotonic() - t0 < 10.0  # one after the other they take 12.8 s
+    assert time.monotonic() - t0 < 1.5 + 1.5  # the latter for the start of the processes on a busy machine
     assert results[5] == Score(5.0, {"accuracy": 1.0, "length": 8.0}, "", results[5].t0, results[5].t1)
-    assert all(0.19 < s.t1 - s.t0 < 10.0 for s in results)
+    assert all(0.19 < s.t1 - s.t0 < 1.5 for s in results)
     assert (await scores("as_object", [{}]))[0].reward == 0.0
 
 
@@ -206,7 +206,7 @@ async def test_a_call_that_hangs_is_given_up_in_time(function, row):
     that blocks the whole loop."""
     t0 = time.monotonic()
     results = await scores(function, [{}, row, {}, {}], timeout=0.5)
-    assert time.monotonic() - t0 < 60.0
+    assert time.monotonic() - t0 < 6.0
     assert [s.reward for s in results] == [0.0, -7.0, 2.0, 3.0]
     assert "0.5 s" in results[1].error
 
@@ -282,7 +282,7 @@ async def test_the_crew_grows_when_all_hang():
     limits)."""
     t0 = time.monotonic()
     results = await scores("plain", [{"do": "busy"}] * 32, timeout=1.0)
-    assert time.monotonic() - t0 < 30.0 and {s.error for s in results} == {"no result within 1 s"}
+    assert time.monotonic() - t0 < 16.0 and {s.error for s in results} == {"no result within 1 s"}
 
 
 async def test_waiting_calls_overlap_and_computing_ones_do_not_multiply():
@@ -290,7 +290,7 @@ async def test_waiting_calls_overlap_and_computing_ones_do_not_multiply():
     reward.workers processes."""
     t0 = time.monotonic()
     pids = await scores("plain", [{"do": "sleep", "seconds": 0.5}] * 24, timeout=10.0)
-    assert time.monotonic() - t0 < 11.0 and {s.error for s in pids} == {""}
+    assert time.monotonic() - t0 < 6.0 and {s.error for s in pids} == {""}
     quick = await scores("plain", [{"do": "pid"}] * 200, timeout=20.0)
     assert len({s.reward for s in quick}) <= 3  # one, but for a process that the machine held up
 

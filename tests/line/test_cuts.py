@@ -248,7 +248,7 @@ def test_an_outage_is_bounded(tmp_path) -> None:
     began = time.monotonic()
     with pytest.raises(ControllerLost, match="has died"):
         channel.receive(20, "anything")
-    assert 1.0 < time.monotonic() - began < 15
+    assert 1.0 < time.monotonic() - began < 6
     channel.close()
 
 
@@ -271,7 +271,7 @@ def test_a_worker_that_is_told_to_end_without_a_controller(tmp_path, comes) -> N
     nexts: list[Keeper] = []
     began = time.monotonic()
     channel.close()
-    assert time.monotonic() - began < 20 and who_waits(tmp_path) == []
+    assert time.monotonic() - began < 6 and who_waits(tmp_path) == []
     if comes:
         assert kept + nexts[0].close() == list(range(200)) and not unsaid.left(tmp_path)
         return
@@ -294,7 +294,7 @@ def test_unsent_messages_block_nobody(tmp_path, count) -> None:
     padding = "x" * 300
     for number in range(count):
         channel.send(Lost(number, 0, padding))
-    assert time.monotonic() - began < 10 + count / 10_000
+    assert time.monotonic() - began < 1 + count / 10_000
     doomed.kill()
     doomed.wait()
     until(lambda: channel._line.watch.detached, 10)

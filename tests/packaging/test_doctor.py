@@ -2,9 +2,9 @@
 
 import os
 import re
-import resource
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -17,15 +17,14 @@ TOPICS = (
 
 
 def test_every_line_says_how_it_stands_and_it_is_quick() -> None:
-    """One line per topic, `ok|warn|FAIL  what: value  (cure)`, within 5 s of one core: it reads metadata and
-    imports nothing heavy."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    """One line per topic, `ok|warn|FAIL  what: value  (cure)`, within 3 s: it reads metadata and imports
+    nothing heavy."""
+    start = time.monotonic()
     program = "import sys; from laminar_hpc.launch import cli; sys.exit(cli.run(['doctor']))"
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=False
     )
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 5
+    assert time.monotonic() - start < 3
     lines = done.stdout.splitlines()
     assert [re.match(rf"(?:ok  |warn|FAIL)  ({TOPICS}): \S", line)[1] for line in lines] == TOPICS.split("|")
     assert done.returncode == int(any(line.startswith("FAIL") for line in lines))

@@ -3,6 +3,7 @@ process's death is its own."""
 
 import asyncio
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -141,12 +142,14 @@ def test_a_pull_verifies_the_shards_of_both(split, tmp_path, monkeypatch):
 
 
 def test_the_death_of_one_rank_is_the_engines(split):
-    """The second rank's process is killed: noticed while idle, named, and stopping takes all
+    """The second rank's process is killed: noticed within a second while idle, named, and stopping takes all
     the others along, and the shared memory that they leave."""
     members = split.members()
     victim = next(p for p in members if p.cmdline()[0] == "sglang::scheduler_TP1")
+    t0 = time.monotonic()
     victim.kill()
-    split.loop.run(split.engine.process.dead.wait(), seconds=20)
+    split.loop.run(split.engine.process.dead.wait(), seconds=5)
+    assert time.monotonic() - t0 < 1
     assert "its process sglang::scheduler_TP1 ended" in str(split.engine.process.death())
     with pytest.raises(EngineDied, match="sglang::scheduler_TP1"):
         split.loop.run(split.engine.sums())

@@ -2,6 +2,7 @@
 
 import shutil
 import signal
+import time
 
 import pytest
 
@@ -61,8 +62,10 @@ def test_kill_resume_stop_resume(run_dir):
     assert len(set(trained)) == len(trained), "trained twice"
     assert figures["restarts"] == 1 and (run_dir / "report.html").stat().st_size > 20_000
 
+    begun = time.monotonic()
     run = Run(run_dir, *words)
-    assert run.finish(60) == 0 and len(run.lines) == 1 and "is complete at step" in run.lines[0]
+    assert run.finish() == 0 and time.monotonic() - begun < 20  # a second or two on a quiet machine
+    assert len(run.lines) == 1 and "is complete at step" in run.lines[0]
 
 
 @pytest.mark.timeout(400)

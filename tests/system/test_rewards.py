@@ -45,14 +45,15 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
     return found
 
 
-def finished(config: RunConfig) -> tuple[int | None, str]:
-    """Exit code and output of the run."""
+def finished(config: RunConfig) -> tuple[int | None, str, float]:
+    """Exit code and output of the run, and its seconds."""
+    t0 = time.monotonic()
     emulation = Emulation(config, 1e-6, per_process=2)
     try:
         code = emulation.wait(60)
     finally:
         emulation.stop(patience=5.0)
-    return code, Path(f"{config.run_dir}.log").read_text()
+    return code, Path(f"{config.run_dir}.log").read_text(), time.monotonic() - t0
 
 
 def seen_in_top(run_dir: str) -> str:
@@ -65,8 +66,8 @@ def test_a_reward_that_always_raises_ends_the_run(config):
     """Warned about before anything starts; the first batch ends the run, exit code 1, with the error and
     the cure, before a step."""
     config.reward.function = "rewards_of_user.fails"
-    code, printed = finished(config)
-    assert code == 1
+    code, printed, seconds = finished(config)
+    assert code == 1 and seconds < 40
     assert "warning: reward.function='rewards_of_user.fails' failed on the first row" in printed
     assert printed.count("reward       the first error, trajectory") == 1
     assert (
@@ -82,7 +83,7 @@ def test_errors_are_seen_everywhere(config):
     short = {"function": "rewards_of_user.short", "weight": 0.5}
     config.reward.functions = {"right": {"function": "rewards_of_user.sometimes"}, "short": short}
     config.reward.function = ""
-    code, printed = finished(config)
+    code, printed, _ = finished(config)
     run_dir = Path(config.run_dir)
     assert code == 0, printed
     summary = json.loads((run_dir / "summary.json").read_text())

@@ -102,7 +102,7 @@ def test_a_complete_run_ends_at_once_with_0(tmp_path, role):
     lines, code, seconds = start(
         command, tmp_path, "steps=4", "resume=auto", *([] if role == "all" else [f"role={role}"])
     )
-    assert code == 0 and seconds < 60, lines  # a second or two; the machine may be busy
+    assert code == 0 and seconds < 20, lines  # a second or two; the machine may be busy
     if role in ("all", "controller"):
         assert lines[-1].startswith(f"done         {tmp_path} is complete at step 4; raise steps"), lines
         assert "writing them now" in lines[0] and summary(tmp_path)["accuracy_after"] == 0.9
@@ -134,7 +134,7 @@ def test_a_live_run_is_left_alone(tmp_path):
         before, holder = [path.read_bytes() for path in kept], holder_of(run_dir)
         for resume in ("auto", "never"):
             lines, code, seconds = start(TRAIN, run_dir, f"resume={resume}", f"store_dir={tmp_path}/stores")
-            assert code == 2 and len(lines) == 1 and seconds < 60, lines
+            assert code == 2 and len(lines) == 1 and seconds < 20, lines
             assert f"{run_dir} is in use by a live run (pid {live.pid} of " in lines[0]
         other = start(TRAIN, tmp_path / "elsewhere" / "run", f"store_dir={tmp_path}/stores")
         assert other[1] == 2 and f"{tmp_path}/stores/run is in use" in other[0][0], (

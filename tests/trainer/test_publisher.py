@@ -95,7 +95,7 @@ def test_a_relay_that_takes_nothing_costs_one_id(
     controller.wait_for(NewWeightId)
     started = time.monotonic()
     publisher.fence()
-    assert time.monotonic() - started < 15.0
+    assert time.monotonic() - started < 3.0
     (down,) = controller.wait_for(LinkDown)
     assert "relay 0" in down.text
     spoil(policy)
@@ -116,7 +116,7 @@ def test_without_a_link_the_trainer_does_not_wait(
     publisher.publish(0)
     started = time.monotonic()
     publisher.fence()
-    assert time.monotonic() - started < 10.0 and not controller.all(NewWeightId)
+    assert time.monotonic() - started < 1.0 and not controller.all(NewWeightId)
 
 
 def test_an_error_of_the_publisher_is_heard_at_once(
@@ -176,7 +176,7 @@ def test_without_a_controller_the_weights_are_given_up(
     controller.wait_for(NewWeightId)
     started = time.monotonic()
     publisher.fence()
-    assert 0.9 < time.monotonic() - started < 15.0
+    assert 0.9 < time.monotonic() - started < 1.8
     publisher.publish(1)
     controller.wait_for(NewWeightId, 2)
     controller.away = False

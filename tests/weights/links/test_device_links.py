@@ -74,7 +74,7 @@ def test_a_link_is_made_and_used_beside_a_stream_that_stands_still(
     ends = linked(*devices, seconds=5.0)
     for device in devices:
         device.default.free.set()
-    assert all(0 < end.start_seconds < 5 for end in ends)
+    assert all(0 < end.start_seconds < 1 for end in ends)
     for end in ends:
         end.close()
 
@@ -112,7 +112,7 @@ def test_a_peer_that_is_gone_is_left_in_time_and_its_kernel_ended(
     started = time.monotonic()
     with pytest.raises(LinkBroken, match=r"the peer broke .what was enqueued was not done within 0 s"):
         ends[0].finish(ends[0].give(sent), sent)
-    assert time.monotonic() - started < 8
+    assert time.monotonic() - started < 3
     assert devices[0].pairs[0].aborted
     with pytest.raises(LinkBroken, match="aborted"):
         ends[0].give(sent)
@@ -127,7 +127,7 @@ def test_who_waits_for_a_device_leaves_a_closed_link(link: tuple[Link, Link]) ->
     started = time.monotonic()
     with pytest.raises(LinkBroken, match="the peer broke"):
         link[1].receive(target)
-    assert time.monotonic() - started < 8
+    assert time.monotonic() - started < 3
 
 
 def test_no_group_of_one_device() -> None:

@@ -82,7 +82,7 @@ def test_a_link_is_closed_when_something_else_is_wanted(link):
 
 def test_links_measure_themselves(link):
     """Both ends know the start-up time and the pace, and learn from a transfer."""
-    assert all(0 < end.start_seconds < 10 and 0 < end.seconds_per_byte < 1e-3 for end in link)
+    assert all(0 < end.start_seconds < 1 and 0 < end.seconds_per_byte < 1e-5 for end in link)
     link[0].seconds_per_byte = 1e-8
     link[0].sent(1 << 20, 1, (1 << 20) * 3e-8 + link[0].start_seconds)
     assert link[0].seconds_per_byte == pytest.approx(2e-8)
