@@ -87,14 +87,15 @@ def _fewest_stages(model: Model, gpu: Gpu, gpus: int, tensor: int, w: WorkloadCo
 
 
 def layout_of(trainer: TrainerConfig) -> Layout:
-    """The trainer's parallel sizes as the cost model wants them; its ranks get trajectories by their tokens
+    """The trainer's parallel sizes as the cost model wants them; its ranks get trajectories by their work
     (trainer/step/packing.py), and its last stage has the output layer beside its layers."""
     return Layout(
         trainer.tensor_parallel,
         trainer.pipeline_parallel,
         trainer.data_parallel,
-        trainer.tokens_per_microbatch,
+        trainer.pack_tokens,
         _REPEATED.get(trainer.recompute_activations, 0.0),
         balanced=True,
         even=False,
+        context=trainer.context_parallel,
     )

@@ -29,6 +29,7 @@ EXPERIMENTS = group_names(FOLDER)
 EXPECTED = {
     "cluster_1024gpu_72b": {"control": (1, 0), "trainer": (96, 8), "rollouts": (32, 8)},
     "cluster_64gpu_32b": {"control": (1, 0), "trainer": (4, 8), "rollouts": (4, 8)},
+    "cluster_64gpu_32b_128k": {"control": (1, 0), "trainer": (4, 8), "rollouts": (4, 8)},
     "demo": {"laminar_single": (1, 0)},
     "node_8gpu_7b": {"laminar_single": (1, 8)},
     "one_gpu": {"laminar_single": (1, 1)},
