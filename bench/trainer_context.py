@@ -6,11 +6,12 @@ by one rank and by two that share it; the larger rank's growth of its resident s
 peak, and the bytes of the tensors that autograd has kept at the end of the forward pass. Figure
 `context_parallel_memory`: two ranks over one, the larger of both ratios. Goal: at most 0.6.
 
-Waiting: batches of log-normal lengths are planned as trainer/step/packing.py plans them, for RANKS ranks, and
-each rank's micro-batches are added up in operations of a 7B, without and with pipeline stages, whose
-micro-batches are filled up to one size. Figure `data_parallel_idle_share`: 1 - mean over ranks / slowest
-rank, the mean over mini-batches, the larger of both cases; `data_parallel_idle_share_by_tokens`: the same
-where ranks are balanced by tokens alone. Goal: below 0.05. A count, not a time.
+Waiting: batches of log-normal lengths are planned as trainer/step/packing.py plans them, and each rank's
+micro-batches are added up in operations of a 7B. Figure `data_parallel_idle_share`: 1 - mean over ranks /
+slowest rank, the mean over mini-batches, for the number of ranks where it is larger;
+`data_parallel_idle_share_by_tokens`: the same where ranks are balanced by tokens alone. Goal: below 0.05. A
+count, not a time. `..._in_N_stages`: with pipeline stages, which fill all micro-batches of a rank up to the
+largest, and a bubble; where a rank has few, its longest trajectory decides its time, however they are dealt.
 """
 
 import json
@@ -28,7 +29,7 @@ TOKENS = 16_384
 MEDIAN, SIGMA, LONGEST = 1097, 1.7, 32_768  # of responses; those of conf/simulation
 PROMPT = 256
 BATCHES, MINIBATCHES, BATCH = 8, 4, 2048  # trajectories of a batch
-RANKS, STAGES = 8, 4
+RANKS, STAGES = (8, 32), 4
 BUDGET = LONGEST + 1024
 SECONDS = 1200.0
 
@@ -56,7 +57,12 @@ def memory() -> dict[str, float]:
 def measured(ranks: int) -> dict[str, float]:
     """The largest of each number over so many ranks."""
     # a freed block goes back to the system at once, so that the resident set is what is in use
-    own = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "GLOO_SOCKET_IFNAME": "lo"}
+    own = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "MALLOC_MMAP_THRESHOLD_": "65536",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
     own |= {"CUDA_VISIBLE_DEVICES": "", "MALLOC_TRIM_THRESHOLD_": "65536"}
     with tempfile.TemporaryDirectory(prefix="laminar-context-") as folder:
         processes = [
@@ -128,17 +134,19 @@ def waiting() -> dict[str, float]:
     from laminar_hpc.config.models import even_tokens, known_models
 
     even = even_tokens(known_models()["Qwen2.5-7B"])
-    by_work, by_tokens = (
-        [idle_share(even, balance, stages) for stages in (1, STAGES)] for balance in (even, math.inf)
-    )
     return {
-        "data_parallel_idle_share": max(by_work),
-        "data_parallel_idle_share_in_stages": by_work[1],
-        "data_parallel_idle_share_by_tokens": max(by_tokens),
+        "data_parallel_idle_share": max(idle_share(even, even, ranks, 1) for ranks in RANKS),
+        "data_parallel_idle_share_by_tokens": max(idle_share(even, math.inf, ranks, 1) for ranks in RANKS),
+        **{
+            f"data_parallel_idle_share_{ranks}_ranks_in_{STAGES}_stages": idle_share(
+                even, even, ranks, STAGES
+            )
+            for ranks in RANKS
+        },
     }
 
 
-def idle_share(even: float, balance: float, stages: int) -> float:
+def idle_share(even: float, balance: float, ranks: int, stages: int) -> float:
     """The mean over mini-batches. `even`, `balance`: as `even_tokens` gives it, for what work is and for what
     the plan takes it to be."""
     from laminar_hpc.trainer.step.packing import plan_microbatches, split_minibatches
@@ -150,7 +158,7 @@ def idle_share(even: float, balance: float, stages: int) -> float:
         lengths = [PROMPT + min(LONGEST, max(1, n)) for n in drawn]
         for members in split_minibatches(BATCH, MINIBATCHES, 0, batch):
             own = [lengths[i] for i in members]
-            plan = plan_microbatches(own, RANKS, BUDGET, balance)
+            plan = plan_microbatches(own, ranks, BUDGET, balance)
             times = [rank_work([[own[i] for i in part] for part in parts], even, stages) for parts in plan]
             found.append(1 - sum(times) / len(times) / max(times))
     return sum(found) / len(found)
