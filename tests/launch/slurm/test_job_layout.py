@@ -81,9 +81,8 @@ def test_every_experiment_has_its_jobs(name: str, capsys: pytest.CaptureFixture[
     ):
         nodes, gpus = EXPECTED[name][script]
         here = [RoleOfRank(role, index) for index in range(ranks // nodes)]
-        assert len(here) * nodes == ranks and jobs["rollouts"][0]["ROLLOUTS"] == str(
-            derived.rollout_ranks // 32 or 2
-        )
+        replicas = derived.rollout_ranks // EXPECTED[name]["rollouts"][0]
+        assert len(here) * nodes == ranks and jobs["rollouts"][0]["ROLLOUTS"] == str(replicas)
         config.role = role
         used = [device for mine in here for device in devices_of(config, here, mine, gpus)]
         assert sorted(used) == list(range(gpus))

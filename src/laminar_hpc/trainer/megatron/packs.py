@@ -32,6 +32,11 @@ class Pack:
     wanted: torch.Tensor
     total: int
 
+    @property
+    def size(self) -> int:
+        """Tokens of the whole pack."""
+        return sum(self.layout.lengths)
+
 
 def _tensor_parallel_ranks() -> int:
     if not parallel_state.model_parallel_is_initialized():

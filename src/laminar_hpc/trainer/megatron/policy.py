@@ -199,7 +199,7 @@ class MegatronPolicy:
                 data_iterator=itertools.chain((first,), each),
                 model=[self.model],
                 num_microbatches=len(data),
-                seq_length=len(pack_of(first).tokens) * context_ranks(),  # of which Megatron takes a share
+                seq_length=pack_of(first).size,  # Megatron divides it by the context-parallel ranks
                 micro_batch_size=1,
                 forward_only=forward_only,
                 collect_non_loss_data=forward_only,
