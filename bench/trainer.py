@@ -11,7 +11,8 @@ many tokens, padding included, and attention by torch's fused kernels. A process
 the two take turns. Only real tokens count.
 
 Figure: `throughput_over_transformers` = our tokens per second over theirs: the median of the ratios of
-neighbouring measurements, and of the numbers of threads the one that is lower. Goal: at least 0.9.
+neighbouring measurements, and of the numbers of threads the one that is lower. Goal: at least 0.9. More of
+them, of long trajectories: trainer_context.py.
 """
 
 import argparse
@@ -26,6 +27,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import common
+import trainer_context
 
 MODEL = common.ROOT / "examples" / "arithmetic" / "base"
 PROMPTS, SAMPLES = 32, 8
@@ -55,6 +57,7 @@ def main() -> None:
     figures = {
         "throughput_over_transformers": min(ratios.values()),
         **{f"ratio_{n}_threads": ratio for n, ratio in ratios.items()},
+        **trainer_context.figures(),
     }
     common.finish(options, figures, rows, COLUMNS)
 

@@ -93,6 +93,7 @@ EXPERIMENTS = {
     "retool_7b": (4, 4, 8, 7.616e9, 15),
     "retool_32b": (16, 4, 32, 32.764e9, 66),
     "cluster_64gpu_32b": (32, 8, 64, 32.764e9, 66),
+    "cluster_64gpu_32b_128k": (32, 4, 64, 32.764e9, 66),
     "cluster_1024gpu_72b": (768, 32, 1024, 72.706e9, 145),
 }
 
@@ -259,6 +260,15 @@ BAD = [
     ),
     ("trainer.pipeline_parallel=3", "trainer.pipeline_parallel=3 exceeds the model's num_hidden_layers=2"),
     ("trainer.tokens_per_microbatch=100", "cannot hold a prompt"),
+    (
+        "trainer.tokens_per_microbatch=100 trainer.context_parallel=2",
+        "trainer.tokens_per_microbatch=100 x trainer.context_parallel=2 cannot hold a prompt",
+    ),
+    (
+        "trainer.context_parallel=3",
+        "trainer.context_parallel=3 x trainer.tensor_parallel=1 does not divide the model's "
+        "num_attention_heads=4",
+    ),
     ("rollout.kv_cache_tokens=100", "cannot hold one response"),
     ("rollout.replicas_min=2", "is more than rollout.replicas=1"),
     ("pipeline.refresh=barrier pipeline.max_staleness=null", "needs a pipeline.max_staleness"),

@@ -10,7 +10,7 @@ STEPS = 4
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
-@pytest.mark.parametrize("kind", ["tensor", "pipeline", "data"])
+@pytest.mark.parametrize("kind", ["tensor", "context", "pipeline", "data"])
 def test_a_run_with_two_trainer_ranks(kind, tmp_path):
     """The weights of every step reach the engine with the right sums, its log-probs are the trainer's to
     1e-3, one policy each."""

@@ -15,23 +15,33 @@ from laminar_hpc.line.messages.publication import LaneSenders, NewWeightId, Publ
 from laminar_hpc.trainer.megatron.policy import MegatronPolicy
 
 LARGE = {"vocab_size": 4000, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4}  # 4.4 MB
-TRAINERS = {"tp2": (2, 1, 1), "pp2": (1, 2, 1), "dp2": (1, 1, 2), "tp2-pp2": (2, 2, 1), "tp2-dp2": (2, 1, 2)}
+# tensor, pipeline, data and context parallel
+TRAINERS = {
+    "tp2": (2, 1, 1, 1),
+    "pp2": (1, 2, 1, 1),
+    "dp2": (1, 1, 2, 1),
+    "cp2": (1, 1, 1, 2),
+    "tp2-pp2": (2, 2, 1, 1),
+    "tp2-dp2": (2, 1, 2, 1),
+    "tp2-cp2": (2, 1, 1, 2),
+}
 
 
 def check(ranks: Ranks, layout: str, lanes: int, folder: Path, **more: object) -> dict:
-    tensor, pipeline, data = TRAINERS[layout]
+    tensor, pipeline, data, context = TRAINERS[layout]
     model = tiny.make_model(folder / "model", 3, **LARGE)
     settings = {
         "trainer__tensor_parallel": tensor,
         "trainer__pipeline_parallel": pipeline,
         "trainer__data_parallel": data,
+        "trainer__context_parallel": context,
         "relay__chunk_megabytes": 1,
         "relay__lanes": lanes,
         "relay__publish_timeout_seconds": 30.0,
         **more,
     }
     told = ranks.run(
-        tensor * pipeline * data,
+        tensor * pipeline * data * context,
         "cases:published_in_lanes",
         model=str(model),
         settings=settings,
@@ -145,7 +155,7 @@ def test_any_trainer_layout_to_any_engine(layout: str, lanes: int, ranks: Ranks,
     """Trainer layouts x lanes x engines of 1 and 2 ranks. Several lanes are spread over the ranks; what
     replicas hold is not gathered, and of pipeline stages only what a border in a stage leaves."""
     told = check(ranks, layout, lanes, tmp_path)
-    tensor, pipeline, data = TRAINERS[layout]
+    tensor, pipeline, data, context = TRAINERS[layout]
     assert told["senders"][0] == 0 and len(set(told["senders"])) >= min(lanes, 2)
-    most = 0.7 if tensor > 1 and pipeline > 1 else 0.51 if tensor > 1 else 0.0 if data > 1 else 0.3
+    most = 0.7 if tensor > 1 and pipeline > 1 else 0.51 if tensor > 1 else 0.0 if data * context > 1 else 0.3
     assert sum(told["gathered"]) <= most * told["size"]

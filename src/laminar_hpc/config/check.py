@@ -80,7 +80,7 @@ def derive(config: RunConfig) -> Derived:
     width = serving_bytes(config.model.dtype)
     t, r = config.trainer, config.rollout
     replay = config.source.startswith("replay:")
-    trainers = t.tensor_parallel * t.pipeline_parallel * t.data_parallel
+    trainers = t.ranks
     rollouts = 0 if replay else r.replicas
     trajectories = config.algorithm.prompts_per_step * config.algorithm.samples_per_prompt
     parameters = count_parameters(model)

@@ -135,10 +135,10 @@ def _trainer_cure(config: RunConfig, budget: float) -> str:
             return f"set {text}"
     words = [text for text, _ in changes]
     longest = config.sampling.max_response_tokens
-    if t.tokens_per_microbatch > 1.5 * longest:
+    if t.pack_tokens > 1.5 * longest:
         words.append(
             f"trainer.tokens_per_microbatch={t.tokens_per_microbatch} nearer to the longest trajectory "
-            f"(over {longest})"
+            f"(over {longest}{f' on {t.context_parallel} ranks' if t.context_parallel > 1 else ''})"
         )
     return ", ".join(
         [

@@ -157,6 +157,15 @@ def count_parameters(model: dict) -> int:
     return vocab * hidden * (1 if model.get("tie_word_embeddings") else 2) + layers * layer + hidden
 
 
+def even_tokens(model: dict) -> float:
+    """The length at which a sequence's causal attention takes as many operations as all else. A token's
+    matrix products take 2 per parameter but the embedding's, n tokens' attention 2 n^2 x heads x head size
+    per layer, half of what it is without the mask; the backward pass takes twice both."""
+    embedding = 0 if model.get("tie_word_embeddings") else model["vocab_size"] * model["hidden_size"]
+    width = model["num_attention_heads"] * head_size(model)
+    return (count_parameters(model) - embedding) / (model["num_hidden_layers"] * width)
+
+
 def kv_bytes_per_token(model: dict, bytes_per_value: int) -> int:
     """KV cache of one token over all layers: keys and values."""
     return 2 * model["num_hidden_layers"] * kv_heads(model) * head_size(model) * bytes_per_value
@@ -243,12 +252,13 @@ def trainer_bytes(model: dict, width: int, trainer: TrainerConfig) -> int:
     first of p pipeline stages keeps p micro-batches, so stages don't make activations fewer; the second keeps
     one less. The last stage has the last hidden states of the whole pack, and the logits and their gradient
     in float32, all at once or in chunks, whichever is less. `recompute_activations=auto` counts as none.
+    Context parallelism leaves a rank as many tokens as `tokens_per_microbatch`, and attention as many values.
 
     These are Megatron's own layers. Transformer Engine's keep the residual in the parameters' dtype and need
     less.
     """
     tensor, stages, tokens = trainer.tensor_parallel, trainer.pipeline_parallel, trainer.tokens_per_microbatch
-    ranks = trainer.data_parallel if trainer.distributed_optimizer else 1
+    ranks = trainer.data_parallel * trainer.context_parallel if trainer.distributed_optimizer else 1
     state = state_bytes(_stage_parameters(model, stages) / tensor, width + 4, 8 if width == 4 else 12, ranks)
     hidden, queries = model["hidden_size"], model["num_attention_heads"] * head_size(model)
     residual, feed_forward = 4 * hidden / tensor, 4 * width * model["intermediate_size"] / tensor

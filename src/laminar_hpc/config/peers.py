@@ -61,8 +61,10 @@ optimizer.warmup_steps | ACTOR.optim.lr_warmup_steps | |
 optimizer.clip_grad | ACTOR.grad_clip | --clip-grad |
 trainer.tensor_parallel | ACTOR.megatron.tensor_model_parallel_size | --tensor-model-parallel-size |
 trainer.pipeline_parallel | ACTOR.megatron.pipeline_model_parallel_size | --pipeline-model-parallel-size |
+trainer.context_parallel | ACTOR.megatron.context_parallel_size ACTOR.ulysses_sequence_parallel_size | \
+    --context-parallel-size |
 trainer.data_parallel | trainer.n_gpus_per_node trainer.nnodes | --actor-num-gpus-per-node --actor-num-nodes \
-    | the trainer's GPUs over tensor_parallel x pipeline_parallel
+    | the trainer's GPUs over tensor_parallel x context_parallel x pipeline_parallel
 rollout.tensor_parallel | ROLLOUT.tensor_model_parallel_size | --rollout-num-gpus-per-engine |
 rollout.replicas | rollout.n_gpus_per_node rollout.nnodes | --rollout-num-gpus | the rollouts' GPUs over \
     rollout.tensor_parallel

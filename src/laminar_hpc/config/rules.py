@@ -187,8 +187,9 @@ def _batch(config: RunConfig) -> Iterator[str]:
         some = f"@algorithm.prompts_per_step x @algorithm.samples_per_prompt = {largest} trajectories"
         yield f"{some} do not divide into {shares}; change one of them"
     longest = "@sampling.max_response_tokens; raise it"
-    if config.trainer.tokens_per_microbatch <= config.sampling.max_response_tokens:
-        yield f"@trainer.tokens_per_microbatch cannot hold a prompt and {longest}"
+    if config.trainer.pack_tokens <= config.sampling.max_response_tokens:
+        several = " x @trainer.context_parallel" if config.trainer.context_parallel > 1 else ""
+        yield f"@trainer.tokens_per_microbatch{several} cannot hold a prompt and {longest}"
     if config.rollout.kv_cache_tokens <= config.sampling.max_response_tokens:
         yield f"@rollout.kv_cache_tokens cannot hold one response of {longest}"
 
@@ -253,6 +254,12 @@ def _model(config: RunConfig, model: dict) -> Iterator[str]:
         yield f"{no} the model's {undivided}; {cure}"
     if not undivided and _VOCABULARY_MULTIPLE % tensor != 0:
         yield f"{no} {_VOCABULARY_MULTIPLE}, to which the vocabulary is padded; use a power of two"
+    context = config.trainer.context_parallel
+    if not undivided and heads % (tensor * context) != 0:
+        yield (
+            f"@trainer.context_parallel x @trainer.tensor_parallel does not divide the model's "
+            f"num_attention_heads={heads}, of which each rank attends with its share; choose others"
+        )
     if layers < config.trainer.pipeline_parallel:
         exceeds = f"exceeds the model's num_hidden_layers={layers}"
         yield f"@trainer.pipeline_parallel {exceeds}; use fewer stages"

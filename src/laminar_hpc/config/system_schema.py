@@ -16,11 +16,15 @@ class TrainerConfig:
     width"""
     pipeline_parallel: int = number(1, at_least=1, at_most=RANKS_MAX)
     """stages of consecutive layers; at most the number of layers"""
+    context_parallel: int = number(1, at_least=1, at_most=RANKS_MAX)
+    """ranks over which the tokens of every micro-batch are split; with tensor_parallel it divides the model's
+    heads"""
     data_parallel: int = number(1, at_least=1, at_most=RANKS_MAX)
-    """replicas of the trainer (tensor_parallel x pipeline_parallel ranks); each takes its share of every
-    batch"""
+    """replicas of the trainer (tensor_parallel x context_parallel x pipeline_parallel ranks); each takes its
+    share of every batch"""
     tokens_per_microbatch: int = number(4096, at_least=1)
-    """packed; a longer trajectory is refused at start-up"""
+    """packed, on each context-parallel rank; a trajectory longer than theirs together is refused at start-up
+    """
     distributed_optimizer: bool = False
     """Megatron's distributed optimizer; its state is split over the data-parallel ranks"""
     devices: list[int] | None = field(default=None, metadata=bounds(at_least=0))
@@ -33,6 +37,21 @@ class TrainerConfig:
     """CPU threads per rank"""
     gpu_memory_gigabytes: float | None = number(None, above=0, at_most=100_000)
     """of each GPU, 10^9 bytes; what cannot fit is refused; null = this machine's, if it has any"""
+
+    @property
+    def replica_ranks(self) -> int:
+        """The ranks that hold one copy of the model, or share its micro-batches."""
+        return self.tensor_parallel * self.context_parallel * self.pipeline_parallel
+
+    @property
+    def ranks(self) -> int:
+        """All trainer ranks."""
+        return self.replica_ranks * self.data_parallel
+
+    @property
+    def pack_tokens(self) -> int:
+        """Tokens of a micro-batch over the context-parallel ranks: the longest trajectory that fits."""
+        return self.context_parallel * self.tokens_per_microbatch
 
 
 @dataclass

@@ -37,7 +37,7 @@ def load_run_prompts(
     tokenizer = load_tokenizer(config.model.path)
     render = run_render(config)
     model = model_config(config.model.path)
-    context = min(config.trainer.tokens_per_microbatch, model.get("max_position_embeddings", 1 << 30))
+    context = min(config.trainer.pack_tokens, model.get("max_position_embeddings", 1 << 30))
     room = context - config.sampling.max_response_tokens - 1
     kept = 1 if config.environment.by_url else None
 

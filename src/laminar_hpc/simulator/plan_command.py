@@ -43,10 +43,11 @@ def expectations(config: PlanConfig, plan: Plan) -> list[str]:
     t, machines = trainer_settings(config, best), sum(part.count for part in rollout_machines(config, best))
     recomputed = {"selective": ", feed-forward parts recomputed", "full": ", activations recomputed"}
     recompute = recomputed.get(t.recompute_activations, "")
+    context = f"CP {t.context_parallel} x " if t.context_parallel > 1 else ""
     lines = [
         f"plan         {describe(config, plan.best.candidate)}",
-        f"trainer      TP {t.tensor_parallel} x PP {t.pipeline_parallel} x DP {t.data_parallel}, "
-        f"micro-batches of {t.tokens_per_microbatch:,} tokens{recompute}",
+        f"trainer      TP {t.tensor_parallel} x {context}PP {t.pipeline_parallel} x DP {t.data_parallel}, "
+        f"micro-batches of {t.pack_tokens:,} tokens{recompute}",
         f"rollouts     {kv_cache_tokens(config, best):,} KV tokens each, repack {repack_of(config, best)};  "
         f"relays {machines * lanes(config)} on {machines} rollout machine{'s' if machines > 1 else ''}",
         f"expected     {f['tokens_per_second']:,.0f} tokens/s, a step in {f['step_seconds']:,.0f} s, "

@@ -98,6 +98,7 @@ def experiment(config: PlanConfig, candidate: Candidate, figures: dict) -> str:
         },
         "trainer": {
             "tensor_parallel": t.tensor_parallel,
+            **({"context_parallel": t.context_parallel} if t.context_parallel > 1 else {}),
             "pipeline_parallel": t.pipeline_parallel,
             "data_parallel": t.data_parallel,
             "distributed_optimizer": t.distributed_optimizer,

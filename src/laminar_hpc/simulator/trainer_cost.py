@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from laminar_hpc.config.models import state_bytes
+from laminar_hpc.config.models import head_size, kv_heads, state_bytes
 from laminar_hpc.simulator.constants import Constants
 from laminar_hpc.simulator.cost import attention_share, chain_seconds, exchange_seconds
 from laminar_hpc.simulator.experts import expert_costs
@@ -26,7 +26,8 @@ class Layout:
     pass that backward repeats. `balanced`: ranks get trajectories by their tokens, as in a run of our own,
     else at random. `packed`: micro-batches are packs of whole trajectories (`packed`), of `logprob_tokens`
     in log-prob passes, 0 = as many. `experts`: GPUs that share a layer's experts. `even`: stages take
-    equally long; else the last one has the output layer beside as many layers as the others."""
+    equally long; else the last one has the output layer beside as many layers as the others. `context`: GPUs
+    over which each micro-batch is split, beside those of `tensor` and `stages`."""
 
     tensor: int
     stages: int
@@ -38,6 +39,7 @@ class Layout:
     logprob_tokens: int = 0
     experts: int = 1
     even: bool = True
+    context: int = 1
 
     def slowest_stage(self, model: Model) -> float:
         """Products of the slowest stage over their mean."""
@@ -86,14 +88,16 @@ def job_costs(
 
     A token's forward pass takes its matrix products and two all-reduces per layer; backward twice the
     products and as many all-reduces; recomputation another forward pass (Korthikanti et al., arXiv
-    2205.05198, sections 4 and 5). A layer with experts has one all-reduce and what experts.py says.
+    2205.05198, sections 4 and 5). A layer with experts has one all-reduce and what experts.py says. Context
+    parallelism divides all of it, and adds two all-to-alls per layer (`context_exchange_seconds`).
     """
     expert = expert_costs(model, gpu, layout.tensor, layout.experts, c)
-    flops = c.train_kernel_efficiency * gpu.flops * layout.tensor * layout.stages
+    flops = c.train_kernel_efficiency * gpu.flops * layout.tensor * layout.stages * layout.context
     attention = 2.0 * model.active_parameters / flops * attention_share(model)
     products = 2.0 * (model.active_parameters + expert.work) / flops * layout.slowest_stage(model)
     reduces = (2.0 * model.layers - model.expert_layers) / layout.stages
-    exchanges = reduces * exchange_seconds(model, gpu, layout.tensor, c) + expert.token / layout.stages
+    exchanges = reduces * exchange_seconds(model, gpu, layout.tensor, c) / layout.context
+    exchanges += expert.token / layout.stages + context_exchange_seconds(model, gpu, layout, c)
     again = layout.recompute
     padding = c.batch_handling * cap
     return JobCosts(
@@ -115,12 +119,24 @@ def job_costs(
     )
 
 
+def context_exchange_seconds(model: Model, gpu: Gpu, layout: Layout, c: Constants) -> float:
+    """Of a token's forward pass: in each layer every GPU sends what it has of queries, keys, values and
+    attention's output to the others that share the micro-batch; over NVLink where one machine has them."""
+    if layout.context == 1:
+        return 0.0
+    shape = model.config
+    values = 2 * (shape["num_attention_heads"] + kv_heads(shape)) * head_size(shape)
+    sent = 2.0 * values * (layout.context - 1) / layout.context / (layout.tensor * layout.context)
+    inside = layout.tensor * layout.context <= gpu.machine
+    return model.layers / layout.stages * sent / (c.nvlink_efficiency * gpu.nvlink if inside else gpu.nic)
+
+
 def gradient_seconds(model: Model, gpu: Gpu, gpus: int, layout: Layout, c: Constants) -> float:
     """Reduce-scatter of gradients and all-gather of parameters over the ranks that hold the same: over a
     machine's NICs, which carry one copy of the model, or of its part, or over NVLink where one machine holds
     all."""
     shared = model.parameters - model.expert_parameters
-    parts = [(shared, layout.tensor * layout.stages, layout.ranks)]
+    parts = [(shared, layout.tensor * layout.stages, layout.ranks * layout.context)]
     if model.experts:
         copies = max(1, layout.tensor * layout.ranks // layout.experts)
         parts.append((model.expert_parameters, layout.experts * layout.stages, copies))

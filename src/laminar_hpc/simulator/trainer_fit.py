@@ -18,14 +18,15 @@ _WIDTH = 2  # bytes of a bfloat16
 _REPEATED = {"full": 1.0, "selective": 7 / 8}
 _TENSOR = (8, 4, 2, 1)
 _STAGES = (1, 2, 4, 8)
+_CONTEXT = (1, 2, 4, 8)  # within a machine
 _PROMPT_MARGIN = 1024  # tokens: prompts are longer than their mean
 _PACK_MULTIPLE = 2048
 _FOUND: dict[Any, TrainerConfig | None] = {}  # the planner asks for the same again and again
 
 
-def tokens_per_microbatch(w: WorkloadConfig) -> int:
-    """Room for the longest trajectory and a prompt above the mean, rounded up."""
-    return math.ceil((w.longest + _PROMPT_MARGIN) / _PACK_MULTIPLE) * _PACK_MULTIPLE
+def tokens_per_microbatch(w: WorkloadConfig, context: int = 1) -> int:
+    """Room for the longest trajectory and a prompt above the mean, on each of `context` ranks, rounded up."""
+    return math.ceil((w.longest + _PROMPT_MARGIN) / (context * _PACK_MULTIPLE)) * _PACK_MULTIPLE
 
 
 def shards(model: Model, tensor: int) -> bool:
@@ -48,11 +49,13 @@ def serves(model: Model, tensor: int) -> bool:
 def fitting_trainer(model: Model, gpu: Gpu, gpus: int, w: WorkloadConfig) -> TrainerConfig | None:
     """For each TP within a machine the fewest pipeline stages that config/models.py's estimate puts into
     SHARE of the memory, with all activations kept where they fit, else recomputed; of these the fastest by
-    the cost model. None: no layout fits."""
+    the cost model. Micro-batches are split over context-parallel ranks where no layout fits without them.
+    None: no layout fits."""
     key = (model, gpu, gpus, dataclasses.astuple(w))
     if key not in _FOUND:
         tensors = [n for n in _TENSOR if gpus % n == 0 and n <= gpu.machine]
-        fits = [t for n in tensors if (t := _fewest_stages(model, gpu, gpus, n, w))]
+        every = (_fits(model, gpu, gpus, tensors, context, w) for context in _CONTEXT)
+        fits = next((found for found in every if found), [])
         sample = batch_sample(w) if len(fits) > 1 else []
         _FOUND[key] = min(
             fits,
@@ -62,23 +65,35 @@ def fitting_trainer(model: Model, gpu: Gpu, gpus: int, w: WorkloadConfig) -> Tra
     return _FOUND[key]
 
 
-def _fewest_stages(model: Model, gpu: Gpu, gpus: int, tensor: int, w: WorkloadConfig) -> TrainerConfig | None:
-    if not shards(model, tensor):
-        return None
+def _fits(
+    model: Model, gpu: Gpu, gpus: int, tensors: list[int], context: int, w: WorkloadConfig
+) -> list[TrainerConfig]:
+    heads = model.config["num_attention_heads"]
+    sizes = [
+        n for n in tensors if shards(model, n) and heads % (n * context) == 0 and n * context <= gpu.machine
+    ]
+    return [found for n in sizes if (found := _fewest_stages(model, gpu, gpus, n, context, w))]
+
+
+def _fewest_stages(
+    model: Model, gpu: Gpu, gpus: int, tensor: int, context: int, w: WorkloadConfig
+) -> TrainerConfig | None:
     for stages in _STAGES:
-        if gpus % (tensor * stages) or stages > model.layers:
+        copy_of_model = tensor * context * stages
+        if gpus % copy_of_model or stages > model.layers:
             continue
-        ranks = gpus // (tensor * stages)
+        ranks = gpus // copy_of_model
         if ranks > w.prompts_per_step * w.samples_per_prompt // w.updates_per_step:
             continue  # an update has fewer trajectories than there are ranks
         for recompute in ("none", "selective", "full"):
             trainer = TrainerConfig(
                 tensor_parallel=tensor,
+                context_parallel=context,
                 pipeline_parallel=stages,
                 data_parallel=ranks,
                 distributed_optimizer=True,
                 recompute_activations=recompute,
-                tokens_per_microbatch=tokens_per_microbatch(w),
+                tokens_per_microbatch=tokens_per_microbatch(w, context),
                 gpu_memory_gigabytes=gpu.memory / 1e9,
             )
             if trainer_bytes(model.config, _WIDTH, trainer) <= SHARE * gpu.memory:
@@ -87,14 +102,15 @@ def _fewest_stages(model: Model, gpu: Gpu, gpus: int, tensor: int, w: WorkloadCo
 
 
 def layout_of(trainer: TrainerConfig) -> Layout:
-    """The trainer's parallel sizes as the cost model wants them; its ranks get trajectories by their tokens
+    """The trainer's parallel sizes as the cost model wants them; its ranks get trajectories by their work
     (trainer/step/packing.py), and its last stage has the output layer beside its layers."""
     return Layout(
         trainer.tensor_parallel,
         trainer.pipeline_parallel,
         trainer.data_parallel,
-        trainer.tokens_per_microbatch,
+        trainer.pack_tokens,
         _REPEATED.get(trainer.recompute_activations, 0.0),
         balanced=True,
         even=False,
+        context=trainer.context_parallel,
     )

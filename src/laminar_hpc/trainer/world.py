@@ -23,9 +23,7 @@ def init_trainer_world(context: RoleContext) -> None:
     """Makes the default group of all trainers (NCCL on GPUs, gloo else); afterwards dist.get_rank() is the
     trainer's index."""
     config = context.config
-    trainers = (
-        config.trainer.tensor_parallel * config.trainer.pipeline_parallel * config.trainer.data_parallel
-    )
+    trainers = config.trainer.ranks
     seconds = timedelta(seconds=config.cluster.join_timeout_seconds)
     refuse_unusable_gpus()
     allow_connections(trainers, meshes=True)

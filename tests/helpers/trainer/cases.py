@@ -83,6 +83,25 @@ def train(
     }
 
 
+def weights_of(policy: MegatronPolicy) -> dict[str, np.ndarray]:
+    return {name: t.float().cpu().numpy().copy() for name, t in policy.canonical_tensors()}
+
+
+def steps(model: str, settings: dict, count: int) -> dict[str, object]:
+    """So many steps of training: metrics, mismatches, log-probs, and on rank 0 the weights, before too."""
+    policy = MegatronPolicy(tiny.make_config(Path(model), **settings))
+    learner, before = Learner(policy.config, policy), weights_of(policy)
+    batches = [tiny.step_batch(tiny.make_batch(seed=100 + step)) for step in range(count)]
+    metrics = [learner.train(batch, step, lambda: None) for step, batch in enumerate(batches)]
+    return {
+        "metrics": metrics,
+        "mismatches": learner.mismatches,
+        "logprobs": policy.probe_logprobs(),
+        "before": before,
+        "weights": weights_of(policy),
+    }
+
+
 def save_in_shares(model: str, settings: dict, run_dir: str) -> dict[str, object]:
     """A step of training and its checkpoint, with files of hf/ as small as may be: the bytes that this rank
     writes of optimizer and weights, the items that the embeddings' padding adds, the weights, on rank 0, and

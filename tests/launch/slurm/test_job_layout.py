@@ -29,6 +29,7 @@ EXPERIMENTS = group_names(FOLDER)
 EXPECTED = {
     "cluster_1024gpu_72b": {"control": (1, 0), "trainer": (96, 8), "rollouts": (32, 8)},
     "cluster_64gpu_32b": {"control": (1, 0), "trainer": (4, 8), "rollouts": (4, 8)},
+    "cluster_64gpu_32b_128k": {"control": (1, 0), "trainer": (4, 8), "rollouts": (4, 8)},
     "demo": {"laminar_single": (1, 0)},
     "node_8gpu_7b": {"laminar_single": (1, 8)},
     "one_gpu": {"laminar_single": (1, 1)},
@@ -80,9 +81,8 @@ def test_every_experiment_has_its_jobs(name: str, capsys: pytest.CaptureFixture[
     ):
         nodes, gpus = EXPECTED[name][script]
         here = [RoleOfRank(role, index) for index in range(ranks // nodes)]
-        assert len(here) * nodes == ranks and jobs["rollouts"][0]["ROLLOUTS"] == str(
-            derived.rollout_ranks // 32 or 2
-        )
+        replicas = derived.rollout_ranks // EXPECTED[name]["rollouts"][0]
+        assert len(here) * nodes == ranks and jobs["rollouts"][0]["ROLLOUTS"] == str(replicas)
         config.role = role
         used = [device for mine in here for device in devices_of(config, here, mine, gpus)]
         assert sorted(used) == list(range(gpus))

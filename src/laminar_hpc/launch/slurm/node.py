@@ -115,13 +115,13 @@ def parts(
             own += ["rollout.replicas_min=1"]
         return [RolePart("controller", 1, [*common, *own, *words])]
     if place.role == "trainer":
-        trainer = config.trainer
-        ranks = trainer.tensor_parallel * trainer.pipeline_parallel * trainer.data_parallel
+        ranks = config.trainer.ranks
         here, rest = divmod(ranks, place.nodes)
         if rest:
             raise LaminarError(
-                f"{ranks} trainers (trainer.tensor_parallel x pipeline_parallel x data_parallel) do not "
-                f"divide into {place.nodes} nodes: submit trainer.sbatch with another --nodes"
+                f"{ranks} trainers (trainer.tensor_parallel x context_parallel x pipeline_parallel x "
+                f"data_parallel) do not divide into {place.nodes} nodes: submit trainer.sbatch with another "
+                "--nodes"
             )
         return [RolePart("trainer", here, [*common, f"first_index={place.node * here}", *words])]
     lanes = max(1, config.relay.lanes)

@@ -114,7 +114,7 @@ def _splits(config: RunConfig) -> Iterator[tuple[str, ...]]:
     t, r = config.trainer, config.rollout
     if t.devices or r.devices or shared_engines(config):
         return
-    copy_of_model = t.tensor_parallel * t.pipeline_parallel
+    copy_of_model = t.replica_ranks
     total = copy_of_model * t.data_parallel + r.replicas * r.tensor_parallel
     for ranks in range(1, total // copy_of_model + 1):
         left = total - ranks * copy_of_model

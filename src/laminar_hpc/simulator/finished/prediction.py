@@ -51,7 +51,7 @@ def setup_of(measured: Measured, config: RunConfig | None = None) -> SimulationS
         rules,
         tuple(kinds),
         _job_costs(measured, config),
-        t.tensor_parallel * t.pipeline_parallel * t.data_parallel,
+        t.ranks,
         layout_of(t),
         workload,
         steps=measured.steps,

@@ -178,8 +178,8 @@ class Canonical:
 
 
 def _first_replica() -> bool:
-    """The other data-parallel ranks hold the same slices as this one."""
-    return bool(parallel_state.get_data_parallel_rank() == 0)
+    """The other data-parallel and context-parallel ranks hold the same slices as this one."""
+    return bool(parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0)
 
 
 def _held_by_all(local: Sequence[LocalSlice], seconds: float) -> list[HeldSlice]:

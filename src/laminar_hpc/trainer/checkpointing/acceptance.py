@@ -69,7 +69,7 @@ class Acceptance:
             self.refuse(
                 f"{path} was saved with "
                 f"trainer.distributed_optimizer={str(state['distributed_optimizer']).lower()}; "
-                "go on with that, the tensor, pipeline and data parallelism may be others"
+                "go on with that, the other parallelism may change"
             )
 
     def refuse(self, text: str) -> NoReturn:
@@ -84,6 +84,7 @@ def layout_of(config: RunConfig) -> dict[str, int | bool]:
     t = config.trainer
     return {
         "tensor_parallel": t.tensor_parallel,
+        "context_parallel": t.context_parallel,
         "pipeline_parallel": t.pipeline_parallel,
         "data_parallel": t.data_parallel,
         "distributed_optimizer": t.distributed_optimizer,

@@ -32,7 +32,7 @@ class LiveState:
         """Reads this rank's weights from hf/, its optimizer state from megatron/, and its random states."""
         policy, folder = self._policy, str(checkpoint / "megatron")
         strategy = get_default_load_sharded_strategy(folder)
-        replicas = parallel_state.get_data_parallel_group()
+        replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
         if replicas.size() > 1 and not policy.config.trainer.distributed_optimizer:
             strategy = FullyParallelLoadStrategyWrapper(strategy, replicas)  # each reads a part for all
         loaded = dist_checkpointing.load(self.sharded(loading=True), folder, strategy)

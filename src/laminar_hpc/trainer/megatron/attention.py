@@ -21,6 +21,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import divide
 from torch.nn.attention.varlen import varlen_attn
 
+from laminar_hpc.trainer.megatron.context import heads_of_all_tokens, tokens_of_all_heads
+
 _STEP = 1.25  # of a bucket's longest sequence to its shortest: under a quarter of padding, few buckets
 
 
@@ -145,7 +147,8 @@ def rotated(x: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor]) -> tor
 
 class PackedCausalAttention(MegatronModule):
     """Megatron's core_attention for PackLayout: RoPE, then causal within each sequence, nothing between them.
-    Takes no other mask, no bias, no dropout."""
+    With context parallelism all tokens of this rank's share of the heads. Takes no other mask, no bias, no
+    dropout."""
 
     def __init__(
         self,
@@ -159,12 +162,13 @@ class PackedCausalAttention(MegatronModule):
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
         super().__init__(config=config)
-        if config.context_parallel_size != 1 or config.attention_dropout or attention_dropout:
-            raise ValueError("PackedCausalAttention knows neither context parallelism nor dropout")
-        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp"])
-        self.width = divide(config.kv_channels * config.num_attention_heads, groups.tp.size())
+        if config.attention_dropout or attention_dropout:
+            raise ValueError("PackedCausalAttention knows no dropout")
+        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
+        self.context = groups.cp
+        heads = divide(config.num_attention_heads, groups.tp.size() * self.context.size())
+        self.width = config.kv_channels * heads
         self.scale = 1 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
-        self.grouped = config.num_attention_heads != config.num_query_groups
 
     def forward(
         self,
@@ -177,7 +181,8 @@ class PackedCausalAttention(MegatronModule):
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: PackLayout | None = None,
     ) -> torch.Tensor:
-        """query [tokens, heads, d], key and value [tokens, kv_heads, d] -> [tokens, heads * d]."""
+        """query [tokens, heads, d], key and value [tokens, kv_heads, d] -> [tokens, heads * d], of this
+        context-parallel rank's share of the pack."""
         layout = packed_seq_params
         if (
             attention_mask is not None
@@ -187,10 +192,19 @@ class PackedCausalAttention(MegatronModule):
         ):
             raise ValueError("PackedCausalAttention takes a PackLayout with its rotation and no mask")
         query, key = rotated(query, layout.rotation), rotated(key, layout.rotation)
+        if self.context.size() == 1:
+            return self._attend(query, key, value, layout)
+        query, key, value = heads_of_all_tokens(query, key, value, self.context)
+        return tokens_of_all_heads(self._attend(query, key, value, layout), self.context)
+
+    def _attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: PackLayout
+    ) -> torch.Tensor:
         if takes_packs(query.device, query.dtype):
             return self._whole_pack(query, key, value, layout)
-        if self.grouped and query.is_cuda:  # torch's float32 kernels for CUDA want as many key as query heads
-            key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], dim=1) for t in (key, value))
+        copies = query.shape[1] // key.shape[1]
+        if copies > 1 and query.is_cuda:  # torch's float32 kernels for CUDA want as many key as query heads
+            key, value = (t.repeat_interleave(copies, dim=1) for t in (key, value))
         return self._by_buckets(query, key, value, layout.buckets)
 
     def _whole_pack(
@@ -207,7 +221,7 @@ class PackedCausalAttention(MegatronModule):
             longest,
             scale=self.scale,
             window_size=(-1, 0),
-            enable_gqa=self.grouped,
+            enable_gqa=query.shape[1] != key.shape[1],
         )
         return out.reshape(-1, self.width)
 

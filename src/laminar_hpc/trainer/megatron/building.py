@@ -86,6 +86,7 @@ def transformer_config(shape: ModelShape, config: RunConfig, dtype: torch.dtype)
         batch_p2p_sync=False,  # a wait for the whole device, and so for what the publisher sends beside it
         tensor_model_parallel_size=config.trainer.tensor_parallel,
         pipeline_model_parallel_size=config.trainer.pipeline_parallel,
+        context_parallel_size=config.trainer.context_parallel,
         sequence_parallel=config.trainer.tensor_parallel > 1,
         num_layers_in_first_pipeline_stage=first_stage_layers(shape.layers, config.trainer.pipeline_parallel),
         recompute_granularity=None if recompute == "none" else recompute,
@@ -111,7 +112,9 @@ def _block_spec(transformer: TransformerConfig, shape: ModelShape) -> ModuleSpec
         from laminar_hpc.trainer.megatron.te_attention import TransformerEngineAttention
 
         spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=shape.family.qk_norm)
-        spec.submodules.self_attention.submodules.core_attention = TransformerEngineAttention
+        attention = spec.submodules.self_attention.submodules
+        shared = transformer.context_parallel_size > 1  # Transformer Engine would split the pack its own way
+        attention.core_attention = PackedCausalAttention if shared else TransformerEngineAttention
         return spec
     spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=shape.family.qk_norm)
     attention = spec.submodules.self_attention.submodules
@@ -199,7 +202,7 @@ def wrap(transformer: TransformerConfig, gpt: GPTModel, config: RunConfig) -> Di
     publication reads them then.
     """
     module = Float16Module(transformer, gpt) if transformer.bf16 else gpt
-    overlap = config.trainer.data_parallel > 1
+    overlap = config.trainer.data_parallel * config.trainer.context_parallel > 1
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=config.trainer.distributed_optimizer,

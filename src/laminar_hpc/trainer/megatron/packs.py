@@ -9,6 +9,7 @@ from megatron.core import parallel_state
 from numpy.typing import NDArray
 
 from laminar_hpc.trainer.megatron.attention import PackLayout, pack_layout
+from laminar_hpc.trainer.megatron.context import context_ranks, context_share
 
 Ints = Sequence[int] | NDArray[np.integer]
 
@@ -17,8 +18,10 @@ Ints = Sequence[int] | NDArray[np.integer]
 class Pack:
     """Sequences one after the other. A sequence's last token predicts nothing, so it is no input.
 
-    `tokens`, `positions` [tokens] int64; `selected` [trained] int64: the pack's places whose next token is
-    asked for; `targets` [trained]: it.
+    `tokens`, `positions` [tokens] int64; `selected` [trained] int64: the places whose next token is asked
+    for; `targets` [trained]: it. With context parallelism these are of this rank's share of the pack, and at
+    least one place is selected; `wanted` int64: which of the pack's `total` targets they are, see
+    context.py's ContextShare. `layout` is of the whole pack.
     """
 
     layout: PackLayout
@@ -26,6 +29,13 @@ class Pack:
     positions: torch.Tensor
     selected: torch.Tensor
     targets: torch.Tensor
+    wanted: torch.Tensor
+    total: int
+
+    @property
+    def size(self) -> int:
+        """Tokens of the whole pack."""
+        return sum(self.layout.lengths)
 
 
 def _tensor_parallel_ranks() -> int:
@@ -40,28 +50,36 @@ def make_pack(
     """`selected[i]`: the indices of those tokens of sequence i (each at least 1) whose log-probs are asked
     for.
 
-    Filled up to `size` tokens, and to a multiple of the tensor-parallel ranks, over which sequence
-    parallelism splits the pack; with sequences of zeros, none longer than the others are, so that attention
+    Filled up to `size` tokens, and to a multiple of the tensor-parallel times the context-parallel ranks,
+    over which the pack is split; with sequences of zeros, none longer than the others are, so that attention
     to them costs no more.
     """
     lengths = [len(s) - 1 for s in sequences]
-    used, longest, ranks = sum(lengths), max(lengths), _tensor_parallel_ranks()
+    used, longest, ranks = sum(lengths), max(lengths), _tensor_parallel_ranks() * context_ranks()
     missing = -(-max(used, size) // ranks) * ranks - used
     lengths += [min(longest, missing - at) for at in range(0, missing, longest)]
     starts = [0]
     for n in lengths:
         starts.append(starts[-1] + n)
 
-    def ints(parts: list[NDArray[np.integer]]) -> torch.Tensor:
-        joined = np.concatenate(parts, dtype=np.int64)
-        return torch.from_numpy(joined).to(device, non_blocking=True)
-
     texts = [np.asarray(s, np.int64) for s in sequences]
     chosen = [np.asarray(indices, np.int64) for indices in selected]
+    tokens = np.concatenate([*(text[:-1] for text in texts), np.zeros(missing, np.int64)])
+    positions = np.concatenate([np.arange(n) for n in lengths])
+    places = np.concatenate([start - 1 + of for start, of in zip(starts, chosen, strict=False)])
+    targets = np.concatenate([text[of] for text, of in zip(texts, chosen, strict=True)])
+    own = context_share(len(tokens), places)
+    alone = np.zeros(0 if len(own.wanted) else 1, np.int64)  # no rows at all would be a case of their own
+
+    def moved(*parts: NDArray[np.int64]) -> torch.Tensor:
+        return torch.from_numpy(np.concatenate(parts)).to(device, non_blocking=True)
+
     return Pack(
         layout=pack_layout(lengths, device),
-        tokens=ints([*(text[:-1] for text in texts), np.zeros(missing, np.int64)]),
-        positions=ints([np.arange(n) for n in lengths]),
-        selected=ints([start - 1 + of for start, of in zip(starts, chosen, strict=False)]),
-        targets=ints([text[of] for text, of in zip(texts, chosen, strict=True)]),
+        tokens=moved(tokens[own.tokens]),
+        positions=moved(positions[own.tokens]),
+        selected=moved(places[own.wanted] - own.tokens.start, alone),
+        targets=moved(targets[own.wanted], alone),
+        wanted=moved(own.wanted),
+        total=own.total,
     )

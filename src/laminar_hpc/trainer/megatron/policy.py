@@ -40,6 +40,7 @@ from laminar_hpc.trainer.megatron.building import (
     transformer_config,
     wrap,
 )
+from laminar_hpc.trainer.megatron.context import context_ranks, heads_in_attention, joined
 from laminar_hpc.trainer.megatron.cpu import cuda_as_cpu, native_calls
 from laminar_hpc.trainer.megatron.flash import use_fastest_attention
 from laminar_hpc.trainer.megatron.head import HeadSwitch, chunked_logprobs, whole_logprobs
@@ -91,6 +92,7 @@ class MegatronPolicy:
                 parallel_state.initialize_model_parallel(
                     config.trainer.tensor_parallel,
                     config.trainer.pipeline_parallel,
+                    context_parallel_size=config.trainer.context_parallel,
                     distributed_timeout_minutes=math.ceil(config.cluster.join_timeout_seconds / 60),
                 )
             torch.manual_seed(config.seed)
@@ -120,7 +122,8 @@ class MegatronPolicy:
         )
         if takes_packs(self.device, self.dtype) and not installed("transformer_engine"):
             share = self.config.trainer.tensor_parallel
-            heads = self.shape.heads // share, self.shape.kv_heads // share
+            own = self.shape.heads // share, self.shape.kv_heads // share
+            heads = heads_in_attention(*own, context_ranks())
             use_fastest_attention(self.device, heads, self.shape.head_dim)
         self._load_hf(Path(self.config.model.path), local)
         self.model = wrap(self.transformer, self.gpt, self.config)
@@ -162,6 +165,15 @@ class MegatronPolicy:
     def _logprobs(
         self, output: torch.Tensor, pack: Pack, temperature: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probs and entropies of all of the pack's targets, on each context-parallel rank."""
+        logprobs, entropies = self._own_logprobs(output, pack, temperature)
+        if context_ranks() == 1:
+            return logprobs, entropies
+        return joined(logprobs, entropies, pack.wanted, pack.total)
+
+    def _own_logprobs(
+        self, output: torch.Tensor, pack: Pack, temperature: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         if self._in_chunks(pack):
             weight = (
                 self.gpt.shared_embedding_or_output_weight()
@@ -187,7 +199,7 @@ class MegatronPolicy:
                 data_iterator=itertools.chain((first,), each),
                 model=[self.model],
                 num_microbatches=len(data),
-                seq_length=len(pack_of(first).tokens),
+                seq_length=pack_of(first).size,  # Megatron divides it by the context-parallel ranks
                 micro_batch_size=1,
                 forward_only=forward_only,
                 collect_non_loss_data=forward_only,
@@ -213,7 +225,9 @@ class MegatronPolicy:
         def finish(batch: Batch, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Collected]:
             with native_calls():
                 logprobs, entropies = self._logprobs(output, batch.pack, self.config.sampling.temperature)
-                return loss(batch, logprobs, entropies)
+                total, count, collected = loss(batch, logprobs, entropies)
+            # each context-parallel rank has the whole loss, and Megatron adds their counts up
+            return total, count * (parallel_state.get_context_parallel_rank() == 0), collected
 
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.config.models import even_tokens, model_config
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.line.messages.data import Trajectory
 from laminar_hpc.policies.metrics import batch_metrics, reward_means
@@ -62,6 +63,7 @@ class Learner:
         self.config = config
         self.policy = policy
         self._progress = progress
+        self._even_tokens = even_tokens(model_config(config.model.path))
         self.skipped_in_a_row = 0
         self.mismatches: dict[int, tuple[float, int]] = {}
         self._reference = ReferenceWeights(policy) if config.algorithm.kl_coefficient > 0 else None
@@ -115,8 +117,8 @@ class Learner:
     ) -> tuple[list[list[int]], list[RankShare]]:
         """The members of each mini-batch, and this rank's share of it."""
         members = split_minibatches(len(planned), updates, self.config.seed, step)
-        lengths, budget = [p.length for p in planned], self.config.trainer.tokens_per_microbatch
-        return members, [own_share(lengths, of_one, budget) for of_one in members]
+        lengths, budget = [p.length for p in planned], self.config.trainer.pack_tokens
+        return members, [own_share(lengths, of_one, budget, self._even_tokens) for of_one in members]
 
     def _accumulate(
         self, examples: dict[int, Example], share: RankShare, mismatch: torch.Tensor

@@ -4,11 +4,22 @@ and seeds.
 Called by trainer/step/learner.py on every rank with the same batch; all ranks get the same plan and each
 takes its own part of it. Guarantees: every trajectory is in exactly one place, no micro-batch exceeds the
 token budget, all ranks have the same number of micro-batches.
+
+Ranks are balanced by their work, since all wait for the slowest at the end of a mini-batch; a rank's
+micro-batches are balanced by their tokens, since pipeline stages fill them up to the largest.
 """
 
+import math
 import random
+from collections.abc import Sequence
 
 from laminar_hpc.config.errors import LaminarError
+
+
+def work(length: int, even: float) -> float:
+    """Operations of a sequence, in those of a token without its attention; `even`: the length at which
+    attention takes as many as all else, config/models.py `even_tokens`."""
+    return length + length * length / even
 
 
 def split_minibatches(count: int, minibatches: int, seed: int, step: int) -> list[list[int]]:
@@ -19,15 +30,15 @@ def split_minibatches(count: int, minibatches: int, seed: int, step: int) -> lis
     return [order[count * i // minibatches : count * (i + 1) // minibatches] for i in range(minibatches)]
 
 
-def split_ranks(lengths: list[int], ranks: int) -> list[list[int]]:
-    """Positions in `lengths` per data-parallel rank, balanced by tokens: longest first, each to the rank that
-    has the fewest tokens so far."""
+def split_ranks(work: Sequence[float], ranks: int) -> list[list[int]]:
+    """Positions in `work` per data-parallel rank: the most work first, each to the rank that has the least so
+    far."""
     parts: list[list[int]] = [[] for _ in range(ranks)]
-    tokens = [0] * ranks
-    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        rank = min(range(ranks), key=lambda r: (tokens[r], r))
+    so_far = [0.0] * ranks
+    for i in sorted(range(len(work)), key=lambda i: (-work[i], i)):
+        rank = min(range(ranks), key=lambda r: (so_far[r], r))
         parts[rank].append(i)
-        tokens[rank] += lengths[i]
+        so_far[rank] += work[i]
     return parts
 
 
@@ -40,7 +51,7 @@ def pack(lengths: list[int], members: list[int], budget: int) -> list[list[int]]
         if lengths[i] > budget:
             raise LaminarError(
                 f"a trajectory of {lengths[i]} tokens exceeds "
-                f"trainer.tokens_per_microbatch={budget}; raise it"
+                f"trainer.context_parallel x tokens_per_microbatch={budget}; raise it"
             )
         at = next((p for p, left in enumerate(room) if left >= lengths[i]), len(packs))
         if at == len(packs):
@@ -51,9 +62,22 @@ def pack(lengths: list[int], members: list[int], budget: int) -> list[list[int]]
     return packs
 
 
-def plan_microbatches(lengths: list[int], ranks: int, budget: int) -> list[list[list[int]]]:
-    """[rank][micro-batch] -> positions in `lengths`. Ranks that need fewer micro-batches than the others get
-    empty ones at the end."""
-    plan = [pack(lengths, members, budget) for members in split_ranks(lengths, ranks)]
-    microbatches = max(map(len, plan))
-    return [packs + [[] for _ in range(microbatches - len(packs))] for packs in plan]
+def spread(lengths: list[int], members: list[int], budget: int, packs: int) -> list[list[int]]:
+    """`members` in so many packs of about equally many tokens, none above `budget`; where this finds none,
+    those of `pack`. The last ones may be empty."""
+    even = [[members[at] for at in part] for part in split_ranks([lengths[i] for i in members], packs)]
+    if max(sum(lengths[i] for i in part) for part in even) <= budget:
+        return even
+    fewest = pack(lengths, members, budget)
+    return fewest + [[] for _ in range(packs - len(fewest))]
+
+
+def plan_microbatches(
+    lengths: list[int], ranks: int, budget: int, even: float = math.inf
+) -> list[list[list[int]]]:
+    """[rank][micro-batch] -> positions in `lengths`; `even` as in `work`. As many micro-batches
+    on every rank as the rank needs that needs most; a rank with fewer trajectories gets empty ones at the
+    end."""
+    of_ranks = split_ranks([work(n, even) for n in lengths], ranks)
+    packs = max(len(pack(lengths, members, budget)) for members in of_ranks)
+    return [spread(lengths, members, budget, packs) for members in of_ranks]

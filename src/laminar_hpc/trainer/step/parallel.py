@@ -1,5 +1,6 @@
 """What the trainer world's ranks share of one computation."""
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -18,10 +19,13 @@ class RankShare(NamedTuple):
     size: int
 
 
-def own_share(lengths: list[int], members: list[int], tokens_per_microbatch: int) -> RankShare:
-    """Of the mini-batch of these members of a batch; `lengths`: tokens of each sequence of the batch."""
+def own_share(
+    lengths: list[int], members: list[int], tokens_per_microbatch: int, even: float = math.inf
+) -> RankShare:
+    """Of the mini-batch of these members of a batch; `lengths`: tokens of each sequence of the batch; `even`
+    as in packing.py's `work`. Context-parallel ranks have the same share."""
     ranks, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
-    own = plan_microbatches([lengths[i] for i in members], ranks, tokens_per_microbatch)[rank]
+    own = plan_microbatches([lengths[i] for i in members], ranks, tokens_per_microbatch, even)[rank]
     plan = [[members[place] for place in part] for part in own]
     if parallel_state.get_pipeline_model_parallel_world_size() == 1:
         return RankShare(plan, 0)
@@ -36,8 +40,8 @@ def total(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def reduced(tensor: torch.Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> torch.Tensor:
-    """In place, over the data-parallel ranks and the pipeline stages. Tensor-parallel ranks have the same
-    numbers; of the stages only the last has any, the others bring zeros."""
+    """In place, over the data-parallel ranks and the pipeline stages. Tensor- and context-parallel ranks have
+    the same numbers; of the stages only the last has any, the others bring zeros."""
     for group in (
         parallel_state.get_data_parallel_group(),
         parallel_state.get_pipeline_model_parallel_group(),
