@@ -4,14 +4,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 from helpers.trainer import tiny
+from helpers.trainer.counts import trainer_counts
 from laminar_hpc.config.models import trainer_bytes
 from laminar_hpc.trainer.megatron.cpu import cuda_as_cpu
 from laminar_hpc.trainer.megatron.packs import Pack, make_pack
 from laminar_hpc.trainer.megatron.policy import MegatronPolicy
-from laminar_hpc.trainer.step.microbatch import MicroBatch, make_microbatch
+from laminar_hpc.trainer.step.microbatch import make_microbatch
 
 TOKENS = 256
 # name -> family and what differs from 8 query heads, 2 key-value heads of 16 and widths of 128 and 512
@@ -104,30 +104,15 @@ def test_activations_of_a_layer(name: str, recompute: str, tmp_path: Path, world
         assert found - cpu_only(name, shape) == pytest.approx(predicted, rel=0.01)
 
 
-def products_and_gradients(policy: MegatronPolicy) -> tuple[int, dict[str, torch.Tensor]]:
-    """Floating-point operations of all matrix products of one micro-batch, forward and backward, and the
-    gradients."""
-
-    def loss(
-        micro: MicroBatch, logprobs: torch.Tensor, entropies: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return logprobs.sum(), torch.ones((), dtype=torch.int), logprobs.detach().sum()
-
-    batch = make_microbatch(tiny.examples(tiny.make_batch(seed=1)), policy.device)
-    with FlopCounterMode(display=False) as counter:
-        (total,) = policy.accumulate([batch], loss)
-    gradients = {name: p.main_grad.clone() for name, p in policy.gpt.named_parameters()}
-    return counter.get_total_flops(), {"loss": total, **gradients}
-
-
 @pytest.mark.parametrize("name", ["qwen2", "qwen3"])
 def test_selective_recomputation_computes_no_product_again(name: str, tmp_path: Path, world: None) -> None:
     """Promise: trainer.recompute_activations=selective costs at most 2 % more arithmetic of matrix products
     than none, where full costs a quarter and more; losses and gradients are the same."""
-    found = {
-        choice: products_and_gradients(a_policy(tmp_path / choice, name, 3, choice, "float32"))
-        for choice in ("none", "selective", "full")
-    }
+    found = {}
+    for choice in ("none", "selective", "full"):
+        policy = a_policy(tmp_path / choice, name, 3, choice, "float32")
+        batch = make_microbatch(tiny.examples(tiny.make_batch(seed=1)), policy.device)
+        found[choice] = trainer_counts.products_and_gradients(policy, batch)
     products, expected = found["none"]
     assert found["selective"][0] <= 1.02 * products and found["full"][0] > 1.25 * products
     for name, value in expected.items():
