@@ -10,9 +10,11 @@ trainer.tokens_per_microbatch tokens. The other sorts by length and pads, with m
 many tokens, padding included, and attention by torch's fused kernels. A process per number of threads; in it
 the two take turns. Only real tokens count.
 
-Figure: `throughput_over_transformers` = our tokens per second over theirs: the median of the ratios of
-neighbouring measurements, and of the numbers of threads the one that is lower. Goal: at least 0.9. More of
-them, of long trajectories: trainer_context.py.
+Figures: `throughput_over_transformers` = our tokens per second over theirs: the median of the ratios of
+neighbouring measurements, and of the numbers of threads the one that is lower. Goal: at least 0.9.
+Counted, not timed (bench/trainer_counts.py): `logit_passes`, the bytes that a bfloat16 head on a GPU moves over
+those of its logits, at most 6; `selective_extra_arithmetic`, what trainer.recompute_activations=selective
+adds to the arithmetic of matrix products, at most 0.02. More figures, of long trajectories: trainer_context.py.
 """
 
 import argparse
@@ -51,6 +53,14 @@ def main() -> None:
         print(json.dumps(measure(options, options.child)))
         return
     rows = [row for threads in options.threads for row in in_process(options, threads)]
+    counted = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("trainer_counts.py")), str(options.model)],
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        stdout=subprocess.PIPE,
+        timeout=options.run_seconds,
+        check=True,
+        text=True,
+    )
     ratios = {
         n: common.median([row["ratio"] for row in rows if row["threads"] == n]) for n in options.threads
     }
@@ -58,6 +68,7 @@ def main() -> None:
         "throughput_over_transformers": min(ratios.values()),
         **{f"ratio_{n}_threads": ratio for n, ratio in ratios.items()},
         **trainer_context.figures(),
+        **json.loads(counted.stdout.splitlines()[-1]),
     }
     common.finish(options, figures, rows, COLUMNS)
 

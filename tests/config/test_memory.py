@@ -89,9 +89,9 @@ def test_a_refusal_names_role_size_and_cure(words, text):
 def test_a_cure_that_stands_alone_is_enough():
     """The one setting that a refusal for memory names is enough to be accepted."""
     with pytest.raises(LaminarError) as error:
-        check(load_config([*NODE, "trainer.tokens_per_microbatch=28000"]))
+        check(load_config([*NODE, "trainer.tokens_per_microbatch=33000"]))
     cure = re.search(r"set (\S+)", str(error.value)).group(1)
-    check(load_config([*NODE, "trainer.tokens_per_microbatch=28000", cure]))
+    check(load_config([*NODE, "trainer.tokens_per_microbatch=33000", cure]))
     with pytest.raises(LaminarError) as error:
         check(load_config([*NODE, "rollout.kv_cache_tokens=2000000"]))
     check(
@@ -111,7 +111,7 @@ def test_without_a_size_and_a_gpu_nothing_is_refused():
 def test_a_shared_gpu_holds_both():
     """Promise: trainer.devices and rollout.devices that overlap are added up."""
     words = r"a GPU shared by trainer and rollouts .*: set trainer.recompute_activations=selective, or lower"
-    larger = ["trainer.recompute_activations=none", "trainer.tokens_per_microbatch=3584"]
+    larger = ["trainer.recompute_activations=none", "trainer.tokens_per_microbatch=5120"]
     with pytest.raises(LaminarError, match=words):
         check(load_config(["experiment=one_gpu", "dry_run=true", *larger]))
 
@@ -207,7 +207,7 @@ def test_activations_are_recomputed_where_the_estimate_does_not_fit():
     def sized(gigabytes: int) -> list[str]:
         return ["experiment=cluster_64gpu_32b", f"trainer.gpu_memory_gigabytes={gigabytes}"]
 
-    assert [chosen(*sized(n)) for n in (141, 80, 40, 24)] == ["none", "selective", "full", "full"]
+    assert [chosen(*sized(n)) for n in (141, 80, 70, 40, 24)] == ["none", "none", "selective", "full", "full"]
     assert chosen(*sized(141), "trainer.recompute_activations=selective") == "selective"
     assert chosen("experiment=node_8gpu_7b", "trainer.gpu_memory_gigabytes=null") == "none"
     assert chosen("experiment=one_gpu") == "none"

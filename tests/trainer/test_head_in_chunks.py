@@ -5,15 +5,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from helpers.trainer import tiny
 from helpers.trainer.cases import ROWS
+from helpers.trainer.counts import trainer_counts
 from helpers.trainer.ranks import Ranks
 from laminar_hpc.config.models import LOGITS_BYTES, head_in_chunks, known_models, trainer_bytes
 from laminar_hpc.config.system_schema import TrainerConfig
-from laminar_hpc.trainer.megatron import head
 
 FAMILIES = {
     "qwen2-untied-gqa7": tiny.FAMILIES["qwen2-untied-gqa7"],
@@ -75,60 +73,7 @@ def test_long_responses_do_not_bound_the_micro_batch() -> None:
     assert of_head(32768) < 0.25 * 2 * 4 * 32768 * columns and of_head(32768) < 8 * LOGITS_BYTES
 
 
-class _Moved(TorchDispatchMode):
-    """Bytes that operations read and write of tensors of so many elements."""
-
-    def __init__(self, elements: int) -> None:
-        super().__init__()
-        self.elements, self.bytes = elements, 0
-
-    def note(self, *tensors: object) -> None:
-        self.bytes += sum(
-            t.nbytes for t in tensors if isinstance(t, torch.Tensor) and t.numel() == self.elements
-        )
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        if "empty" not in func.name():
-            self.note(*args, *(kwargs or {}).values(), out)
-        return out
-
-
-def test_bytes_moved_per_logit(world: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_moved_per_logit(world: None) -> None:
     """Promise: on a GPU a bfloat16 head moves at most six times the bytes of its float32 logits, forward and
-    backward, all products included. Stand-ins note what products and kernels move (tests/weights/kernels
-    shows that a kernel reads and writes once); whatever else touches the logits is seen as an operation."""
-    rows, columns, hidden = 48, 640, 16
-    moved = _Moved(rows * columns)
-
-    def product(x: torch.Tensor, weight: torch.Tensor, bias: None) -> torch.Tensor:
-        with _disable_current_modes():
-            logits = x.float() @ weight.float().t()
-        moved.note(logits)
-        return logits
-
-    def noted(name: str, of: object, read: tuple[int, ...]) -> None:
-        function = getattr(of, name)
-
-        def call(*args: torch.Tensor) -> object:
-            moved.note(*(args[index] for index in read))
-            with _disable_current_modes():
-                return function(*args)
-
-        monkeypatch.setattr(of, name, call)
-
-    noted("summary", head.kernels, (0,))
-    noted("gradient", head.kernels, (0, -1))
-    noted("add_products", head, (1,))
-    x = torch.randn(rows, hidden, dtype=torch.bfloat16, requires_grad=True)
-    weight = torch.randn(columns, hidden, dtype=torch.bfloat16, requires_grad=True)
-    targets = torch.randint(0, 600, (rows,))
-    with moved:
-        logprobs, _ = head.chunked_logprobs(x, weight, targets, product, 0.7, 600)
-        logprobs.sum().backward()
-    expected = (
-        (x.float() @ weight.float().t() / 0.7)[:, :600].log_softmax(-1).gather(1, targets[:, None])[:, 0]
-    )
-    torch.testing.assert_close(logprobs, expected)
-    assert weight.grad is not None and x.grad is not None
-    assert 5 < moved.bytes / (4 * rows * columns) <= 6
+    backward, all products included."""
+    assert 5 < trainer_counts.logit_passes() <= 6

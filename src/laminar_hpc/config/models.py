@@ -222,9 +222,9 @@ def _whole_head_bytes(tokens: int, columns: int) -> float:
 
 
 def _chunked_head_bytes(columns: int, hidden: int, width: int) -> float:
-    """A chunk of logits with its temporaries, and the weight's gradient, summed in float32 and then in the
-    weight's own dtype (trainer/megatron/head.py)."""
-    return 3 * LOGITS_BYTES + (4 + width) * columns * hidden
+    """A chunk of logits and its gradient in the weight's dtype, with half a chunk of temporaries, and the
+    weight's gradient, summed in float32 and then in the weight's own dtype (trainer/megatron/head.py)."""
+    return LOGITS_BYTES * (1.5 + width / 4) + (4 + width) * columns * hidden
 
 
 def head_in_chunks(tokens: int, columns: int, hidden: int, width: int) -> bool:
@@ -236,23 +236,38 @@ def _head_bytes(tokens: int, columns: int, hidden: int, width: int) -> float:
     return min(_whole_head_bytes(tokens, columns), _chunked_head_bytes(columns, hidden, width))
 
 
+def _kept_bytes(model: dict, width: int) -> tuple[float, float, float]:
+    """Bytes per token that a layer keeps for the backward pass: its input; all; and all with selective
+    recomputation.
+
+    After Korthikanti et al., arXiv 2205.05198, section 4.1, with attention that keeps no scores but their
+    normalizer of each head. The residual before each of the two norms, in float32
+    (trainer/megatron/residual.py); the output of each norm; rotated queries and keys, values, and
+    attention's output; where queries and keys are normalized, these before it; and of the feed-forward part
+    the two halves of its activation's input, and the output. Selective recomputation keeps neither the norms'
+    outputs nor the activation's (trainer/megatron/recompute.py).
+    """
+    hidden, heads = model["hidden_size"], model["num_attention_heads"]
+    projected = (heads + kv_heads(model)) * head_size(model)
+    copies = 3 if model.get("model_type") == "qwen3" else 2
+    stays = 8 * hidden + copies * width * projected + 4 * heads + 2 * width * model["intermediate_size"]
+    return 4 * hidden, stays + width * (2 * hidden + model["intermediate_size"]), stays
+
+
 def trainer_bytes(model: dict, width: int, trainer: TrainerConfig) -> int:
     """Estimated bytes on the fullest trainer GPU. `width`: bytes of a served weight (2 for bfloat16).
 
     State, per parameter: the weight, a float32 gradient, Adam's two float32 moments, and a float32 copy
     unless the weight is float32.
 
-    Activations, per token and layer, after Korthikanti et al., arXiv 2205.05198, equation 4 (with sequence
-    parallelism), with attention that keeps no scores. All are split over the tensor-parallel ranks: the
-    residual before each of the two norms, in float32 (trainer/megatron/residual.py), and the output of each
-    norm; queries, keys and values repeated to as many heads, and attention's output; and four values of the
-    feed-forward width, which selective recomputation leaves out. With full recomputation only the float32
-    input of a layer stays. Either way one more layer is on the GPU, recomputed, or as the gradients of the
-    backward pass; and one whole pack of a layer's input, gathered from the ranks, with its gradient. The
-    first of p pipeline stages keeps p micro-batches, so stages don't make activations fewer; the second keeps
-    one less. The last stage has the last hidden states of the whole pack, and the logits and their gradient
-    in float32, all at once or in chunks, whichever is less. `recompute_activations=auto` counts as none.
-    Context parallelism leaves a rank as many tokens as `tokens_per_microbatch`, and attention as many values.
+    Activations: `_kept_bytes` of each layer, split over the tensor-parallel ranks (with sequence
+    parallelism). With full recomputation only a layer's input stays. Either way one more layer is on the GPU,
+    recomputed, or as the gradients of the backward pass; and one whole pack of a layer's input, gathered from
+    the ranks, with its gradient. The first of p pipeline stages keeps p micro-batches, so stages don't make
+    activations fewer; the second keeps one less. The last stage has the last hidden states of the whole pack,
+    and the logits and their gradient in float32, all at once or in chunks, whichever is less.
+    `recompute_activations=auto` counts as none. Context parallelism leaves a rank as many tokens as
+    `tokens_per_microbatch`, and attention as many values.
 
     These are Megatron's own layers. Transformer Engine's keep the residual in the parameters' dtype and need
     less.
@@ -260,11 +275,10 @@ def trainer_bytes(model: dict, width: int, trainer: TrainerConfig) -> int:
     tensor, stages, tokens = trainer.tensor_parallel, trainer.pipeline_parallel, trainer.tokens_per_microbatch
     ranks = trainer.data_parallel * trainer.context_parallel if trainer.distributed_optimizer else 1
     state = state_bytes(_stage_parameters(model, stages) / tensor, width + 4, 8 if width == 4 else 12, ranks)
-    hidden, queries = model["hidden_size"], model["num_attention_heads"] * head_size(model)
-    residual, feed_forward = 4 * hidden / tensor, 4 * width * model["intermediate_size"] / tensor
-    layer = 2 * residual + width * (2 * hidden + 4 * queries) / tensor + feed_forward
+    hidden = model["hidden_size"]
+    source, layer, selective = (nbytes / tensor for nbytes in _kept_bytes(model, width))
     gathered = 2 * width * hidden if tensor > 1 else 0
-    stays = {"full": residual, "selective": layer - feed_forward}.get(trainer.recompute_activations, layer)
+    stays = {"full": source, "selective": selective}.get(trainer.recompute_activations, layer)
     first, others = _stage_layers(model, stages)
     kept, last = stays * max(stages * first, (stages - 1) * others), stays * (others or first)
     head = _head_bytes(tokens, math.ceil(model["vocab_size"] / tensor), hidden, width) + tokens * gathered

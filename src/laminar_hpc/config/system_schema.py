@@ -30,9 +30,9 @@ class TrainerConfig:
     devices: list[int] | None = field(default=None, metadata=bounds(at_least=0))
     """GPUs of each machine that trainer ranks use, one each in order; null = the first ones"""
     recompute_activations: str = choice("auto", "none", "selective", "full")
-    """what is computed anew in the backward pass instead of kept: selective, each layer's feed-forward part;
-    full, each layer; auto: the least with which the memory estimate fits the GPU, none where its memory is
-    unknown"""
+    """what is computed anew in the backward pass instead of kept: selective, what norms and activations give,
+    which takes no matrix product; full, each layer; auto: the least with which the memory estimate fits the
+    GPU, none where its memory is unknown"""
     threads: int = number(1, at_least=1, at_most=THREADS_MAX)
     """CPU threads per rank"""
     gpu_memory_gigabytes: float | None = number(None, above=0, at_most=100_000)

@@ -41,7 +41,7 @@ def expectations(config: PlanConfig, plan: Plan) -> list[str]:
     assert f is not None
     best = plan.best.candidate
     t, machines = trainer_settings(config, best), sum(part.count for part in rollout_machines(config, best))
-    recomputed = {"selective": ", feed-forward parts recomputed", "full": ", activations recomputed"}
+    recomputed = {"selective": ", norms and gates recomputed", "full": ", activations recomputed"}
     recompute = recomputed.get(t.recompute_activations, "")
     context = f"CP {t.context_parallel} x " if t.context_parallel > 1 else ""
     lines = [

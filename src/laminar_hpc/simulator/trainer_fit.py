@@ -14,8 +14,9 @@ from laminar_hpc.simulator.trainer_cost import Layout, batch_sample, step_second
 
 SHARE = 0.9  # of a GPU's memory that a planned trainer fills; a start refuses above config/memory.py's USABLE
 _WIDTH = 2  # bytes of a bfloat16
-# the share of the forward pass that backward repeats; the feed-forward parts are 7/8 of a Qwen2.5's layer
-_REPEATED = {"full": 1.0, "selective": 7 / 8}
+_REPEATED = {
+    "full": 1.0
+}  # the share of the forward pass that backward repeats; selective repeats no products
 _TENSOR = (8, 4, 2, 1)
 _STAGES = (1, 2, 4, 8)
 _CONTEXT = (1, 2, 4, 8)  # within a machine

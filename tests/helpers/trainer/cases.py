@@ -151,20 +151,22 @@ def gradients_by_settings(model: str, settings: list[dict]) -> list[dict[str, np
 
 
 def elements_kept(model: str, settings: dict) -> int:
-    """Elements that autograd has kept for the backward pass of a micro-batch when its forward pass is
-    through."""
+    """Elements of all tensors, parameters aside, that autograd still has for the backward pass of a
+    micro-batch when its forward pass is through."""
     policy = MegatronPolicy(tiny.make_config(Path(model), **settings))
-    batch, kept, seen = tiny.make_batch(seed=1), 0, []
+    batch, kept, seen = tiny.make_batch(seed=1), {}, []
+    parameters = {p.untyped_storage()._cdata for p in policy.gpt.parameters()}
 
     def keep(t: torch.Tensor) -> torch.Tensor:
-        nonlocal kept
-        kept += t.numel()
+        storage = t.untyped_storage()
+        if storage._cdata not in parameters:
+            kept[storage._cdata] = storage
         return t
 
     def loss(
         micro: MicroBatch, logprobs: torch.Tensor, entropies: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        seen.append(kept)
+        seen.append(sum(storage.nbytes() for storage in kept.values()) // 4)
         return logprobs.sum(), torch.ones((), dtype=torch.int), torch.zeros(())
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):

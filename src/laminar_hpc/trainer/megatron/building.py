@@ -22,6 +22,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -30,9 +31,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from laminar_hpc.config.check import derive
 from laminar_hpc.config.models import first_stage_layers
 from laminar_hpc.config.schema import RunConfig
+from laminar_hpc.trainer.megatron.activation import use_own_activation
 from laminar_hpc.trainer.megatron.adam import fuse, prime
 from laminar_hpc.trainer.megatron.attention import PackedCausalAttention
 from laminar_hpc.trainer.megatron.linear import bias_before_rounding, float32_output
+from laminar_hpc.trainer.megatron.recompute import Forgetting
 from laminar_hpc.trainer.megatron.residual import Norm, SumNorm, sum_in_float32
 from laminar_hpc.weights.hf import ModelShape, RopeScaling
 
@@ -61,9 +64,18 @@ def let_segments_grow() -> None:
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
+def _recomputed_by_megatron(choice: str) -> dict[str, object]:
+    """Its settings for trainer.recompute_activations. What selective means for its own layers is done by
+    trainer/megatron/recompute.py; of Transformer Engine's the whole feed-forward part is computed twice."""
+    if choice == "full":
+        return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    if choice == "selective" and installed("transformer_engine"):
+        return {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}
+    return {}
+
+
 def transformer_config(shape: ModelShape, config: RunConfig, dtype: torch.dtype) -> TransformerConfig:
     """Megatron's configuration of a decoder of this shape, with parameters of `dtype`."""
-    recompute = derive(config).recompute_activations
     return TransformerConfig(
         num_layers=shape.layers,
         hidden_size=shape.hidden,
@@ -89,10 +101,7 @@ def transformer_config(shape: ModelShape, config: RunConfig, dtype: torch.dtype)
         context_parallel_size=config.trainer.context_parallel,
         sequence_parallel=config.trainer.tensor_parallel > 1,
         num_layers_in_first_pipeline_stage=first_stage_layers(shape.layers, config.trainer.pipeline_parallel),
-        recompute_granularity=None if recompute == "none" else recompute,
-        recompute_method="uniform" if recompute == "full" else None,
-        recompute_num_layers=1 if recompute == "full" else None,
-        recompute_modules=["mlp"],  # of selective: most of what is kept; attention keeps no scores
+        **_recomputed_by_megatron(derive(config).recompute_activations),
         # gradients are sums over tokens, divided once by the mini-batch's tokens over all ranks
         calculate_per_token_loss=True,
         use_cpu_initialization=True,
@@ -148,16 +157,30 @@ def build_gpt(transformer: TransformerConfig, shape: ModelShape, config: RunConf
         share_embeddings_and_output_weights=shape.tied,
         parallel_output=True,
     )
-    if _rounds_as_sglang(transformer.params_dtype):
-        for layer in gpt.decoder.layers:
-            if transformer.add_qkv_bias:
-                bias_before_rounding(layer.self_attention.linear_qkv)
+    if not installed("transformer_engine"):
+        _finish_layers(gpt, derive(config).recompute_activations == "selective")
     note_tensor_parallel(gpt)
     if gpt.post_process:
         takes_whole_packs(gpt.output_layer)
         if has_float32_head(config, transformer.params_dtype):
             float32_output(gpt.output_layer)
     return gpt
+
+
+def _finish_layers(gpt: GPTModel, forgetful: bool) -> None:
+    """What Megatron's own layers cannot be told by their spec. `forgetful`: norms and activations are
+    computed again in the backward pass."""
+    for layer in gpt.decoder.layers:
+        qkv, mlp = layer.self_attention.linear_qkv, layer.mlp
+        if gpt.config.add_qkv_bias and _rounds_as_sglang(gpt.config.params_dtype):
+            bias_before_rounding(qkv)
+        if forgetful:
+            Forgetting(layer.input_layernorm, qkv)
+        if isinstance(mlp, MLP):
+            use_own_activation(mlp)
+            if forgetful:
+                Forgetting(layer.pre_mlp_layernorm, mlp.linear_fc1)
+                Forgetting(mlp.activation_func, mlp.linear_fc2)
 
 
 def note_tensor_parallel(gpt: GPTModel) -> None:

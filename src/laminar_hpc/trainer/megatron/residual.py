@@ -21,6 +21,10 @@ class Norm(torch.nn.RMSNorm):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
         super().__init__(hidden_size, eps=eps)
 
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        # the backward pass keeps it: of the keys, which are a view, that would be queries and values too
+        return super().forward(x.contiguous())
+
 
 class SumNorm(Norm):
     """RMSNorm of a sum in float32, or of an embedding, computed in float32; the result is of the weight's
