@@ -20,10 +20,12 @@ from laminar_hpc.weights.hf import read_shape
 
 def test_weights_that_are_released_have_left(ranks: Ranks, tmp_path: Path) -> None:
     """A rank's slices are read by its device later than they are sent. Else the sums, which are taken of what
-    came, would be those of torn weights, and nobody would ever know. Of three ranks the second sends no lane,
-    and the third is slow to take its slices."""
+    came, would be those of torn weights, and nobody would ever know. Of three ranks the second sends no lane.
+    None is in a group of the world's own backend beside the training: two kernels of NCCL that each wait for
+    another rank would wait for ever where two ranks run them in different orders."""
     told = ranks.run(3, "device_cases:changed_as_soon_as_released", seconds=90, folder=str(tmp_path))
     assert told[0]["senders"] == [0, 2] and all(each["same"] for each in told)
+    assert all(each["backends"] and set(each["backends"]) == {"gloo"} for each in told)
 
 
 @pytest.mark.parametrize(
