@@ -118,10 +118,11 @@ def derive(config: RunConfig) -> Derived:
 
 
 def _staging_bytes(config: RunConfig, trainers: int, publish: int) -> int:
-    """Two buckets for each lane that a trainer rank sends."""
-    lanes = config.relay.lanes
+    """Two buckets for each lane that a trainer rank sends, and what relay.publish=copied copies of it."""
+    lanes, t = config.relay.lanes, config.trainer
     bucket = min(config.relay.chunk_megabytes << 20, math.ceil(publish / max(1, lanes)))
-    return 2 * math.ceil(lanes / trainers) * bucket
+    copies = math.ceil(publish / (t.tensor_parallel * t.pipeline_parallel))
+    return 2 * math.ceil(lanes / trainers) * bucket + copies * (config.relay.publish == "copied")
 
 
 def derived_values(config: RunConfig, derived: Derived) -> dict[str, object]:

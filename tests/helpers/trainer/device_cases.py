@@ -56,6 +56,9 @@ class Rows:
     def canonical_metadata(self) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
         return self._canonical.metadata(torch.float32)
 
+    def keep_copy(self) -> None:
+        self._canonical.keep(self._slices)
+
     def pack(self, spans: Sequence[TensorSpan], bucket: torch.Tensor | None, lane: int) -> LazySums:
         return self._canonical.pack(self._slices, torch.float32, spans, bucket, lane)
 

@@ -10,6 +10,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import msgspec
@@ -60,6 +61,7 @@ class Canonical:
         taking = {0, *(lane.sender for lane in self.lanes)}.union(*(lane.bytes_of for lane in self._lanes))
         self._exchange = Exchange(sorted(holders), seconds)
         self.publishing = Exchange(sorted(taking), seconds + publish_seconds)
+        self._kept: list[LocalSlice] = []
 
     @property
     def lanes(self) -> list[Lane]:
@@ -92,6 +94,24 @@ class Canonical:
             else:
                 self._send(slices, own, dtype)
 
+    def keep(self, local: Sequence[LocalSlice]) -> None:
+        """Copies what this rank brings to publications; from then on `pack` reads the copies. Enqueued to the
+        current stream. Not collective."""
+        own = _by_name(local)
+        if not self._kept:
+            brought = {
+                s.name
+                for lane in self._lanes
+                for of_tensor in lane.slices.values()
+                for s in of_tensor
+                if s.rank == dist.get_rank()
+            }
+            self._kept = [
+                replace(s, view=torch.empty_like(s.view)) for s in own.values() if s.name in brought
+            ]
+        for copy in self._kept:
+            copy.view.copy_(own[copy.name].view)
+
     def pack(
         self,
         local: Sequence[LocalSlice],
@@ -107,7 +127,7 @@ class Canonical:
         bucket must be as it is until then. May run in a thread of its own, the same one on every rank of
         `publishing`.
         """
-        own, pieces, parts = _by_name(local), list(self._pieces(spans, number)), list[_Packed]()
+        own, pieces, parts = _by_name(self._kept or local), list(self._pieces(spans, number)), list[_Packed]()
         sender = self._lanes[number].lane.sender
         if bucket is None:
             views = [
