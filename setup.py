@@ -150,7 +150,8 @@ sums = Extension(
     depends=["csrc/delta.h"],
     language="c++",
     py_limited_api=True,
-    extra_compile_args=["-std=c++17", "-O3", "-fvisibility=hidden", "-g0"],
+    extra_compile_args=["-std=c++17", "-O3", "-fvisibility=hidden", "-g0", "-pthread"],
+    extra_link_args=["-pthread"],
     optional=True,
 )
 

@@ -140,6 +140,50 @@ def test_gpus_are_named_as_cuda_numbers_them(tmp_path, monkeypatch, files, names
     assert present() == names
 
 
+def test_wsl_has_no_file_for_a_gpu(tmp_path, monkeypatch):
+    """Promise: under WSL2, where the driver's files are not, GPUs are those that nvidia-smi lists; a trainer
+    would take the GPU, and an engine the CPU."""
+    tool = tmp_path / "bin" / "nvidia-smi"
+    tool.parent.mkdir()
+    tool.write_text(
+        "#!/bin/sh\n[ $1 = -L ] && echo 'GPU 0: RTX (UUID: GPU-1a)' && echo 'GPU 1: RTX (UUID: GPU-2b)'\n"
+    )
+    tool.chmod(0o700)
+    monkeypatch.setenv("PATH", str(tool.parent))
+    monkeypatch.setattr(devices, "DEVICES", tmp_path)
+    monkeypatch.setattr(devices, "_SMI_OF_WSL", str(tmp_path / "none"))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for has_dxg, has_tool, names in ((False, True, []), (True, True, ["0", "1"]), (True, False, [])):
+        devices._listed_by_smi.cache_clear()
+        if has_dxg:
+            (tmp_path / "dxg").touch()
+        if not has_tool:
+            tool.unlink()
+        assert present() == names
+    devices._listed_by_smi.cache_clear()
+
+
+def test_the_training_has_hardware_queues(monkeypatch, caplog):
+    """Promise: an inherited CUDA_DEVICE_MAX_CONNECTIONS=1, which recipes for Megatron export, does not put
+    the training behind publications; trainer 0 says so, and a larger one stays."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+    here = assign_roles(1, 1, 1, 4)
+    roles = {rank.role: rank for rank in here}
+    for given, role, taken in (
+        ("1", "trainer", "32"),
+        ("1", "relay", "32"),
+        ("1", "rollout", "1"),  # SGLang sets its own
+        ("", "trainer", "32"),
+        ("16", "trainer", "16"),
+    ):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+        monkeypatch.setenv(devices.QUEUES, given)
+        use_devices(RunConfig(), here, roles[role])
+        assert os.environ[devices.QUEUES] == taken
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith("CUDA_DEVICE_MAX_CONNECTIONS=1 is not used: 32")
+
+
 def test_a_run_for_gpus_is_refused_without_any(monkeypatch):
     """Promise: a configuration that names the memory of its GPUs does not train on the CPU in silence."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

@@ -2,6 +2,7 @@
 failures are one line."""
 
 import asyncio
+import gzip
 import stat
 import time
 from pathlib import Path
@@ -59,6 +60,17 @@ def test_greedy_tokens_equal_transformers(pair):
             with torch.no_grad():
                 logits = model(torch.tensor([[*prompt, *generation.tokens]])).logits[0, len(prompt) - 1 : -1]
             assert logits.argmax(-1).tolist() == generation.tokens.tolist()
+
+
+def test_a_profile_ends_by_itself(pair, tmp_path):
+    """Promise: SGLang writes a trace of so many forward passes where it is told to, and answers meanwhile as
+    ever."""
+    pair.loop.run(pair.engines[0].profile(tmp_path / "profile"))
+    until = time.monotonic() + 60
+    while not (found := list((tmp_path / "profile").glob("engine0*TP-0*.trace.json.gz"))):
+        assert time.monotonic() < until
+        assert all(len(one.tokens) for one in generate_all(pair, sampling(pair, 1.0, 60), "profiled"))
+    assert b"forward" in gzip.decompress(found[0].read_bytes())
 
 
 def test_the_stop_token_is_part_of_the_response(pair):

@@ -1,6 +1,7 @@
 """Publishing from devices that work behind the host's back (tests/fake_device.py), to real relays: what
 arrives is what was published, whatever the trainer does as soon as it may."""
 
+import time
 from pathlib import Path
 
 import pytest
@@ -20,10 +21,12 @@ from laminar_hpc.weights.hf import read_shape
 
 def test_weights_that_are_released_have_left(ranks: Ranks, tmp_path: Path) -> None:
     """A rank's slices are read by its device later than they are sent. Else the sums, which are taken of what
-    came, would be those of torn weights, and nobody would ever know. Of three ranks the second sends no lane,
-    and the third is slow to take its slices."""
+    came, would be those of torn weights, and nobody would ever know. Of three ranks the second sends no lane.
+    None is in a group of the world's own backend beside the training: two kernels of NCCL that each wait for
+    another rank would wait for ever where two ranks run them in different orders."""
     told = ranks.run(3, "device_cases:changed_as_soon_as_released", seconds=90, folder=str(tmp_path))
     assert told[0]["senders"] == [0, 2] and all(each["same"] for each in told)
+    assert all(each["backends"] and set(each["backends"]) == {"gloo"} for each in told)
 
 
 @pytest.mark.parametrize(
@@ -62,6 +65,33 @@ def test_what_arrives_is_what_was_published(
         publisher.close()
         controller.stop()
         assert lane.bytes_changed[0] == (delta == "auto")  # counted behind the send
+
+
+def test_copied_weights_leave_while_they_change(world: None, tmp_path: Path) -> None:
+    """With relay.publish=copied the next update waits for nothing: what it changes while a publication still
+    waits for its id does not reach the relay. The publication after it waits for the copy to be read."""
+    config, device = RunConfig(), FakeDevice()
+    config.model.path, config.relay.publish = str(tmp_path), "copied"
+    config.relay.publish_timeout_seconds, config.relay.chunk_megabytes = 20.0, 1
+    with used(device):
+        model = Rows(1, 80)
+        controller, publisher = start(config, tmp_path, model)
+        controller.link(controller.add_relay())
+        linked(publisher)
+        for step in range(2):
+            controller.away = True
+            publisher.publish(step)
+            expected, began = model.now, time.monotonic()
+            publisher.fence()
+            assert time.monotonic() - began < 5
+            for view in model.held:
+                view += 1
+            controller.away = False
+            controller.wait_for(RelayHas, step + 1)
+            slot = controller.newest(0)
+            assert slot.step == step and slot_bytes(slot) == expected
+        publisher.close()
+        controller.stop()
 
 
 def test_a_device_that_stands_still_is_named(world: None, tmp_path: Path) -> None:

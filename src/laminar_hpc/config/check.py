@@ -22,6 +22,7 @@ from laminar_hpc.config.file_systems import NETWORK_FILE_SYSTEMS, file_system
 from laminar_hpc.config.memory import (
     Need,
     check_memory,
+    move_bytes,
     recompute_that_fits,
     relay_bytes,
     shared_bytes,
@@ -91,7 +92,7 @@ def derive(config: RunConfig) -> Derived:
     engine = 0 if replay else rollout_bytes(model, width, r.tensor_parallel, r.kv_cache_tokens)
     staging = 0 if replay else _staging_bytes(config, trainers, publish)
     engines = 0 if r.engine == "emulated" else shared_engines(config)
-    beside = shared_bytes(Need(0, engine + relay_bytes(config)), engines)
+    beside = shared_bytes(Need(0, engine + relay_bytes(config) + move_bytes(config)), engines)
     recompute = recompute_that_fits(config, model, width, staging + beside)
     trainer = dataclasses.replace(t, recompute_activations=recompute)
     return Derived(
@@ -117,10 +118,11 @@ def derive(config: RunConfig) -> Derived:
 
 
 def _staging_bytes(config: RunConfig, trainers: int, publish: int) -> int:
-    """Two buckets for each lane that a trainer rank sends."""
-    lanes = config.relay.lanes
+    """Two buckets for each lane that a trainer rank sends, and what relay.publish=copied copies of it."""
+    lanes, t = config.relay.lanes, config.trainer
     bucket = min(config.relay.chunk_megabytes << 20, math.ceil(publish / max(1, lanes)))
-    return 2 * math.ceil(lanes / trainers) * bucket
+    copies = math.ceil(publish / (t.tensor_parallel * t.pipeline_parallel))
+    return 2 * math.ceil(lanes / trainers) * bucket + copies * (config.relay.publish == "copied")
 
 
 def derived_values(config: RunConfig, derived: Derived) -> dict[str, object]:
@@ -203,7 +205,7 @@ def memory_need(config: RunConfig, derived: Derived) -> Need:
     """What is held against the GPUs' memory, that of relays with the engine beside them; an emulated engine
     needs none."""
     emulated = config.rollout.engine == "emulated"
-    engine = derived.rollout_gpu_memory_bytes + relay_bytes(config)
+    engine = derived.rollout_gpu_memory_bytes + relay_bytes(config) + move_bytes(config)
     return Need(derived.trainer_gpu_memory_bytes, 0 if emulated else engine)
 
 

@@ -26,6 +26,7 @@ _GRAPH_BYTES = (
     1_000_000_000  # an engine's CUDA graphs and activations, which only a shared GPU has no room for
 )
 _NCCL_BYTES = 250_000_000  # buffers of a relay's link to another machine
+MOVE_BYTES = 3 * (32 << 20)  # buffers of engine/kv/device.py: one for each direction, one to share
 _CHOSEN = 0.85  # the share that a choice of ours fills: one that is wrong ends the run out of memory
 
 
@@ -46,6 +47,11 @@ def relay_bytes(config: RunConfig) -> int:
         return 0
     each = _CONTEXT_BYTES + 2 * _NCCL_BYTES + 5 * (relay.chunk_megabytes << 20)
     return math.ceil(relay.lanes / (rollout.replicas * rollout.tensor_parallel)) * each
+
+
+def move_bytes(config: RunConfig) -> int:
+    """What moves of KV caches take of an engine's GPU, beside the cache."""
+    return MOVE_BYTES if config.pipeline.repack == "kv" else 0
 
 
 def shared_bytes(need: Need, engines: int) -> int:
@@ -157,7 +163,7 @@ def _rollout_cure(config: RunConfig, gpu: float) -> str:
         kv_bytes_per_token(model, width),
         kv_heads(model),
         tensor,
-        gpu - relay_bytes(config),
+        gpu - relay_bytes(config) - move_bytes(config),
     )
     if tokens > config.sampling.max_response_tokens:
         fewer = tokens // 1000 * 1000 or tokens

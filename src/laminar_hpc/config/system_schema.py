@@ -62,8 +62,9 @@ class RelayConfig:
     """complete weight versions kept in shared memory per machine"""
     shm_dir: str = "/dev/shm"
     """folder in memory that holds the slots"""
-    publish: str = choice("overlapped", "blocking")
-    """the trainer goes on while its weights are read, until the next update; blocking: it stands still"""
+    publish: str = choice("overlapped", "blocking", "copied")
+    """the trainer goes on while its weights are read, until the next update; copied: through that too, as
+    they are read from a copy on its GPU; blocking: it stands still"""
     chunk_megabytes: int = number(64, at_least=1, at_most=65_536)
     """size of the pieces in which weights are sent; the trainer's rank 0 has two such buffers on its device
     """
@@ -237,6 +238,9 @@ class ClusterConfig:
 class ObservabilityConfig:
     """What a run shows besides its run directory. Everything in docs/observing.md works without it."""
 
+    profile: int = number(0, at_least=0, at_most=100)
+    """torch's profile of so many steps, after the first one, and of replica 0's engine, in run_dir/profile;
+    0 = none"""
     show_samples: int = number(0, at_least=0, at_most=100)
     """responses on the console after each step, with reward and staleness; 0 = none"""
     wandb: str = choice("off", "offline", "online")

@@ -141,6 +141,10 @@ class Engine(Protocol):
         """(requests, seconds per decode step) for 1, 2, 4 ... `max_requests` requests of `context` tokens,
         on the idle engine."""
 
+    async def profile(self, folder: Path) -> None:
+        """Begins a profile of what the engine does next, which ends by itself after PROFILED_PASSES forward
+        passes and is written to `folder`. Raises RequestFailed, EngineDied."""
+
     async def utilization(self) -> Utilization | None:
         """How full the engine is; None when it does not say. Never raises, never disturbs the engine."""
 
@@ -202,4 +206,5 @@ class Engine(Protocol):
         """Calls the move off and gives back what is reserved. An unknown move is no error."""
 
 
+PROFILED_PASSES = 100
 EngineFactory = Callable[[], Engine]

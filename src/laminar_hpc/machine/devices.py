@@ -9,8 +9,11 @@ one role sees its own ranks only, so trainers take the first GPUs and replicas t
 when several of one role share a machine.
 """
 
+import functools
 import itertools
+import logging
 import os
+import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,19 +21,39 @@ from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.machine.roles import Gpus, RoleOfRank
 
+log = logging.getLogger(__name__)
 DEVICES = Path("/dev")
 NODE_GPUS = "LAMINAR_GPUS_PER_NODE"
+SMI_SECONDS = 20.0  # without a persistent driver nvidia-smi wakes up all GPUs first
+_SMI_OF_WSL = "/usr/lib/wsl/lib/nvidia-smi"
+QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"  # of a GPU, in hardware, to which CUDA spreads a process's streams
+_QUEUES = 32
+_FEWEST_QUEUES = 8
 
 
 def present() -> list[str]:
     """The names of the GPUs that this process may use: those of CUDA_VISIBLE_DEVICES up to the first that is
     none, as CUDA reads it; else CUDA's own numbers from 0. Those of the files in /dev are the driver's: a
-    container may hold /dev/nvidia5 alone, which CUDA calls 0."""
+    container may hold /dev/nvidia5 alone, which CUDA calls 0. WSL2 has /dev/dxg instead, for all GPUs."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
-        return [str(number) for number, _ in enumerate(DEVICES.glob("nvidia[0-9]*"))]
+        files = list(DEVICES.glob("nvidia[0-9]*"))
+        count = len(files) or (_listed_by_smi() if (DEVICES / "dxg").exists() else 0)
+        return [str(number) for number in range(count)]
     names = [name.strip() for name in visible.split(",")]
     return list(itertools.takewhile(lambda name: name and not name.startswith("-"), names))
+
+
+@functools.cache
+def _listed_by_smi() -> int:
+    """How many GPUs nvidia-smi lists; 0 where there is no such tool, or it fails."""
+    for tool in ("nvidia-smi", _SMI_OF_WSL):
+        try:
+            done = subprocess.run([tool, "-L"], capture_output=True, text=True, timeout=SMI_SECONDS)
+        except (OSError, subprocess.SubprocessError):
+            continue
+        return sum(line.startswith("GPU ") for line in done.stdout.splitlines())
+    return 0
 
 
 def is_slice(name: str) -> bool:
@@ -134,3 +157,19 @@ def use_devices(config: RunConfig, here: Sequence[RoleOfRank], mine: RoleOfRank)
         )
     if names:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names[index] for index in chosen)
+    if names and mine.role in ("trainer", "relay"):
+        _take_queues(says=(mine.role, mine.index) == ("trainer", 0))
+
+
+def _take_queues(says: bool) -> None:
+    """Before CUDA starts: as many hardware queues as there are streams. With one, which recipes for Megatron
+    set, the training would stand behind a copy or a link of a publication, which wait for relays."""
+    given = os.environ.get(QUEUES, "")
+    if given.isdigit() and int(given) >= _FEWEST_QUEUES:
+        return
+    os.environ[QUEUES] = str(_QUEUES)
+    if given and says:
+        log.warning(
+            "%s=%s is not used: %d, so that the training never waits behind a publication",
+            *(QUEUES, given, _QUEUES),
+        )

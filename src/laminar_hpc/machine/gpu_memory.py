@@ -11,10 +11,9 @@ from laminar_hpc.config.check import Derived, memory_need
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.memory import USABLE, Need, check_memory, shared_bytes, shared_misfit
 from laminar_hpc.config.schema import RunConfig
-from laminar_hpc.machine.devices import devices_of, present
+from laminar_hpc.machine.devices import SMI_SECONDS, devices_of, present
 from laminar_hpc.machine.roles import RoleOfRank
 
-_SMI_SECONDS = 20.0  # without a persistent driver nvidia-smi wakes up all GPUs first
 _MIB = 1 << 20
 
 
@@ -26,7 +25,7 @@ def gigabytes_of_gpus() -> list[float]:
         return []
     command = ["nvidia-smi", "--query-gpu=index,uuid,memory.total", "--format=csv,noheader,nounits"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_SMI_SECONDS, check=True)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SMI_SECONDS, check=True)
     except (OSError, subprocess.SubprocessError):
         return []  # a container may hide the tool; nothing is refused then
     return parse_smi(done.stdout, names)

@@ -53,6 +53,7 @@ from laminar_hpc.rollout.in_flight import Outcome, TrajectoryInFlight
 from laminar_hpc.rollout.interruption import Interruptible
 from laminar_hpc.rollout.migration import ReplicaMigration
 from laminar_hpc.rollout.move_source import HandOver, MoveSource
+from laminar_hpc.rollout.profiling import EngineProfile
 from laminar_hpc.rollout.reporting import UtilizationReporter
 from laminar_hpc.rollout.resets import ResetsAhead
 from laminar_hpc.rollout.results import Results
@@ -120,6 +121,7 @@ class RolloutWorker:
         self.shutdown = GracefulShutdown(context, self.batch, self._leave, answers)
         self.resets = ResetsAhead(self.episodes.pool if self.episodes else None, self.state)
         self.grants = Grants(self.state, self.weight_loader)
+        self.profile = EngineProfile(context, self.engines)
         self.wake = asyncio.Event()  # a grant or newer weights
         self.interrupts = self.config.pipeline.refresh == "interrupt"
         self.interruptible = Interruptible(self.batch, context.trace, self.wake, self.weights)
@@ -333,6 +335,7 @@ class RolloutWorker:
             fields |= {"trajectories": len(begun), "evaluation": grant.evaluation}
             interruptible = self.interrupts and not grant.evaluation
             try:
+                await self.profile.before(grant.weight_step)
                 await (self.interruptible.run(begun) if interruptible else self.batch.run(begun))
             except (EngineHangs, EngineDied) as error:
                 return await self._engine_fails(error)

@@ -22,6 +22,7 @@ from laminar_hpc.trainer.checkpoint import Checkpointer
 from laminar_hpc.trainer.checkpointing.reports import Saved
 from laminar_hpc.trainer.inbox import BatchInbox, Unreadable
 from laminar_hpc.trainer.megatron.policy import MegatronPolicy
+from laminar_hpc.trainer.profiling import StepsProfile, speaks_for_its_stage
 from laminar_hpc.trainer.progress import Progress
 from laminar_hpc.trainer.publishing.publisher import Publisher
 from laminar_hpc.trainer.step.learner import Learner
@@ -86,9 +87,12 @@ def _steps(
     progress.enter("publish")
     _publish(context, policy, publisher, step)
 
+    steps = config.observability.profile if speaks_for_its_stage() else 0
+    profile = StepsProfile(context.run_dir / "profile", f"trainer{context.index}", step, steps)
     ended = time.monotonic()
     while step < config.steps:
-        done = _train(context, inbox, learner, publisher, progress, step)
+        with profile.step(step):
+            done = _train(context, inbox, learner, publisher, progress, step)
         if done is None:
             break
         checkpointer.poll()
@@ -108,6 +112,7 @@ def _steps(
         if not inbox.report(step - 1, done.metrics, done.mismatches):
             break
 
+    profile.close()
     progress.enter("checkpoint")
     with context.trace.span("checkpoint", step=step):
         if saved != step:

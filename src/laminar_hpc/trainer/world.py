@@ -16,7 +16,9 @@ from laminar_hpc.line.context import RoleContext
 from laminar_hpc.line.messages.training import TrainersMeet
 from laminar_hpc.machine.devices import present
 from laminar_hpc.machine.files.open_files import allow_connections
+from laminar_hpc.machine.numa import stay_near
 from laminar_hpc.weights.links.meeting import host_store, reach_store
+from laminar_hpc.weights.links.streams import streams_of
 
 
 def init_trainer_world(context: RoleContext) -> None:
@@ -27,12 +29,16 @@ def init_trainer_world(context: RoleContext) -> None:
     seconds = timedelta(seconds=config.cluster.join_timeout_seconds)
     refuse_unusable_gpus()
     allow_connections(trainers, meshes=True)
+    device: torch.device | None = None
     if torch.cuda.is_available():
         # one where machine/devices.py has chosen
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+        stay_near(streams_of(device).name)
     try:
         dist.init_process_group(
-            "nccl" if torch.cuda.is_available() else "gloo",
+            "nccl" if device is not None else "gloo",
+            device_id=device,  # else NCCL makes a communicator for each pair of ranks that sends
             store=_store(context, trainers, seconds.total_seconds()),
             rank=context.index,
             world_size=trainers,

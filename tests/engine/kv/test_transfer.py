@@ -3,7 +3,6 @@ refused in one line."""
 
 import json
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -194,18 +193,6 @@ def test_slots_not_named_stay_as_they_were(move):
     )
 
 
-@dataclass
-class SharedRows:
-    rows: dict
-    ticket: device.Ticket
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        del self.rows[self.ticket.handle]
-
-
 class Pretended:
     """CUDA IPC within this process, of rows in host memory: `takes` and `gives` are what CUDA says to either
     end."""
@@ -214,22 +201,28 @@ class Pretended:
         self.shared, self.taken, self.gives, self.takes = {}, 0, gives, takes
         monkeypatch.setattr(device, "can_share", lambda pool: True)
         monkeypatch.setattr(device, "on_gpu", lambda pool: True)
-        monkeypatch.setattr(device, "SharedKv", self.share)
+        monkeypatch.setattr(device, "share", self.share)
         monkeypatch.setattr(device, "take_shared", self.take)
 
-    def share(self, pool, slots):
+    def share(self, pool, slots, after):
+        """In two pieces, of which the second has all rows."""
         if self.gives:
             raise self.gives
-        ticket = device.Ticket(bytes([len(self.shared)]) * 64, len(slots), b"")
-        self.shared[ticket.handle] = [tensor[slots] for tensor in pool.tensors]
-        return SharedRows(self.shared, ticket)
+        try:
+            for number in range(2):
+                ticket = device.Ticket(bytes([len(self.shared)]) * 64, len(slots), number, b"")
+                self.shared[ticket.handle] = [tensor[slots] for tensor in pool.tensors]
+                yield ticket
+        finally:
+            self.shared.clear()
 
-    def take(self, ticket, pool, slots):
+    def take(self, ticket, mapped, pool, slots, after):
         if self.takes:
             raise self.takes
         for tensor, rows in zip(pool.tensors, self.shared[ticket.handle], strict=True):
             tensor[slots] = rows
-        self.taken += 1
+        self.taken += ticket.number
+        return ticket.number == 1
 
 
 def test_rows_of_a_gpu_pass_through_host_memory(move, monkeypatch):
@@ -287,3 +280,21 @@ def test_shared_rows_are_refused_and_other_machines_get_none(tmp_path, monkeypat
         kind, line = stream.recv_multipart()
     assert kind == b"no" and b"\n" not in line
     move.inbox.close()
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory.\nTried"), RuntimeError()])
+def test_a_gpu_that_fails_at_the_destination_is_answered(move, monkeypatch, error):
+    """Promise: the source hears at once that the destination has failed, and why, instead of waiting until
+    its time is over; the destination's thread goes on and refuses the rest."""
+
+    def fails(*_):
+        raise error
+
+    monkeypatch.setattr(device, "on_gpu", lambda pool: pool is move.target)
+    monkeypatch.setattr(device.Stage, "of", fails)
+    began = time.monotonic()
+    says = "CUDA out of memory.$" if str(error) else "RuntimeError$"
+    for _ in range(2):
+        with pytest.raises(KvRefused, match=f"KV move failed at its destination: {says}"):
+            move.send(move.header(), seconds=20.0)
+    assert time.monotonic() - began < 15 and not move.inbox.ended()

@@ -5,8 +5,7 @@ comes; `wait()` of its work only orders the caller's current stream; only an eve
 host that something is done. Streams can be held (`held`), and so made as slow as a test wants. A peer that
 dies leaves a kernel that waits for ever, until the group is aborted, as without NCCL's watchdog.
 
-`FakeDevice` takes the place of weights/links/streams.py's devices (`used`), `LaggingGroup` that of the
-backend of torch.distributed's groups.
+`FakeDevice` takes the place of weights/links/streams.py's devices (`used`).
 """
 
 import contextlib
@@ -192,45 +191,27 @@ class FakePair:
                 work.done.reached.set()
 
 
-class LaggingGroup(dist.ProcessGroup):
-    """A group of torch.distributed whose sends are enqueued, to a stream for each peer. Receives block, as
-    what reads them (the packing) runs on the host here."""
+class LazyDevice(FakeDevice):
+    """Its time passes only while a host waits for it: what was enqueued is done when an event is looked
+    at."""
 
-    def __init__(self, device: FakeDevice, gloo: dist.Backend, rank: int, size: int) -> None:
-        super().__init__(rank, size)
-        self._device, self._gloo = device, gloo
-        self.to = [FakeStream(f"slices to {peer}") for peer in range(size)]
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self._due = list[Callable[[], object]]()
 
-    def getBackendName(self) -> str:
-        return "lagging"
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        self._due.append(lambda: target.copy_(source))
 
-    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> FakeWork:
-        work, given = FakeWork(self._device), self._device.event()
+    def event(self) -> FakeEvent:
+        event = FakeEvent()
 
-        def run() -> None:
-            given.reached.wait(_PATIENCE_SECONDS)
-            self._gloo.send(tensors, peer, tag).wait()
-            work.done.reached.set()
+        def work() -> None:
+            while self._due:
+                self._due.pop(0)()
+            event.reached.set()
 
-        self.to[peer].enqueue(run)
-        return work
-
-    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> dist.Work:
-        return self._gloo.recv(tensors, peer, tag)
-
-
-def lagging_group(device: FakeDevice, ranks: list[int]) -> LaggingGroup:
-    """Collective, over torch's own registry of backends."""
-
-    def make(store: dist.Store, rank: int, size: int, limit: timedelta) -> LaggingGroup:
-        return LaggingGroup(device, dist.ProcessGroupGloo(store, rank, size, limit), rank, size)
-
-    dist.Backend.register_backend("lagging", make, devices=["cpu"])
-    try:
-        return dist.new_group(ranks, backend="lagging")
-    finally:
-        dist.Backend.backend_list.remove("lagging")
-        del dist.Backend._plugins["LAGGING"], dist.Backend.LAGGING
+        event._awaited = work
+        return event
 
 
 _here = threading.local()

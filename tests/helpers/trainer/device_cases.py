@@ -1,13 +1,14 @@
 """A rank of a trainer world with a fake GPU (links/fake_device.py); called by name through ranks.py."""
 
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from helpers.links.fake_device import FakeDevice, lagging_group, used
+from helpers.links.fake_device import LazyDevice, used
 from helpers.trainer import publishing
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.line.messages.data import Message
@@ -55,6 +56,9 @@ class Rows:
     def canonical_metadata(self) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
         return self._canonical.metadata(torch.float32)
 
+    def keep_copy(self) -> None:
+        self._canonical.keep(self._slices)
+
     def pack(self, spans: Sequence[TensorSpan], bucket: torch.Tensor | None, lane: int) -> LazySums:
         return self._canonical.pack(self._slices, torch.float32, spans, bucket, lane)
 
@@ -75,15 +79,14 @@ class Controller(publishing.Controller):
 
 
 def changed_as_soon_as_released(folder: str) -> dict[str, object]:
-    """Two lanes; the rank that sends the second one is slow to take the slices of the others, which change
-    their weights behind the fence. Time passes for their devices only while their hosts wait for them."""
-    rank, device = dist.get_rank(), FakeDevice(f"GPU-{dist.get_rank()}")
+    """Two lanes, whose senders gather slices of the others; all change their weights behind the fence. Time
+    passes for their devices only while their hosts wait for them."""
+    rank, device = dist.get_rank(), LazyDevice(f"GPU-{dist.get_rank()}")
     config = RunConfig()
     config.relay.lanes, config.relay.publish_timeout_seconds = 2, 20.0
     config.relay.shm_dir = config.model.path = folder
-    with used(device):
+    with used(device), groups_made() as backends:
         model = Rows(2, 1)  # the border of the lanes lies in the second rank's rows
-        slices = model.publishing._slices = lagging_group(device, model.publishing.ranks)
         controller = Controller(config, Path(folder))
         publisher = publishing.Publisher(controller.context("trainer", rank, controller.trainer), model)
         controller.publisher = publisher
@@ -92,20 +95,30 @@ def changed_as_soon_as_released(folder: str) -> dict[str, object]:
                 controller.link(controller.add_relay(number))
         publishing.linked(publisher)
         dist.barrier()
-        slow = model.lanes[1].sender
-        late = slices.to[slow]
-        if rank != slow:
-            late.free.clear()
-        device.awaited = lambda: late.idle or late.free.set()
         publisher.publish(0)
         publisher.fence()
         for view in model.held:
             view += 1000
-        late.free.set()
         slot = controller.wait_for_step(0, 0, 20)
         same = publishing.slot_bytes(slot) == model.first
         dist.barrier()
         publisher.close()
         dist.barrier()
         controller.stop()
-    return {"same": same, "senders": [lane.sender for lane in model.lanes]}
+    return {"same": same, "senders": [lane.sender for lane in model.lanes], "backends": backends}
+
+
+@contextlib.contextmanager
+def groups_made() -> Iterator[list[str | None]]:
+    """The backends that groups of torch.distributed are asked for in the block; None: the world's own."""
+    asked, original = list[str | None](), dist.new_group
+
+    def new_group(*args: object, backend: str | None = None, **more: object) -> object:
+        asked.append(backend)
+        return original(*args, backend=backend, **more)
+
+    dist.new_group = new_group
+    try:
+        yield asked
+    finally:
+        dist.new_group = original

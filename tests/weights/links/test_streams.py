@@ -1,14 +1,16 @@
-"""What a group of NCCL is made with."""
+"""What a group of NCCL is made with, and how the host waits for a device."""
 
 import contextlib
 import os
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from laminar_hpc.weights.links import streams
 from laminar_hpc.weights.links.streams import CudaStreams
 
 NAME = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
@@ -38,3 +40,20 @@ def test_a_group_of_nccl_ends_no_process(before: str | None, monkeypatch: pytest
     for thread in threads:
         thread.join()
     assert seen == ["0"] * 8 and os.environ.get(NAME) == before
+
+
+def test_who_waits_for_a_device_leaves_the_interpreter_to_the_training() -> None:
+    """Promise: a wait looks at the device a few times, not every 20 us for seconds, and sees the end within a
+    twentieth of the time that it took."""
+    looks = 0
+    began = time.monotonic()
+
+    def reached() -> bool:
+        nonlocal looks
+        looks += 1
+        return time.monotonic() - began > 0.3
+
+    streams.until(reached, 10.0, "it", lambda: False)
+    assert looks < 300
+    with pytest.raises(RuntimeError, match="it was not done within 0 s"):
+        streams.until(lambda: False, 0.01, "it", lambda: False)

@@ -7,8 +7,12 @@ import pytest
 import torch
 
 from helpers.links.passing import pass_on, publication
+from laminar_hpc.weights.kernels.sums import tensor_sums
 from laminar_hpc.weights.links.meeting import LinkBroken
-from laminar_hpc.weights.relay.chain import ArrivingSums, StreamDamaged, WeightStream, send_stream
+from laminar_hpc.weights.manifest import layout
+from laminar_hpc.weights.relay import arriving as sums_of_what_arrives
+from laminar_hpc.weights.relay.arriving import ArrivingSums
+from laminar_hpc.weights.relay.chain import StreamDamaged, WeightStream, send_stream
 
 
 @pytest.mark.parametrize("chunk", [4, 1000, 4096, 1 << 20])
@@ -60,6 +64,43 @@ def test_sums_of_what_arrives_bit_by_bit(step):
     for there in (*range(step, data.numel(), step), data.numel()):
         arriving.grown(there)
     assert arriving.sums == [(entry.sum_words, entry.sum_indexed) for entry in manifest.tensors]
+
+
+@pytest.mark.parametrize("step", [4, 1000, 1 << 20])
+def test_what_comes_elsewhere_is_put_into_its_place_bit_by_bit(step):
+    """Promise: chunks are copied and added up as they are by `grown`, wherever they end."""
+    manifest, data = publication()
+    manifest.tensors, data = (manifest.tensors[:2], data[:4000]) if step == 4 else (manifest.tensors, data)
+    place, whole = torch.zeros_like(data), step != 4
+    arriving = ArrivingSums(manifest, place)
+    for first in range(0, data.numel(), step):
+        arriving.put(first, data[first : first + step])
+        arriving.grown(min(first + step, data.numel()))
+    assert torch.equal(place, data) and len(arriving.sums) == (len(manifest.tensors) if whole else 1)
+    known = [(entry.sum_words, entry.sum_indexed) for entry in manifest.tensors]
+    assert arriving.sums == known[: len(arriving.sums)]
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_chunk_is_read_once(monkeypatch, threads):
+    """Promise: copy and sums are one pass over memory, by several threads: nothing adds up afterwards what
+    lies on whole words."""
+    items = (5 << 20) // 2
+    manifest = layout([("a", (items,), torch.bfloat16), ("b", (3, 1000), torch.float32)], 0, 0)
+    data = torch.randint(0, 256, (manifest.data_bytes,), dtype=torch.uint8)
+    known = [tensor_sums(data[e.offset : e.offset + e.nbytes]) for e in manifest.tensors]
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    monkeypatch.setattr(sums_of_what_arrives, "tensor_sums", lambda *_: pytest.fail("a second pass"))
+    place = torch.zeros_like(data)
+    arriving = ArrivingSums(manifest, place)
+    try:
+        for first in range(0, data.numel(), 3 << 20):
+            arriving.put(first, data[first : first + (3 << 20)])
+            arriving.grown(min(first + (3 << 20), data.numel()))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(place, data) and arriving.sums == known
 
 
 def test_close_wakes_whoever_waits(link):

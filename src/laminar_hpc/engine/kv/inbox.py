@@ -20,6 +20,7 @@ from laminar_hpc.engine.kv.pool import NATIVE_PLAN, Pool
 from laminar_hpc.engine.kv.shm import Taken
 from laminar_hpc.engine.kv.transfer import QUEUED, STREAMS, KvAddress
 from laminar_hpc.line.admission import CurveAuthenticator
+from laminar_hpc.weights.links.streams import StreamEvent
 
 log = logging.getLogger(__name__)
 POLL_SECONDS = 0.05
@@ -33,6 +34,7 @@ class _Part:
     header: PartHeader
     slots: torch.Tensor
     missing: set[int]
+    taken: int = 0  # pieces that a source shares on its GPU
     stage: device.Stage | None = None
     plan: NATIVE_PLAN | None = None  # of chunks that come one by one
 
@@ -47,6 +49,7 @@ class Expected:
     pool: Pool
     slots: torch.Tensor
     threads: int = 1
+    after: StreamEvent | None = None  # of a GPU: when nothing else writes into the slots any more
 
     @property
     def shape(self) -> Shape:
@@ -74,6 +77,7 @@ class KvInbox:
         self.left: Future[None] = Future()
         self._taken: Taken | None = None
         self._part: _Part | None = None
+        self._mapped = device.MappedKv(self.expected.pool.tensors[0].device)
         self._refused = ""
         self._context = zmq.Context(io_threads=STREAMS)
         server_public, secret = zmq.curve_keypair()
@@ -128,6 +132,7 @@ class KvInbox:
                 if self._router in events:
                     self._take(self._router.recv_multipart(copy=False))
         finally:
+            self._mapped.close()
             self._router.close()
             self._admission.close()
             self._context.term()
@@ -149,7 +154,11 @@ class KvInbox:
                     self._rows(self._part, rest[0].buffer)
                 case _:
                     raise KvRefused("KV move failed: a message that belongs to no part")
-        except (KvRefused, UnicodeDecodeError, msgspec.DecodeError) as error:
+        except Exception as error:  # also of a GPU, out of memory or broken: the source must not wait for it
+            if not isinstance(error, (KvRefused, UnicodeDecodeError, msgspec.DecodeError)):
+                log.error("a KV move failed at its destination", exc_info=error)
+                first = (str(error).splitlines() or [type(error).__name__])[0]
+                error = KvRefused(f"KV move failed at its destination: {first}")
             to = self._part.sender if self._part is not None else sender.bytes
             self._part = None
             self.complete = False
@@ -182,15 +191,20 @@ class KvInbox:
         return part.stage.pool, part.stage.slots
 
     def _from_gpu(self, part: _Part, ticket: memoryview) -> None:
+        shared, expected = msgspec.msgpack.decode(ticket, type=device.Ticket), self.expected
+        if shared.number != part.taken:
+            raise KvRefused(f"KV part refused: piece {shared.number} came where {part.taken} was due")
         try:
-            device.take_shared(
-                msgspec.msgpack.decode(ticket, type=device.Ticket), self.expected.pool, part.slots
-            )
+            last = device.take_shared(shared, self._mapped, expected.pool, part.slots, expected.after)
         except RuntimeError as error:
             log.warning("KV comes through the host: %s", error)
             self._router.send_multipart([part.sender, b"host"])
-        else:
+            return
+        part.taken += 1
+        if last:
             self._done(part)
+        else:
+            self._router.send_multipart([part.sender, b"more"])
 
     def _from_memory(self, part: _Part, path: str) -> None:
         with Taken(path) as taken:
@@ -221,7 +235,7 @@ class KvInbox:
 
     def _done(self, part: _Part) -> None:
         if part.stage is not None:
-            part.stage.empty(self.expected.pool, part.slots)
+            part.stage.empty(self.expected.pool, part.slots, self.expected.after)
         self.tokens = self.tokens + part.header.ids()
         self.complete = part.header.last
         self._part = None

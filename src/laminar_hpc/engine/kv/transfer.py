@@ -11,13 +11,14 @@ authenticated encryption, as between the roles), of which the address holds the 
 holds the address may send, and nobody else.
 
     source -> "part", header        "go" or "no", reason <- destination
-    source -> "gpu", ticket         rows that it shares on its GPU; "host" if they cannot be mapped: then the
-                                    source goes on with one of the next two
+    source -> "gpu", ticket         a piece of rows that it shares on its GPU; "more" for the next one, "host"
+                                    if it cannot be mapped: then the source goes on with one of the next two
     source -> "shm", path           the file of shm.py
     source -> "rows", record        for each chunk, over the streams in turn; a record is that of frames.py
                                     "ok" or "no", reason <- destination
 """
 
+import contextlib
 import logging
 import time
 from collections.abc import Sequence
@@ -33,6 +34,7 @@ from laminar_hpc.engine.kv.frames import PartHeader, Shape, encode_header
 from laminar_hpc.engine.kv.native import extension
 from laminar_hpc.engine.kv.pool import NATIVE_PLAN, Pool, aligned
 from laminar_hpc.engine.kv.shm import CHUNK_BYTES, WAIT_SECONDS, ShmOffer
+from laminar_hpc.weights.links.streams import StreamEvent
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -100,9 +102,10 @@ def send_part(
     folder: str,
     threads: int = 1,
     seconds: float = WAIT_SECONDS,
+    after: StreamEvent | None = None,
 ) -> None:
-    """Sends the KV of `slots` (int64 [tokens], on the CPU). `folder` is shared memory's, used where the
-    destination's machine is `machine`.
+    """Sends the KV of `slots` (int64 [tokens], on the CPU), of a GPU once `after` is reached. `folder` is
+    shared memory's, used where the destination's machine is `machine`.
 
     Blocks; every wait for the destination ends after `seconds`. Raises KvRefused for whatever goes wrong.
     """
@@ -117,12 +120,12 @@ def send_part(
                 local
                 and place.gpu
                 and device.can_share(pool)
-                and _share(streams[0], pool, slots, place, seconds)
+                and _share(streams[0], pool, slots, place, seconds, after)
             ):
                 return
             if device.on_gpu(pool):
                 stage = device.Stage.of(pool, len(slots))
-                stage.fill(pool, slots)
+                stage.fill(pool, slots, after)
                 pool, slots = stage.pool, stage.slots
             if local:
                 _offer(streams[0], header, pool, slots, folder, threads, seconds)
@@ -165,16 +168,25 @@ def _answer(stream: zmq.Socket, place: KvAddress, seconds: float, *wanted: bytes
     return kind
 
 
-def _share(stream: zmq.Socket, pool: Pool, slots: torch.Tensor, place: KvAddress, seconds: float) -> bool:
+def _share(
+    stream: zmq.Socket,
+    pool: Pool,
+    slots: torch.Tensor,
+    place: KvAddress,
+    seconds: float,
+    after: StreamEvent | None,
+) -> bool:
     """Whether the destination has taken the rows from this GPU. False where CUDA cannot, at either end."""
     try:
-        shared = device.SharedKv(pool, slots)
+        with contextlib.closing(device.share(pool, slots, after)) as tickets:
+            for ticket in tickets:
+                stream.send_multipart([b"gpu", msgspec.msgpack.encode(ticket)])
+                answer = _answer(stream, place, seconds, b"more", b"ok", b"host")
+                if answer != b"more":
+                    return answer == b"ok"
     except RuntimeError as error:
         log.warning("KV goes through the host: %s", error)
-        return False
-    with shared:
-        stream.send_multipart([b"gpu", msgspec.msgpack.encode(shared.ticket)])
-        return _answer(stream, place, seconds, b"ok", b"host") == b"ok"
+    return False
 
 
 def _offer(

@@ -14,6 +14,7 @@ from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.models import WEIGHTS_FILE
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.engine.interface import (
+    PROFILED_PASSES,
     EngineDied,
     Generation,
     OnTokens,
@@ -24,7 +25,7 @@ from laminar_hpc.engine.interface import (
     TensorLayout,
     Utilization,
 )
-from laminar_hpc.engine.sglang.command_line import arguments
+from laminar_hpc.engine.sglang.command_line import arguments, has_cuda
 from laminar_hpc.engine.sglang.http_client import HttpClient
 from laminar_hpc.engine.sglang.move_calls import MoveCalls
 from laminar_hpc.engine.sglang.plugin import protocol
@@ -178,6 +179,19 @@ class SglangServer(MoveCalls):
             if requests >= max_requests:
                 return curve
             requests = min(2 * requests, max_requests)
+
+    async def profile(self, folder: Path) -> None:
+        """See Engine. Each tensor-parallel rank writes engineN-*TP-RANK*.trace.json.gz."""
+        folder.mkdir(parents=True, exist_ok=True)
+        payload = {
+            "output_dir": str(folder),
+            "num_steps": PROFILED_PASSES,
+            "activities": ["CPU", "GPU"] if has_cuda() else ["CPU"],
+            "with_stack": False,
+            "record_shapes": False,
+            "profile_prefix": self.log.stem,
+        }
+        await self.http.post("/start_profile", payload, CONTROL_SECONDS)
 
     async def utilization(self) -> Utilization | None:
         """See Engine. The scheduler leaves these figures in shared memory: it is not asked."""

@@ -81,6 +81,9 @@ class EmulatedEngine(EmulatedDecoding):
         points = sorted({min(1 << power, max_requests) for power in range(max_requests.bit_length() + 1)})
         return [(requests, self.costs.step(requests, requests * context)) for requests in points]
 
+    async def profile(self, folder: Path) -> None:
+        """Writes nothing: the engine computes nothing."""
+
     # ---- moves ---------------------------------------------------------------------------------------------
 
     async def kv_reserve(self, move_id: str, weight_id: int, tokens: int) -> str:

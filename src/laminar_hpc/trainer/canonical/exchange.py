@@ -1,5 +1,5 @@
-"""Slices and short messages between the trainer ranks that hold slices of the canonical tensors, over process
-groups of their own.
+"""Slices and short messages between the trainer ranks that hold slices of the canonical tensors, over a gloo
+group of their own; slices through host memory (host_passing.py).
 
 Used by trainer/canonical/gather.py. One for checkpoints, in the trainer's thread, and one for publishing, in
 a thread beside it: collectives of two threads on one group would come in no fixed order. Every wait is
@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.trainer.canonical.host_passing import HostPassing
 
 
 def bounded(operation: Callable[[], object], peer: int, what: str, seconds: float) -> None:
@@ -36,14 +37,16 @@ class Exchange:
         if len(self.ranks) == 1:  # nobody to speak with, and a gloo group costs three threads
             return
         limit = timedelta(seconds=seconds)
-        self._slices = dist.new_group(self.ranks, timeout=limit)  # NCCL where the parameters are on GPUs
         self._words = dist.new_group(self.ranks, backend="gloo", timeout=limit)
+        self._slices = HostPassing(self._words, seconds)
 
     def send(self, tensor: torch.Tensor, peer: int, what: str) -> None:
-        self._bounded(lambda: dist.send(tensor, peer, group=self._slices), peer, what)
+        """On return the contiguous `tensor` has been read."""
+        self._bounded(lambda: self._slices.send(tensor, peer), peer, what)
 
     def receive(self, tensor: torch.Tensor, peer: int, what: str) -> torch.Tensor:
-        self._bounded(lambda: dist.recv(tensor, peer, group=self._slices), peer, what)
+        """On return the contiguous `tensor` is here."""
+        self._bounded(lambda: self._slices.receive(tensor, peer), peer, what)
         return tensor
 
     def from_first(self, values: Sequence[int]) -> list[int]:

@@ -8,7 +8,9 @@ together, else the first rank's. So each byte comes there once.
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import msgspec
@@ -59,6 +61,7 @@ class Canonical:
         taking = {0, *(lane.sender for lane in self.lanes)}.union(*(lane.bytes_of for lane in self._lanes))
         self._exchange = Exchange(sorted(holders), seconds)
         self.publishing = Exchange(sorted(taking), seconds + publish_seconds)
+        self._kept: list[LocalSlice] = []
 
     @property
     def lanes(self) -> list[Lane]:
@@ -91,6 +94,24 @@ class Canonical:
             else:
                 self._send(slices, own, dtype)
 
+    def keep(self, local: Sequence[LocalSlice]) -> None:
+        """Copies what this rank brings to publications; from then on `pack` reads the copies. Enqueued to the
+        current stream. Not collective."""
+        own = _by_name(local)
+        if not self._kept:
+            brought = {
+                s.name
+                for lane in self._lanes
+                for of_tensor in lane.slices.values()
+                for s in of_tensor
+                if s.rank == dist.get_rank()
+            }
+            self._kept = [
+                replace(s, view=torch.empty_like(s.view)) for s in own.values() if s.name in brought
+            ]
+        for copy in self._kept:
+            copy.view.copy_(own[copy.name].view)
+
     def pack(
         self,
         local: Sequence[LocalSlice],
@@ -106,25 +127,29 @@ class Canonical:
         bucket must be as it is until then. May run in a thread of its own, the same one on every rank of
         `publishing`.
         """
-        own, names, parts = _by_name(local), list(self.slices), list[_Packed]()
-        sender, of_lane = self._lanes[number].lane.sender, self._lanes[number].slices
-        for index, span in enumerate(spans):
-            name = names[span.tensor]
-            ranges = [(s, s.below(span.first), s.below(span.last)) for s in of_lane[name]]
-            if bucket is None:
-                for s, first, last in ranges:
-                    if s.rank == dist.get_rank() and first < last:
-                        views = [view.reshape(-1) for view in cut(own[name].view, first, last)]
-                        values = torch.cat(views) if len(views) > 1 else views[0]
-                        self.publishing.send(values.to(dtype), sender, name)
-                continue
+        own, pieces, parts = _by_name(self._kept or local), list(self._pieces(spans, number)), list[_Packed]()
+        sender = self._lanes[number].lane.sender
+        if bucket is None:
+            views = [
+                view.reshape(-1).to(dtype)
+                for _, s, first, last in pieces
+                if s.rank == dist.get_rank()
+                for view in cut(own[s.name].view, first, last)
+            ]
+            if views:
+                values = torch.cat(views) if len(views) > 1 else views[0]
+                self.publishing.send(values, sender, "its slices of a chunk")
+            return list
+        arrived = self._arrived(pieces, sender, dtype, bucket.device)
+        for index, s, first, last in pieces:
+            span = spans[index]
+            if s.rank == sender:
+                views = cut(own[s.name].view, first, last)
+            else:
+                flat, arrived[s.rank] = arrived[s.rank].tensor_split([last - first])
+                views = _as_cut(s, first, last, flat)
             target = place(bucket, span.offset, (span.last - span.first,), dtype)
-            for s, first, last in ranges:
-                if s.rank == sender:
-                    views = cut(own[name].view, first, last)
-                else:
-                    views = self._received(s, first, last, target, span.first) if first < last else []
-                parts += _parts(index, s, first, views, target, span.first)
+            parts += _parts(index, s, first, views, target, span.first)
         read = pack([part.local for part in parts], [part.target for part in parts])
         belongs = [(part.span, part.words) for part in parts]  # without what was received
 
@@ -136,24 +161,34 @@ class Canonical:
 
         return sums
 
-    def _received(
-        self, s: HeldSlice, first: int, last: int, target: torch.Tensor, begin: int
-    ) -> list[torch.Tensor]:
-        """Another rank's items [first, last) of its slice, as `cut` makes them: in the target itself
-        where they lie together."""
-        at = s.place(first) - begin
-        together = s.dim == 0
-        flat = (
-            target[at : at + last - first]
-            if together
-            else torch.empty(last - first, dtype=target.dtype, device=target.device)
-        )
-        self.publishing.receive(flat, s.rank, s.name)
-        if together:
-            return [flat]
-        shapes = [view.shape for view in cut(torch.empty(s.slice_shape, device="meta"), first, last)]
-        views = flat.split([math.prod(shape) for shape in shapes])
-        return [view.view(shape) for view, shape in zip(views, shapes, strict=True)]
+    def _pieces(self, spans: Sequence[TensorSpan], number: int) -> Iterator[tuple[int, HeldSlice, int, int]]:
+        """What a chunk of lane `number` is made of: number of the span, slice, and its items [first, last);
+        in the same order on all ranks."""
+        names, of_lane = list(self.slices), self._lanes[number].slices
+        for index, span in enumerate(spans):
+            for s in of_lane[names[span.tensor]]:
+                first, last = s.below(span.first), s.below(span.last)
+                if first < last:
+                    yield index, s, first, last
+
+    def _arrived(
+        self,
+        pieces: Sequence[tuple[int, HeldSlice, int, int]],
+        sender: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> dict[int, torch.Tensor]:
+        """Of each other rank what it brings to a chunk, one piece behind the other, flat."""
+        items: Counter[int] = Counter()
+        for _, s, first, last in pieces:
+            items[s.rank] += last - first
+        return {
+            rank: self.publishing.receive(
+                torch.empty(count, dtype=dtype, device=device), rank, "its slices of a chunk"
+            )
+            for rank, count in sorted(items.items())
+            if rank != sender
+        }
 
     def _send(self, slices: Sequence[HeldSlice], own: dict[str, LocalSlice], dtype: torch.dtype) -> None:
         """To rank 0, those of one tensor's slices that this rank holds."""
@@ -205,6 +240,13 @@ def cut(view: torch.Tensor, first: int, last: int) -> list[torch.Tensor]:
     middle = [view[whole:tail]] if whole < tail else []
     before = cut(view[head], first - head * inner, inner) if whole > head else []
     return [*before, *middle, *(cut(view[tail], 0, last - tail * inner) if last % inner else [])]
+
+
+def _as_cut(s: HeldSlice, first: int, last: int, flat: torch.Tensor) -> list[torch.Tensor]:
+    """The items [first, last) of a slice, which lie in `flat`, as `cut` makes them of the slice."""
+    shapes = [view.shape for view in cut(torch.empty(s.slice_shape, device="meta"), first, last)]
+    views = flat.split([math.prod(shape) for shape in shapes])
+    return [view.view(shape) for view, shape in zip(views, shapes, strict=True)]
 
 
 class _Packed(NamedTuple):

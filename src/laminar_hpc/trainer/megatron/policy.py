@@ -362,6 +362,11 @@ class MegatronPolicy:
         return self._canonical.lanes
 
     @torch.no_grad()
+    def keep_copy(self) -> None:
+        """Copies what this rank publishes; `pack` reads the copy from then on, and the weights may change."""
+        self._canonical.keep(self.slices)
+
+    @torch.no_grad()
     def pack(self, spans: Sequence[TensorSpan], bucket: torch.Tensor | None, lane: int = 0) -> LazySums:
         """The live parameters' share of one chunk of a lane into its sender's bucket (uint8, on `device`);
         None on other ranks. Not in step with the other methods: the ranks of `publishing` may call it from a

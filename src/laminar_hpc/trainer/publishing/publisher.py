@@ -5,7 +5,8 @@
 
 Each is a thread. `publish` only hands over; the publisher's thread reads the live parameters into two buckets
 in turn, of relay.chunk_megabytes at most, on the sending device: one is packed while the other is on its way.
-`fence`, before the parameters change, waits until they are all read. With a relay that does not take them it
+`fence`, before the parameters change, waits until they are all read; with relay.publish=copied they are read
+from a copy, and the next `publish` waits in its place. With a relay that does not take them it
 waits relay.publish_timeout_seconds at most; then, or without a link, these weights are given up: skipping an
 id is legal, the next ones go out. Until the fence, a broken link's weights are sent again as soon as there is
 a new epoch.
@@ -46,6 +47,7 @@ class Publisher:
         self._model = model
         self._exchange = model.publishing
         self._blocking = context.config.relay.publish == "blocking"
+        self._copied = context.config.relay.publish == "copied"
         self._seconds = context.config.relay.publish_timeout_seconds
         self._handover = Handover()
         self._leader: PublishingLeader | None = None  # on rank 0
@@ -66,7 +68,7 @@ class Publisher:
         With relay.publish=blocking rank 0 stands still here until they are read, for
         relay.publish_timeout_seconds at most.
         """
-        self.fence()
+        self._release_last()
         started = time.monotonic()
         probe = self._model.probe_logprobs()
         handed = time.monotonic()
@@ -78,6 +80,8 @@ class Publisher:
             )
         if not self._holder:
             return
+        if self._copied:
+            self._model.keep_copy()
         # the publisher's thread has a stream of its own
         self.lanes.settle("the probe")
         publication = Publication(step, probe, handed - started, stall_seconds=time.monotonic() - handed)
@@ -107,6 +111,10 @@ class Publisher:
         Raises LaminarError if publishing has failed, or names who holds up the thread that reads when it does
         not let go.
         """
+        if not self._copied:
+            self._release_last()
+
+    def _release_last(self) -> None:
         sends = self._holder and self.lanes.mine
         self._await_release(self._seconds if sends else 3 * self._seconds)
 

@@ -1,5 +1,5 @@
-"""Copies in host memory with checksums made on the way, in one pass (csrc/sums.cpp). What that cannot do is
-left to torch."""
+"""Copies in host memory with checksums made on the way, in one pass, by as many threads as torch uses
+(csrc/sums.cpp). What that cannot do is left to torch."""
 
 from collections.abc import Sequence
 
@@ -46,4 +46,5 @@ def move(
         return None
     # what was received in place has sums only
     to = 0 if target.data_ptr() == source.data_ptr() else target.data_ptr()
-    return extension.move(to, to_stride, source.data_ptr(), from_stride, grid.rows, width // 4, apart // 4)
+    place = (to, to_stride, source.data_ptr(), from_stride, grid.rows, width // 4, apart // 4)
+    return extension.move(*place, torch.get_num_threads())

@@ -39,7 +39,7 @@ def tensor_sums(tensor: torch.Tensor, first_word: int = 0) -> tuple[int, int]:
 def buffer_sums(words: np.ndarray, first_word: int = 0) -> tuple[int, int]:
     """Sums of a one-dimensional uint32 array."""
     if extension is not None and words.flags.c_contiguous and len(words) and words.ctypes.data % 4 == 0:
-        both = extension.move(0, 0, words.ctypes.data, 0, 1, len(words), 0)
+        both = extension.move(0, 0, words.ctypes.data, 0, 1, len(words), 0, torch.get_num_threads())
         return shifted(both, first_word)
     whole = len(words) - len(words) % _ROW
     parts = [

@@ -22,7 +22,9 @@ from torch._C._distributed_c10d import Backend, Store
 from laminar_hpc.config.errors import LaminarError
 
 log = logging.getLogger(__name__)
-_POLL_SECONDS = 2e-5  # between two looks at a device that the host waits for
+_POLL_SECONDS = 2e-5  # at least, between two looks at a device that the host waits for
+_LONGEST_POLL_SECONDS = 0.01
+_POLL_SHARE = 0.05  # of the time waited so far: each look takes the interpreter's lock, which training needs
 _NO_ABORT = "TORCH_NCCL_ASYNC_ERROR_HANDLING"  # read by each group's constructor
 _constructing = threading.Lock()  # the environment is the whole process's
 
@@ -76,13 +78,14 @@ class Streams(Protocol):
 
 def until(reached: Callable[[], bool], seconds: float, what: str, given_up: Callable[[], bool]) -> None:
     """Waits for a device. Raises RuntimeError after `seconds`, or as soon as `given_up()` holds."""
-    deadline = time.monotonic() + seconds
+    began = time.monotonic()
     while not reached():
+        waited = time.monotonic() - began
         if given_up():
             raise RuntimeError("it was closed")
-        if time.monotonic() > deadline:
+        if waited > seconds:
             raise RuntimeError(f"{what} was not done within {seconds:.0f} s")
-        time.sleep(_POLL_SECONDS)
+        time.sleep(min(max(_POLL_SECONDS, _POLL_SHARE * waited), _LONGEST_POLL_SECONDS))
 
 
 def settle(streams: Streams, seconds: float, what: str) -> None:

@@ -20,13 +20,13 @@ import torch
 
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.weights.delta import FULL, Frame, FrameWrong, apply, unit_bytes
-from laminar_hpc.weights.kernels.sums import add_sums, tensor_sums
 from laminar_hpc.weights.links.link_device import DeviceEnd
 from laminar_hpc.weights.links.links import Link, Posted
 from laminar_hpc.weights.links.meeting import LinkBroken
 from laminar_hpc.weights.links.staging import RECEIVING, SENDING
 from laminar_hpc.weights.links.streams import StreamEvent
 from laminar_hpc.weights.manifest import Manifest
+from laminar_hpc.weights.relay.arriving import ArrivingSums
 from laminar_hpc.weights.relay.frames import arriving_frames
 from laminar_hpc.weights.stream import encode_header, encode_sums, take_sums
 
@@ -106,35 +106,6 @@ class WeightStream:
                 )
 
 
-class ArrivingSums:
-    """Sums of tensors that arrive in order: each byte is looked at once, while later ones are on their
-    way."""
-
-    def __init__(self, manifest: Manifest, data: torch.Tensor) -> None:
-        self._manifest = manifest
-        self._data = data
-        self._number = self._done = 0  # tensor; bytes of it that are in its sums
-        self._parts: list[tuple[int, int]] = []
-        self.sums: list[tuple[int, int]] = []  # of the tensors that are complete
-
-    def grown(self, there: int) -> None:
-        """The first `there` bytes are valid now."""
-        while self._number < len(self._manifest.tensors):
-            entry = self._manifest.tensors[self._number]
-            ready = min(there - entry.offset, entry.nbytes)
-            whole = ready if ready == entry.nbytes else ready - ready % 4  # sums are over 32-bit words
-            if whole > self._done:
-                part = self._data[entry.offset + self._done : entry.offset + whole]
-                self._parts.append(tensor_sums(part, self._done // 4))
-                self._done = whole
-            if ready < entry.nbytes:
-                return
-            self.sums.append(add_sums(self._parts))
-            self._number = self._number + 1
-            self._done = 0
-            self._parts = []
-
-
 def receive_stream(link: Link, stream: WeightStream) -> None:
     """Receives what follows the header into `stream`; returns when the sums of all tensors are equal to the
     sender's.
@@ -145,7 +116,9 @@ def receive_stream(link: Link, stream: WeightStream) -> None:
     arriving = ArrivingSums(manifest, stream.data)
     try:
         for there in (
-            _in_full(link, stream) if stream.changes is None else _changed(link, stream, stream.changes)
+            _in_full(link, stream, arriving)
+            if stream.changes is None
+            else _changed(link, stream, stream.changes)
         ):
             stream.grown(there)
             arriving.grown(there)
@@ -168,10 +141,10 @@ def receive_stream(link: Link, stream: WeightStream) -> None:
     stream.grown(size, complete=True)
 
 
-def _in_full(link: Link, stream: WeightStream) -> Iterator[int]:
+def _in_full(link: Link, stream: WeightStream, arriving: ArrivingSums) -> Iterator[int]:
     """Receives the data bytes; gives how many are there."""
     if link.device_end is not None:
-        yield from _through_device(link, link.device_end, stream)
+        yield from _through_device(link, link.device_end, stream, arriving)
         return
     size, first = stream.data.numel(), 0
     posted = deque[tuple[Posted, torch.Tensor]]()
@@ -184,11 +157,13 @@ def _in_full(link: Link, stream: WeightStream) -> Iterator[int]:
         with link.taken(work, part) as there:
             if there is not part:
                 with stream.writing():
-                    part.copy_(there)
+                    arriving.put(stream.there, there)
         yield stream.there + part.numel()
 
 
-def _through_device(link: Link, device: DeviceEnd, stream: WeightStream) -> Iterator[int]:
+def _through_device(
+    link: Link, device: DeviceEnd, stream: WeightStream, arriving: ArrivingSums
+) -> Iterator[int]:
     """The same over NCCL: while chunk k is copied to pinned memory, chunk k + 1 arrives in the device, and
     the host puts chunk k - 1 into the slot."""
     parts = stream.data.split(stream.chunk)
@@ -202,7 +177,7 @@ def _through_device(link: Link, device: DeviceEnd, stream: WeightStream) -> Iter
         assert copied is not None
         link.reach(copied)
         with stream.writing():
-            part.copy_(staging.host(number, part.numel()))
+            arriving.put(stream.there, staging.host(number, part.numel()))
         return stream.there + part.numel()
 
     for number, part in enumerate(parts):

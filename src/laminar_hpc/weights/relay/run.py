@@ -30,9 +30,11 @@ from laminar_hpc.line.messages.chain import (
     StoreOpened,
 )
 from laminar_hpc.line.messages.membership import Welcome
+from laminar_hpc.machine.numa import stay_near
 from laminar_hpc.weights.lane_slots import LaneWriter
 from laminar_hpc.weights.links.links import Link
 from laminar_hpc.weights.links.meeting import MEET_SECONDS, LinkBroken, host_store, reach_store
+from laminar_hpc.weights.links.streams import streams_of
 from laminar_hpc.weights.links.transport import HOST
 from laminar_hpc.weights.manifest import Manifest
 from laminar_hpc.weights.relay.chain import Changes, StreamDamaged, WeightStream, receive_stream
@@ -101,6 +103,8 @@ class Relay:
             if torch.cuda.is_available() and context.config.relay.transport != HOST
             else torch.device("cpu")
         )
+        if self._device.type == "cuda":
+            stay_near(streams_of(self._device).name)
         self._seconds = context.config.relay.publish_timeout_seconds
         self._address = own_address(context.config.cluster.host)
         self._upstream: UpstreamEnd | None = None

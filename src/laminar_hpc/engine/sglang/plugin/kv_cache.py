@@ -12,9 +12,11 @@ from typing import Any
 
 import torch
 
+from laminar_hpc.engine.kv import device
 from laminar_hpc.engine.kv.errors import KvRefused
 from laminar_hpc.engine.kv.frames import model_fingerprint
 from laminar_hpc.engine.kv.pool import Pool, use_huge_pages
+from laminar_hpc.weights.links.streams import StreamEvent
 
 NEUTRAL = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}
 _reserved = 0  # tokens of this process
@@ -101,6 +103,12 @@ class KvCache:
         use_huge_pages(self.pool)
         config = scheduler.tp_worker.model_runner.model_config.hf_config.to_dict()
         self.fingerprint = model_fingerprint(config, self.rank, self.ranks)
+
+    def launched(self) -> StreamEvent | None:
+        """Of a pool on a GPU, reached when all steps launched so far are done: the last one may still write
+        tokens that count as computed, and slots of a request that has ended. SGLang runs steps in a stream
+        of their own (scheduler.py:4386 and 4623)."""
+        return device.launched(self.pool, self.scheduler.forward_stream)
 
     # ---- requests ------------------------------------------------------------------------------------------
 

@@ -44,7 +44,7 @@ class Destination:
     def _listen(self, move: Incoming, pages: torch.Tensor, host: str, folder: str) -> str:
         slots = pages.to(device="cpu", dtype=torch.int64)
         cache, threads = self.moves.cache, torch.get_num_threads()
-        expected = Expected(cache.fingerprint, move.weight_id, cache.pool, slots, threads)
+        expected = Expected(cache.fingerprint, move.weight_id, cache.pool, slots, threads, cache.launched())
         move.inbox = KvInbox(expected, host, machine_name(folder))
         return move.inbox.address
 

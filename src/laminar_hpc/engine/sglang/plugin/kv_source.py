@@ -19,6 +19,7 @@ from laminar_hpc.engine.sglang.plugin import kv_cache, protocol
 from laminar_hpc.engine.sglang.plugin.kv_moves import KvMoves, Outgoing, Parts, after
 from laminar_hpc.engine.sglang.plugin.lockstep import OperationPart, Steps, Until
 from laminar_hpc.machine.processes import machine_name
+from laminar_hpc.weights.links.streams import StreamEvent
 
 MAX_THREADS = 8  # moves that are sent at once
 DETACH_SECONDS = 30.0  # the request's last step; a prefill of others may be in it
@@ -139,7 +140,8 @@ class KvSource:
         ids = what[0][first:tokens]
         if self._threads is None:
             self._threads = ThreadPoolExecutor(MAX_THREADS, "kv-send")
-        work = (self._send, move, int(namespace), ids, slots[first:tokens], first, last)
+        after = self.moves.cache.launched()
+        work = (self._send, move, int(namespace), ids, slots[first:tokens], first, last, after)
         move.sending = True
         try:
             yield OperationPart(self._threads.submit(*work))
@@ -149,9 +151,16 @@ class KvSource:
         self.moves.check_goes_on(move)
 
     def _send(
-        self, move: Outgoing, weight_id: int, ids: list[int], slots: torch.Tensor, first: int, last: bool
+        self,
+        move: Outgoing,
+        weight_id: int,
+        ids: list[int],
+        slots: torch.Tensor,
+        first: int,
+        last: bool,
+        after: StreamEvent | None,
     ) -> None:
-        """In a thread: this rank's rows, to the same rank of the destination."""
+        """In a thread: this rank's rows, once `after` is reached, to the same rank of the destination."""
         cache, machine = self.moves.cache, machine_name(move.folder)
         address = of_rank(move.address, cache.rank, cache.ranks)
         size = chunk_bytes(address, machine)
@@ -165,6 +174,7 @@ class KvSource:
             folder=move.folder,
             threads=torch.get_num_threads(),
             seconds=move.seconds,
+            after=after,
         )
 
 
