@@ -31,6 +31,7 @@ from laminar_hpc.machine.compat.optional import left_out
 from laminar_hpc.trainer.algorithms.advantages import token_advantages
 from laminar_hpc.trainer.algorithms.kl import kl_estimate
 from laminar_hpc.trainer.algorithms.objective import objective
+from laminar_hpc.trainer.algorithms.scored import ScoredBatch
 from laminar_hpc.trainer.algorithms.shaping import overlong_punishment
 from laminar_hpc.trainer.algorithms.tokens import Tokens
 
@@ -171,7 +172,8 @@ def here(**settings: object) -> tuple[torch.Tensor, float, torch.Tensor]:
     if a.kl_in_reward:
         penalties = a.kl_coefficient * kl_estimate(flat(PROXIMAL), flat(REFERENCE), a.kl_estimator).double()
     sizes = [SAMPLES] * (len(REWARDS) // SAMPLES)
-    advantages = torch.cat(token_advantages(a, REWARDS.double(), sizes, lengths, penalties)).float()
+    scored = ScoredBatch(REWARDS.double(), sizes, lengths, lengths)
+    advantages = torch.cat(token_advantages(a, scored, penalties)).float()
     tokens = Tokens(
         behaviour=flat(BEHAVIOUR),
         proximal=flat(PROXIMAL if a.proximal == "recomputed" else BEHAVIOUR),

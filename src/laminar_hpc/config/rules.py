@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from laminar_hpc.config.models import count_parameters, kv_heads, serving_bytes
+from laminar_hpc.config.objectives import SEQUENCE_LOSSES, is_own, wrong_options
 from laminar_hpc.config.schema import AlgorithmConfig, RunConfig
 
 _NEUTRAL = {
@@ -197,11 +198,12 @@ def _loss(config: RunConfig) -> Iterator[str]:
     """Yields what is wrong with the loss and its importance ratios."""
     a = config.algorithm
     least, most = a.sequence_ratio_min or 0.0, a.sequence_ratio_max
-    if a.clip_dual is not None and a.loss != "clip":
+    yield from wrong_options(a.options, [a.advantage, a.loss, *a.corrections])
+    if a.clip_dual is not None and a.loss != "clip" and not is_own(a.loss):
         yield f"@algorithm.clip_dual belongs to algorithm.loss=clip, not {a.loss}"
     if a.clip_dual is not None and not a.clip_dual > 1 + a.clip_high:
         yield "@algorithm.clip_dual: must be above 1 + clip_high, for example 3"
-    if a.loss == "gspo" and a.loss_aggregation != "sequences":
+    if a.loss in SEQUENCE_LOSSES and a.loss_aggregation != "sequences":
         cure = f"set algorithm.loss_aggregation=sequences, not {a.loss_aggregation}"
         yield f"@algorithm.loss has one ratio per sequence: {cure}"
     if a.loss == "aipo" and a.importance_weight_cap is None:
@@ -209,7 +211,8 @@ def _loss(config: RunConfig) -> Iterator[str]:
     if a.loss == "aipo" and a.proximal != "behaviour":
         cure = f"set algorithm.proximal=behaviour, not {a.proximal}"
         yield f"@algorithm.loss weighs against the behaviour policy itself: {cure}"
-    if a.importance_weight_cap is not None and a.proximal == "behaviour" and a.loss != "aipo":
+    capped = a.loss == "aipo" or any(is_own(name) for name in (a.loss, *a.corrections))
+    if a.importance_weight_cap is not None and a.proximal == "behaviour" and not capped:
         cure = "set algorithm.proximal=recomputed, or null"
         yield f"@algorithm.importance_weight_cap has no weight to truncate: {cure}"
     if not 0 <= least < (math.inf if most is None else most):
@@ -226,7 +229,7 @@ def _rewards(config: RunConfig) -> Iterator[str]:
             "@algorithm.zero_variance takes rewards as probabilities: it goes with advantage=grpo, without "
             "kl_in_reward and without overlong_buffer_tokens; use keep or filter"
         )
-    if not a.normalize_std and a.advantage != "grpo":
+    if not a.normalize_std and a.advantage != "grpo" and not is_own(a.advantage):
         what = f"belongs to algorithm.advantage=grpo, not {a.advantage}"
         yield f"algorithm.normalize_std=false {what}: leave it out"
     if a.kl_in_reward and a.kl_coefficient == 0:
@@ -235,7 +238,7 @@ def _rewards(config: RunConfig) -> Iterator[str]:
     if a.kl_coefficient > 0 and a.kl_estimator == "k1" and not a.kl_in_reward:
         why = "as a loss pulls nowhere (its gradient has mean 0)"
         yield f"@algorithm.kl_estimator {why}: use k2 or k3, or algorithm.kl_in_reward=true"
-    if a.loss == "gspo" and a.kl_in_reward and a.advantage.startswith("reinforce_pp"):
+    if a.loss in SEQUENCE_LOSSES and a.kl_in_reward and a.advantage.startswith("reinforce_pp"):
         why = f"one advantage per sequence, {a.advantage} with kl_in_reward one per token"
         yield f"@algorithm.loss has {why}: use another loss"
     if a.overlong_buffer_tokens > config.sampling.max_response_tokens:

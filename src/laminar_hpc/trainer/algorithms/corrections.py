@@ -1,9 +1,56 @@
 """Corrections for tokens that another policy than the trained one has generated. Pure; called by objective.py
-on one micro-batch."""
+on one micro-batch.
+
+Every correction has one signature, which a function of the user's own (in `algorithm.corrections`) has too:
+
+    correction(a, logprobs, tokens) -> Correction
+
+a: the settings of `algorithm`, its own under a.options; logprobs: float32 [tokens] of the policy as it is,
+without gradient; tokens: those of the engine, of the proximal policy and more, see tokens.py. What a token
+gets may depend on the tokens of its own trajectory alone.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
+from laminar_hpc.config.schema import AlgorithmConfig
+from laminar_hpc.trainer.algorithms.named import found_in
 from laminar_hpc.trainer.algorithms.tokens import Tokens
+
+
+@dataclass(frozen=True)
+class Correction:
+    """None, or [tokens] each: `weights` float32 multiply the token losses; `kept` bool is false where a token
+    has no policy loss at all; `bounded` bool, for the metrics: the weight is another than the ratio."""
+
+    weights: torch.Tensor | None = None
+    kept: torch.Tensor | None = None
+    bounded: torch.Tensor | None = None
+
+
+CorrectionFunction = Callable[[AlgorithmConfig, torch.Tensor, Tokens], Correction]
+
+
+def corrected(a: AlgorithmConfig, logprobs: torch.Tensor, tokens: Tokens) -> Correction:
+    """All of a.corrections and of the keys for the sequence mask, multiplied; with proximal=recomputed and no
+    other weights `behaviour_weights`. Its `kept` and `bounded` are not None."""
+    functions: list[CorrectionFunction] = [
+        found_in(CORRECTIONS, "corrections", name) for name in a.corrections
+    ]
+    each = [function(a, logprobs, tokens) for function in (sequence_mask, *functions)]
+    kept = torch.ones_like(logprobs, dtype=torch.bool)
+    bounded = torch.zeros_like(kept)
+    for one in each:
+        kept = kept if one.kept is None else kept & one.kept
+    weights = [one.weights for one in each if one.weights is not None]
+    if a.proximal == "recomputed" and not weights:
+        each = [_decoupled(a, logprobs, tokens)]
+        weights = [one.weights for one in each if one.weights is not None]
+    for one in each:
+        bounded = bounded if one.bounded is None else bounded | one.bounded
+    return Correction(torch.stack(weights).prod(0) if weights else None, kept, bounded)
 
 
 def behaviour_weights(proximal: torch.Tensor, behaviour: torch.Tensor, largest: float | None) -> torch.Tensor:
@@ -17,6 +64,20 @@ def behaviour_weights(proximal: torch.Tensor, behaviour: torch.Tensor, largest: 
     """
     ratio = torch.exp(proximal - behaviour)
     return ratio if largest is None else ratio.clamp(max=largest)
+
+
+def _decoupled(a: AlgorithmConfig, logprobs: torch.Tensor, tokens: Tokens) -> Correction:
+    weights = behaviour_weights(tokens.proximal, tokens.behaviour, a.importance_weight_cap)
+    return Correction(weights, bounded=weights < torch.exp(tokens.proximal - tokens.behaviour))
+
+
+def sequence_mask(a: AlgorithmConfig, logprobs: torch.Tensor, tokens: Tokens) -> Correction:
+    """`kept_sequences` by the keys sequence_ratio_min and sequence_ratio_max, of the ratios of the proximal
+    policy where it is recomputed, else of the policy as it is."""
+    if a.sequence_ratio_min is None and a.sequence_ratio_max is None:
+        return Correction()
+    numerator = tokens.proximal if a.proximal == "recomputed" else logprobs
+    return Correction(kept=kept_sequences(tokens, numerator, a.sequence_ratio_min, a.sequence_ratio_max))
 
 
 def kept_sequences(
@@ -36,3 +97,6 @@ def kept_sequences(
     if largest is not None:
         kept &= ~(mean > largest)
     return kept
+
+
+CORRECTIONS: dict[str, CorrectionFunction] = {}

@@ -2,6 +2,9 @@
 same batch."""
 
 import random
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 def overlong_punishment(tokens: int, longest: int, buffer: int) -> float:
@@ -14,9 +17,9 @@ def overlong_punishment(tokens: int, longest: int, buffer: int) -> float:
     return -min(1.0, max(0.0, (tokens - (longest - buffer)) / buffer))
 
 
-def shuffled(rewards: list[float], seed: int, step: int) -> list[float]:
-    """The same rewards on other trajectories, a permutation of the whole batch that depends on (seed, step)
+def shuffled(values: list[T], seed: int, step: int) -> list[T]:
+    """The same values on other trajectories, a permutation of the whole batch that depends on (seed, step)
     alone: the negative control."""
-    permuted = list(rewards)
+    permuted = list(values)
     random.Random(f"rewards {seed} {step}").shuffle(permuted)
     return permuted
