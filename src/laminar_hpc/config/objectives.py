@@ -16,10 +16,15 @@ ADVANTAGES = (
     "rloo",
     "reinforce_pp",
     "reinforce_pp_baseline",
+    "grpo_batch_std",
+    "opo",
+    "max_rl",
+    "gdpo",
 )
-LOSSES = ("clip", "gspo", "cispo", "aipo")
-CORRECTIONS = ()
-SEQUENCE_LOSSES = ("gspo",)  # one ratio and one advantage per trajectory
+LOSSES = ("clip", "gspo", "cispo", "aipo", "dppo", "sapo", "gmpo")
+SEQUENCE_LOSSES = ("gspo", "gmpo")  # one ratio and one advantage per trajectory
+WEIGHTS = ("tis", "icepop", "sequence_tis", "sequence_icepop")  # in place of q / mu
+CORRECTIONS = (*WEIGHTS, "opsm", "overlong_filter")
 
 
 @dataclass(frozen=True)
@@ -30,7 +35,15 @@ class Option:
     bounds: Bounds
 
 
-OPTIONS: dict[str, dict[str, Option]] = {}  # by the name of what reads it
+_FLOOR = {"importance_weight_floor": Option(0.0, Bounds(at_least=0))}
+OPTIONS: dict[str, dict[str, Option]] = {  # by the name of what reads it
+    "sapo": {
+        "sapo_temperature_good": Option(1.0, Bounds(above=0, at_most=1000)),
+        "sapo_temperature_bad": Option(1.05, Bounds(above=0, at_most=1000)),
+    },
+    "opsm": {"opsm_divergence": Option(1e-4, Bounds(at_least=0))},
+    **dict.fromkeys(WEIGHTS, _FLOOR),
+}
 
 
 def is_own(name: str) -> bool:

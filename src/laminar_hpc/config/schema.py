@@ -235,8 +235,8 @@ class AlgorithmConfig:
     """the same, above"""
     kl_coefficient: float = number(0.0, at_least=0)
     """weight of the KL divergence from the model of model.path, of which a copy is then held; 0 = none"""
-    kl_estimator: str = choice("k1", "k2", "k3", default="k3")
-    """estimate of the divergence from one token"""
+    kl_estimator: str = choice("k1", "k2", "k3", "k3_weighted", default="k3")
+    """estimate of the divergence from one token; k3_weighted: k3 times the importance ratio"""
     kl_k3_max: float | None = number(10.0, above=0, at_most=1e30)
     """largest k3 of one token, as in verl, slime and NeMo RL; beyond it the token has no KL gradient, and is
     counted (`kl_bounded_tokens`); null = no bound"""
@@ -244,6 +244,10 @@ class AlgorithmConfig:
     """taken off the reward instead of added to the loss"""
     overlong_buffer_tokens: int = number(0, at_least=0)
     """the last so many below sampling.max_response_tokens cost up to 1 of reward; 0 = none"""
+    length_penalty: float = number(0.0, at_least=0, at_most=1000)
+    """rewards are divided by 1 + so much x length / mean length of the group; 0 = none"""
+    likelihood_coefficient: float = number(0.0, at_least=0, at_most=1000)
+    """weight of the mean negative log-likelihood of right answers' tokens, added to the loss; 0 = none"""
     shuffle_rewards: bool = False
     """negative control: rewards are permuted over the batch, so there is nothing to learn"""
 

@@ -15,6 +15,7 @@ from dataclasses import replace
 
 import torch
 
+from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import AlgorithmConfig
 from laminar_hpc.trainer.algorithms.groups import by_group, estimated_advantages
 from laminar_hpc.trainer.algorithms.named import found_in
@@ -85,6 +86,52 @@ def reinforce_pp_baseline(a: AlgorithmConfig, batch: ScoredBatch) -> torch.Tenso
     return whitened(_centred(batch), batch.tokens.double())
 
 
+def grpo_batch_std(a: AlgorithmConfig, batch: ScoredBatch) -> torch.Tensor:
+    """(r - mean of its group) / (std over all trajectories of the batch + EPSILON), std with n - 1: Z. Liu et
+    al., "Part I: Tricks or Traps?", arXiv 2508.08221 section 4.1."""
+    return _centred(batch) / (batch.rewards.std() + EPSILON)
+
+
+def opo(a: AlgorithmConfig, batch: ScoredBatch) -> torch.Tensor:
+    """OPO, arXiv 2505.23585 equation 6: r less the mean of its group weighted by trained tokens, the baseline
+    of least variance where all tokens' gradients are alike."""
+
+    def relative(group: torch.Tensor) -> torch.Tensor:
+        rewards, tokens = group.unbind(2)
+        weights = tokens / tokens.sum(1, keepdim=True).clamp(min=1)
+        return rewards - (weights * rewards).sum(1, keepdim=True)
+
+    return by_group(torch.stack((batch.rewards, batch.tokens.double()), 1), batch.sizes, relative)
+
+
+def max_rl(a: AlgorithmConfig, batch: ScoredBatch) -> torch.Tensor:
+    """MaxRL, arXiv 2602.02710: (r - mean) / mean in the group, zeros where all are 0: the gradient of the
+    likelihood of a right answer, to the order of the group's size. Raises LaminarError for a reward below
+    0."""
+    if bool((batch.rewards < 0).any()):
+        raise LaminarError(
+            "algorithm.advantage=max_rl divides by the mean reward, and a reward is below 0; let wrong "
+            "answers have 0, or use another advantage"
+        )
+
+    def relative(rewards: torch.Tensor) -> torch.Tensor:
+        mean = rewards.mean(dim=1, keepdim=True)
+        return torch.where(mean > 0, (rewards - mean) / mean.where(mean > 0, 1.0), 0.0)
+
+    return by_group(batch.rewards, batch.sizes, relative)
+
+
+def gdpo(a: AlgorithmConfig, batch: ScoredBatch) -> torch.Tensor:
+    """GDPO, arXiv 2601.05242 equations 4 to 6: the GRPO advantage of each reward function by itself, their
+    sum by the functions' weights, less its mean over the batch's trajectories, over its std (n - 1) +
+    EPSILON. A reward of little variance counts as much as one of large."""
+    summed = torch.zeros_like(batch.rewards)
+    for part in batch.parts.values():
+        relative = by_group(part.rewards, batch.sizes, lambda rows: group_advantages(rows, True))
+        summed = summed + part.weight * relative
+    return (summed - summed.mean()) / (summed.std() + EPSILON)
+
+
 def group_advantages(rewards: torch.Tensor, normalize_std: bool) -> torch.Tensor:
     """GRPO, arXiv 2402.03300 section 4.1.2: A_i = (r_i - mean(r)) / (std(r) + EPSILON), std with n - 1;
     without the division Dr. GRPO's, arXiv 2503.20783 section 3.2. rewards [groups, samples] -> the same
@@ -134,6 +181,10 @@ ADVANTAGES: dict[str, Advantage] = {
     "rloo": rloo,
     "reinforce_pp": reinforce_pp,
     "reinforce_pp_baseline": reinforce_pp_baseline,
+    "grpo_batch_std": grpo_batch_std,
+    "opo": opo,
+    "max_rl": max_rl,
+    "gdpo": gdpo,
 }
 # What is whitened, of the advantages that take the KL in the reward token by token.
 _RETURNS: dict[str, Callable[[ScoredBatch], torch.Tensor]] = {

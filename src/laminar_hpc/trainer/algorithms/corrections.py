@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
+from laminar_hpc.config.objectives import option
 from laminar_hpc.config.schema import AlgorithmConfig
 from laminar_hpc.trainer.algorithms.named import found_in
 from laminar_hpc.trainer.algorithms.tokens import Tokens
@@ -99,4 +100,69 @@ def kept_sequences(
     return kept
 
 
-CORRECTIONS: dict[str, CorrectionFunction] = {}
+def tis(a: AlgorithmConfig, logprobs: torch.Tensor, tokens: Tokens) -> Correction:
+    """Two-sided truncated importance sampling: clamp(q / mu, floor, cap) per token, with the option
+    importance_weight_floor and the key importance_weight_cap; without a floor `behaviour_weights`."""
+    return _truncated(a, "tis", tokens.proximal - tokens.behaviour)
+
+
+def icepop(a: AlgorithmConfig, logprobs: torch.Tensor, tokens: Tokens) -> Correction:
+    """IcePop, Ring-1T, arXiv 2510.18855 section 3.2: q / mu inside [floor, cap], and no loss for a token
+    outside. A ratio that is NaN is kept, so that the learner sees it."""
+    return _masked(a, "icepop", tokens.proximal - tokens.behaviour)
+
+
+def sequence_tis(a: AlgorithmConfig, logprobs: torch.Tensor, tokens: Tokens) -> Correction:
+    """As `tis` with the ratio of the whole trajectory, the product of its tokens' (Liu, Li et al. 2025, as
+    in `kept_sequences`): unbiased where not truncated, and of a variance that grows with the length."""
+    return _truncated(a, "sequence_tis", _of_trajectories(tokens))
+
+
+def sequence_icepop(a: AlgorithmConfig, logprobs: torch.Tensor, tokens: Tokens) -> Correction:
+    """As `icepop` with the ratio of the whole trajectory."""
+    return _masked(a, "sequence_icepop", _of_trajectories(tokens))
+
+
+def opsm(a: AlgorithmConfig, logprobs: torch.Tensor, tokens: Tokens) -> Correction:
+    """Off-policy sequence masking, DeepSeek-V3.2, arXiv 2512.02556 section 3.1: leaves out a bad trajectory
+    (A < 0) from which the policy has moved away, mean(log mu - log pi) > the option opsm_divergence."""
+    moved = tokens.sequence_means(tokens.behaviour - logprobs)
+    far = moved > option(a.options, "opsm", "opsm_divergence")
+    return Correction(kept=~(far & (tokens.advantages < 0)))
+
+
+def overlong_filter(a: AlgorithmConfig, logprobs: torch.Tensor, tokens: Tokens) -> Correction:
+    """DAPO's overlong filtering, arXiv 2503.14476 section 3.4: leaves out a trajectory that was cut at
+    sampling.max_response_tokens, whose reward says little of its reasoning."""
+    assert tokens.truncated is not None
+    return Correction(kept=tokens.truncated == 0)
+
+
+def _of_trajectories(tokens: Tokens) -> torch.Tensor:
+    return tokens.sequence_sums(tokens.proximal - tokens.behaviour)[tokens.sequence]
+
+
+def _bounds(a: AlgorithmConfig, name: str) -> tuple[float, float]:
+    assert a.importance_weight_cap is not None  # config/rules.py has seen to it
+    return option(a.options, name, "importance_weight_floor"), a.importance_weight_cap
+
+
+def _truncated(a: AlgorithmConfig, name: str, log_ratio: torch.Tensor) -> Correction:
+    ratio = torch.exp(log_ratio)
+    weights = ratio.clamp(*_bounds(a, name))
+    return Correction(weights, bounded=weights != ratio)
+
+
+def _masked(a: AlgorithmConfig, name: str, log_ratio: torch.Tensor) -> Correction:
+    ratio, (smallest, largest) = torch.exp(log_ratio), _bounds(a, name)
+    return Correction(ratio, kept=~((ratio < smallest) | (ratio > largest)))
+
+
+CORRECTIONS: dict[str, CorrectionFunction] = {
+    "tis": tis,
+    "icepop": icepop,
+    "sequence_tis": sequence_tis,
+    "sequence_icepop": sequence_icepop,
+    "opsm": opsm,
+    "overlong_filter": overlong_filter,
+}

@@ -19,9 +19,12 @@ from dataclasses import dataclass
 
 import torch
 
+from laminar_hpc.config.objectives import option
 from laminar_hpc.config.schema import AlgorithmConfig
 from laminar_hpc.trainer.algorithms.named import found_in
 from laminar_hpc.trainer.algorithms.tokens import Tokens
+
+_DPPO_LARGEST = 20.0  # of a ratio
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,39 @@ def aipo(a: AlgorithmConfig, logprobs: torch.Tensor, old: torch.Tensor, tokens: 
     return _weighted(logprobs, old, tokens.advantages, 0.0, a.importance_weight_cap)
 
 
+def dppo(a: AlgorithmConfig, logprobs: torch.Tensor, old: torch.Tensor, tokens: Tokens) -> TokenLosses:
+    """DPPO with the binary total variation, arXiv 2602.04879: -sg(min(r, 20)) A logprob, but 0 where the
+    probability of the token has left the trust region in the direction of A: p - p_old > clip_high with A >
+    0, or p - p_old < -clip_low with A < 0. An unlikely token may change its ratio by much, a likely one only
+    by little. The bound of 20 is verl's."""
+    change = torch.exp(logprobs.detach()) - torch.exp(old)
+    left = torch.where(tokens.advantages > 0, change > a.clip_high, change < -a.clip_low)
+    free = _weighted(logprobs, old, tokens.advantages, 0.0, _DPPO_LARGEST)
+    return TokenLosses(free.loss.where(~left, 0.0), left.float())
+
+
+def sapo(a: AlgorithmConfig, logprobs: torch.Tensor, old: torch.Tensor, tokens: Tokens) -> TokenLosses:
+    """SAPO, arXiv 2511.20347 equations 5 and 6: -sigmoid(t (r - 1)) 4 / t A, a clip without an edge, with the
+    temperature t of good tokens (A > 0) or of bad ones: options sapo_temperature_good and _bad. Nothing is
+    counted as clipped."""
+    good, bad = (option(a.options, "sapo", f"sapo_temperature_{of}") for of in ("good", "bad"))
+    temperature = torch.where(tokens.advantages > 0, good, bad)
+    gate = torch.sigmoid(temperature * (torch.exp(logprobs - old) - 1)) * 4 / temperature
+    return TokenLosses(-gate * tokens.advantages, torch.zeros_like(old))
+
+
+def gmpo(a: AlgorithmConfig, logprobs: torch.Tensor, old: torch.Tensor, tokens: Tokens) -> TokenLosses:
+    """GMPO, arXiv 2507.20673 equation 4: -A times the geometric mean over the sequence of its tokens' ratios,
+    each clipped to [e^-low, e^high] where A pulls it further out; low and high are clip_low and clip_high, in
+    the paper 0.4. Every token carries its sequence's loss, as in `gspo`."""
+    x, good = logprobs - old, tokens.advantages > 0
+    bounded = x.clamp(-a.clip_low, a.clip_high)
+    each = torch.where(good, torch.minimum(x, bounded), torch.maximum(x, bounded))
+    return TokenLosses(
+        -torch.exp(tokens.sequence_means(each)) * tokens.advantages, (each != x).detach().float()
+    )
+
+
 def _clipped(
     a: AlgorithmConfig, ratio: torch.Tensor, advantages: torch.Tensor, dual: float | None
 ) -> TokenLosses:
@@ -92,4 +128,12 @@ def _weighted(
     return TokenLosses(-weight * advantages * logprobs, (weight != ratio).float())
 
 
-LOSSES: dict[str, Loss] = {"clip": clip, "gspo": gspo, "cispo": cispo, "aipo": aipo}
+LOSSES: dict[str, Loss] = {
+    "clip": clip,
+    "gspo": gspo,
+    "cispo": cispo,
+    "aipo": aipo,
+    "dppo": dppo,
+    "sapo": sapo,
+    "gmpo": gmpo,
+}

@@ -3,6 +3,7 @@ Pure; called by trainer/step/learner.py.
 
     loss_t = kept_t * weight_t * policy_loss(pi / q, A)_t          by corrections.py and losses.py
              + kl_coefficient * KL(pi || reference)_t
+             - likelihood_coefficient * log pi_t         of right answers, with a denominator of their own
 """
 
 from dataclasses import dataclass
@@ -52,14 +53,16 @@ def objective(
         losses = losses * correction.weights.where(kept, 1.0)
     losses, kl, bounded = losses * kept, torch.zeros_like(now), torch.zeros_like(now)
     if tokens.reference is not None:
-        estimate = kl_estimate(logprobs, tokens.reference, a.kl_estimator, a.kl_k3_max)
+        estimate = kl_estimate(logprobs, tokens.reference, a.kl_estimator, a.kl_k3_max, proximal)
         kl = estimate.detach()
-        if a.kl_estimator == "k3" and a.kl_k3_max is not None:
-            bounded = (kl >= a.kl_k3_max).float()
+        if a.kl_estimator.startswith("k3") and a.kl_k3_max is not None:
+            bounded = (kl_estimate(now, tokens.reference, "k3", a.kl_k3_max) >= a.kl_k3_max).float()
         if not a.kl_in_reward:
             losses = losses + a.kl_coefficient * estimate
     weights, count = weights_and_count(tokens, a.loss_aggregation, max_response_tokens)
     total = (losses * weights).sum()
+    if a.likelihood_coefficient > 0 and tokens.likelihood is not None:
+        total = total - a.likelihood_coefficient * (tokens.likelihood * logprobs).sum()
     with torch.no_grad():
         mask, ratio = tokens.real * kept, torch.exp(now - behaviour)
         each = torch.stack(

@@ -16,7 +16,8 @@ class Tokens:
     An empty micro-batch has one token that is not `real`, of no trajectory; elsewhere `real` is 1.
 
     Of the whole trajectory, at each of its tokens: `rewards` as they came; `right`, its accuracy (see
-    policies/metrics.py); `truncated`, 1 where sampling.max_response_tokens ended it.
+    policies/metrics.py); `truncated`, 1 where sampling.max_response_tokens ended it; `likelihood`, its weight
+    in the mean log-likelihood of right answers.
     """
 
     behaviour: torch.Tensor
@@ -29,6 +30,7 @@ class Tokens:
     rewards: torch.Tensor | None = None
     right: torch.Tensor | None = None
     truncated: torch.Tensor | None = None
+    likelihood: torch.Tensor | None = None
 
     def sequence_sums(self, values: torch.Tensor) -> torch.Tensor:
         """values [tokens] -> their sum over each trajectory [sequences, at least 1]."""

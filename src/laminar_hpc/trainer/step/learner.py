@@ -28,7 +28,7 @@ from laminar_hpc.trainer.step.microbatch import (
     Text,
     behaviour_logprobs,
     make_microbatch,
-    outcome_of,
+    outcomes,
 )
 from laminar_hpc.trainer.step.packing import split_minibatches
 from laminar_hpc.trainer.step.parallel import RankShare, own_share, reduced, total
@@ -84,7 +84,7 @@ class Learner:
         planned, learning_rate = batch.planned, self.policy.learning_rate
         updates = minibatches or self.config.algorithm.minibatches_per_step
         members, shares = self._plan(planned, updates, step)
-        examples = self._examples(batch, shares, step)
+        examples = self._examples(batch, shares, members, step)
         mismatch = torch.zeros(len(planned), device=self.policy.device)
         update_of, norms, collected = dict[int, int](), list[float](), list[Collected]()
         for number, share in enumerate(shares):
@@ -143,7 +143,9 @@ class Learner:
             for i, t in enumerate(records)
         }
 
-    def _examples(self, batch: StepBatch, shares: list[RankShare], step: int) -> dict[int, Example]:
+    def _examples(
+        self, batch: StepBatch, shares: list[RankShare], members: list[list[int]], step: int
+    ) -> dict[int, Example]:
         """What this rank trains, by its place in the batch, with what is computed of it before the first
         update."""
         a, planned = self.config.algorithm, batch.planned
@@ -168,13 +170,14 @@ class Learner:
             own,
             lambda tensor: total(tensor, self.policy.device),
         )
+        of_records = outcomes(records, members, a)
         return {
             i: Example(
                 texts[i],
                 of,
                 proximal[i] if proximal else None,
                 reference[i] if reference else None,
-                outcome_of(records[i]),
+                of_records[i],
             )
             for i, of in zip(own, advantages, strict=True)
         }

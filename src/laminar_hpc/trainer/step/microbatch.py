@@ -10,9 +10,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from laminar_hpc.config.schema import AlgorithmConfig
 from laminar_hpc.line.messages.data import Trajectory
 from laminar_hpc.policies.metrics import accuracy
 from laminar_hpc.store.payload.layout import Response, Tokens
+from laminar_hpc.trainer.algorithms.loss_aggregation import likelihood_weights
 from laminar_hpc.trainer.algorithms.tokens import Tokens as TrainedTokens
 from laminar_hpc.trainer.megatron.packs import Pack, make_pack
 
@@ -41,18 +43,31 @@ class Example:
 
 
 class TrajectoryOutcome(NamedTuple):
-    """What became of a trajectory: its reward as it came, its accuracy, and 1 where it was cut at
-    sampling.max_response_tokens, else 0."""
+    """What became of a trajectory: its reward as it came, its accuracy, 1 where it was cut at
+    sampling.max_response_tokens, else 0, and its weight in the likelihood of right answers."""
 
-    reward: float
-    right: float
-    truncated: float
+    reward: float = 0.0
+    right: float = 0.0
+    truncated: float = 0.0
+    likelihood: float = 0.0
 
 
-def outcome_of(record: Trajectory) -> TrajectoryOutcome:
-    """Of a scored trajectory."""
-    right = accuracy(record.reward, record.reward_parts)
-    return TrajectoryOutcome(record.reward, right, float(record.finish_reason == "length"))
+def outcomes(
+    records: Sequence[Trajectory], members: Sequence[Sequence[int]], a: AlgorithmConfig
+) -> list[TrajectoryOutcome]:
+    """Of all scored trajectories of a batch; `members`: those of each mini-batch."""
+    found = [
+        TrajectoryOutcome(t.reward, accuracy(t.reward, t.reward_parts), float(t.finish_reason == "length"))
+        for t in records
+    ]
+    for part in members if a.likelihood_coefficient > 0 else ():
+        right = torch.tensor([found[i].right for i in part], dtype=torch.float64)
+        weights = likelihood_weights(
+            right, torch.tensor([records[i].trained for i in part]), a.loss_aggregation
+        )
+        for i, weight in zip(part, weights.tolist(), strict=True):
+            found[i] = found[i]._replace(likelihood=weight)
+    return found
 
 
 @dataclass(frozen=True)
@@ -132,8 +147,8 @@ def make_microbatch(examples: Sequence[Example], device: torch.device, size: int
     behaviour = moved([behaviour_logprobs(e.text.response) for e in examples])
     proximal = [e.proximal for e in examples if e.proximal is not None]
     reference = [e.reference for e in examples if e.reference is not None]
-    known = [e.outcome or TrajectoryOutcome(0.0, 0.0, 0.0) for e in examples]
-    outcomes = moved([torch.tensor(known).repeat_interleave(torch.tensor(counts), 0)])
+    known = [e.outcome or TrajectoryOutcome() for e in examples]
+    of_outcomes = moved([torch.tensor(known).repeat_interleave(torch.tensor(counts), 0)])
     tokens = TrainedTokens(
         behaviour=behaviour,
         proximal=moved(proximal) if proximal else behaviour,
@@ -142,8 +157,9 @@ def make_microbatch(examples: Sequence[Example], device: torch.device, size: int
         sequence=moved([torch.from_numpy(np.repeat(np.arange(len(examples)), counts))]),
         sequences=len(examples),
         real=torch.ones(len(behaviour), device=device),
-        rewards=outcomes[:, 0],
-        right=outcomes[:, 1],
-        truncated=outcomes[:, 2],
+        rewards=of_outcomes[:, 0],
+        right=of_outcomes[:, 1],
+        truncated=of_outcomes[:, 2],
+        likelihood=of_outcomes[:, 3],
     )
     return MicroBatch(pack, tokens)

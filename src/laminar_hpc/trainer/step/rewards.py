@@ -11,7 +11,7 @@ from laminar_hpc.config.rewards import reward_functions
 from laminar_hpc.config.schema import AlgorithmConfig, RunConfig
 from laminar_hpc.line.messages.data import Trajectory
 from laminar_hpc.trainer.algorithms.scored import RewardPart, ScoredBatch
-from laminar_hpc.trainer.algorithms.shaping import overlong_punishment, shuffled
+from laminar_hpc.trainer.algorithms.shaping import length_rescaled, overlong_punishment, shuffled
 
 
 def scored_batch(config: RunConfig, trajectories: Sequence[Trajectory], step: int) -> ScoredBatch:
@@ -21,21 +21,20 @@ def scored_batch(config: RunConfig, trajectories: Sequence[Trajectory], step: in
     order = list(range(len(trajectories)))
     if a.shuffle_rewards:
         order = shuffled(order, config.seed, step)
-    rewards = [
-        t.reward + overlong_punishment(t.length, longest, a.overlong_buffer_tokens) for t in trajectories
-    ]
+    sizes = _group_sizes(a, trajectories, step)
+    lengths = torch.tensor([t.length for t in trajectories])
+    rewards = _doubles([t.reward for t in trajectories])
+    if a.length_penalty > 0:
+        rewards = length_rescaled(rewards, lengths, sizes, a.length_penalty)
+    buffer = a.overlong_buffer_tokens
+    rewards = rewards + _doubles([overlong_punishment(t.length, longest, buffer) for t in trajectories])
     parts = {
         name: RewardPart(each.weight, _doubles([t.reward_parts.get(name, 0.0) for t in trajectories])[order])
         for name, each in reward_functions(config.reward).items()
         if config.reward.functions
     }
-    return ScoredBatch(
-        _doubles(rewards)[order],
-        _group_sizes(a, trajectories, step),
-        torch.tensor([t.trained for t in trajectories]),
-        torch.tensor([t.length for t in trajectories]),
-        parts,
-    )
+    trained = torch.tensor([t.trained for t in trajectories])
+    return ScoredBatch(rewards[order], sizes, trained, lengths, parts)
 
 
 def _doubles(values: Sequence[float]) -> torch.Tensor:
