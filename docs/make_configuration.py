@@ -123,7 +123,7 @@ def values(field: dataclasses.Field) -> str:
     """What the checker allows."""
     limits = bounds.allowed(field)
     if isinstance(limits, bounds.Choices):
-        return ", ".join(f"`{name}`" for name in limits.names)
+        return ", ".join([*(f"`{name}`" for name in limits.names), *["a dotted path"] * limits.or_path])
     return limits.words() if isinstance(limits, bounds.Bounds) and limits != bounds.Bounds() else ""
 
 

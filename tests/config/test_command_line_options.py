@@ -112,7 +112,10 @@ def test_an_entry_is_taken_out_of_a_table(tmp_path):
         ("steps=1,2", "several values, one run each, need laminar train --multirun"),
         ("steps=range(1,4)", "several values, one run each, need laminar train --multirun"),
         ("pipeline=choice(sync,laminar)", "need laminar train --multirun"),
-        ("algorithm.loss=clip,gspo", "use one of clip, gspo, cispo, aipo; several values"),
+        (
+            "algorithm.loss=clip,gspo",
+            "use one of clip, gspo, cispo, aipo, dppo, sapo, gmpo, or MODULE.FUNCTION; several values",
+        ),
         ("hydra.run.dir=x", "Hydra's own settings are not taken; a run writes to run_dir alone"),
         ("hydra/launcher=submitit_slurm", "Hydra's own settings are not taken"),
     ],

@@ -17,7 +17,7 @@ from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.load import load_config
 from laminar_hpc.config.models import missing_files
 from laminar_hpc.config.schema import RunConfig
-from laminar_hpc.environments.workers.functions import load_function
+from laminar_hpc.config.user_code import load_function
 from laminar_hpc.machine.compat.torchvision import declare_schemas
 
 THEIRS = {

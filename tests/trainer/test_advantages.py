@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,8 +18,9 @@ from laminar_hpc.trainer.algorithms.advantages import (
     token_advantages,
     whitened,
 )
+from laminar_hpc.trainer.algorithms.scored import ScoredBatch
 from laminar_hpc.trainer.algorithms.shaping import overlong_punishment, shuffled
-from laminar_hpc.trainer.step.learner import Learner
+from laminar_hpc.trainer.step.rewards import scored_batch
 
 ADVANTAGES = next(allowed(f).names for f in dataclasses.fields(AlgorithmConfig) if f.name == "advantage")
 
@@ -29,9 +29,11 @@ def double(values: list) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
-def flat(a: AlgorithmConfig, *arguments: object) -> torch.Tensor:
+def flat(
+    a: AlgorithmConfig, rewards: torch.Tensor, sizes: list[int], tokens: torch.Tensor, *arguments: object
+) -> torch.Tensor:
     """Trajectory after trajectory."""
-    return torch.cat(token_advantages(a, *arguments))
+    return torch.cat(token_advantages(a, ScoredBatch(rewards, sizes, tokens, tokens), *arguments))
 
 
 def test_grpo_advantages_are_the_groups_own_z_scores() -> None:
@@ -98,6 +100,7 @@ def test_kl_in_the_reward_is_that_of_the_whole_trajectory(advantage: str) -> Non
 def test_equal_rewards_teach_nothing(advantage: str, reward: float, lengths: list[int]) -> None:
     """Whatever the lengths of the trajectories, also with none trained."""
     a = AlgorithmConfig(advantage=advantage, samples_per_prompt=2)
+    reward = abs(reward) if advantage == "max_rl" else reward  # which takes no other
     found = flat(
         a, double([reward] * 4), [4], torch.tensor(lengths), torch.zeros(sum(lengths), dtype=torch.float64)
     )
@@ -147,10 +150,12 @@ def test_overlong_punishment_counts_what_is_bounded() -> None:
     """Of several turns sampling.max_response_tokens bounds all tokens, what tools gave included: a trajectory
     that was cut there is punished, however few of its tokens are its own."""
     config = RunConfig()
-    config.sampling.max_response_tokens, config.algorithm.overlong_buffer_tokens = 256, 64
+    config.sampling.max_response_tokens = 256
+    config.algorithm.overlong_buffer_tokens = 64
+    config.algorithm.samples_per_prompt = 4
     lengths = [(256, 150), (224, 10), (192, 192), (150, 150)]
     records = [
         Trajectory(i, 0, 0, 0, 0, 0, length, trained, 1, "length", 0.0, 1.0, reward=1.0)
         for i, (length, trained) in enumerate(lengths)
     ]
-    assert Learner._rewards(SimpleNamespace(config=config), records, 0) == [0.0, 0.5, 1.0, 1.0]
+    assert scored_batch(config, records, 0).rewards.tolist() == [0.0, 0.5, 1.0, 1.0]

@@ -13,7 +13,7 @@ from laminar_hpc.config.schema import AlgorithmConfig
 from laminar_hpc.trainer.algorithms.corrections import behaviour_weights, kept_sequences
 from laminar_hpc.trainer.algorithms.kl import kl_estimate
 from laminar_hpc.trainer.algorithms.loss_aggregation import weights_and_count
-from laminar_hpc.trainer.algorithms.losses import aipo, cispo, clip, gspo
+from laminar_hpc.trainer.algorithms.losses import TokenLosses, policy_loss
 from laminar_hpc.trainer.algorithms.objective import SUMS, objective
 from laminar_hpc.trainer.algorithms.tokens import Tokens
 from laminar_hpc.trainer.step.microbatch import make_microbatch
@@ -29,6 +29,14 @@ def tokens(behaviour: list[float], advantages: list[float], lengths: list[int]) 
         sequences=len(lengths),
         real=torch.ones(sum(lengths)),
     )
+
+
+def of_tokens(
+    logprobs: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor, **settings: object
+) -> TokenLosses:
+    """The loss of trajectories of one token each."""
+    batch = tokens(old.tolist(), advantages.tolist(), [1] * len(old))
+    return policy_loss(AlgorithmConfig(**settings), logprobs, old, batch)
 
 
 # ratio, advantage -> loss, gradient of the loss by the log-prob, clipped; with clip_low 0.2, clip_high 0.28
@@ -50,7 +58,7 @@ def test_clip_higher_in_closed_form(
 ) -> None:
     """Each side of the clip, for good and bad tokens (arXiv 2503.14476, equation 8)."""
     logprob = torch.tensor([math.log(ratio) - 1.0], requires_grad=True)
-    found = clip(logprob, torch.tensor([-1.0]), torch.tensor([advantage]), 0.2, 0.28)
+    found = of_tokens(logprob, torch.tensor([-1.0]), torch.tensor([advantage]))
     found.loss.sum().backward()
     assert found.loss.item() == pytest.approx(loss, abs=1e-6)
     assert logprob.grad.item() == pytest.approx(gradient, abs=1e-6)
@@ -67,7 +75,7 @@ def test_dual_clip_bounds_the_loss_of_bad_tokens(
     """Above the bound 3 a negative advantage has no gradient any more; a positive one is clipped as before
     (arXiv 1912.09729)."""
     logprob = torch.tensor([math.log(ratio)], requires_grad=True)
-    found = clip(logprob, torch.zeros(1), torch.tensor([advantage]), 0.2, 0.28, dual=3.0)
+    found = of_tokens(logprob, torch.zeros(1), torch.tensor([advantage]), clip_dual=3.0)
     found.loss.sum().backward()
     assert (found.loss.item(), logprob.grad.item()) == pytest.approx((loss, gradient), abs=1e-6)
 
@@ -80,7 +88,8 @@ def test_gspo_clips_the_geometric_mean() -> None:
         [math.log(2), math.log(8), -math.log(2), -math.log(2), math.log(1.5)], requires_grad=True
     )
     batch = tokens([0.0] * 5, [1.0, 1.0, -2.0, -2.0, 1.0], [2, 2, 1])
-    found = gspo(logprobs, batch.behaviour, batch, 0.5001, 2.0)
+    a = AlgorithmConfig(loss="gspo", clip_low=0.5001, clip_high=2.0)
+    found = policy_loss(a, logprobs, batch.behaviour, batch)
     assert found.loss.tolist() == pytest.approx(
         [-3.0, -3.0, 1.0, 1.0, -1.5], abs=1e-6
     ) and found.clipped.tolist() == [1, 1, 0, 0, 0]
@@ -94,7 +103,8 @@ def test_gspo_clips_the_geometric_mean() -> None:
 def test_cispo_clips_the_weight_and_never_the_gradient(ratio: float, weight: float, advantage: float) -> None:
     """The gradient is -clip(r) A on both sides (arXiv 2506.13585, equations 4 and 5)."""
     logprob = torch.tensor([math.log(ratio)], requires_grad=True)
-    found = cispo(logprob, torch.zeros(1), torch.tensor([advantage]), 0.5, 1.0)
+    settings = {"loss": "cispo", "clip_low": 0.5, "clip_high": 1.0}
+    found = of_tokens(logprob, torch.zeros(1), torch.tensor([advantage]), **settings)
     found.loss.sum().backward()
     assert logprob.grad.item() == pytest.approx(-weight * advantage, abs=1e-6)
     assert found.clipped.item() == (weight != ratio)
@@ -104,9 +114,10 @@ def test_cispo_clips_the_weight_and_never_the_gradient(ratio: float, weight: flo
 def test_aipo_truncates_on_one_side(ratio: float, weight: float) -> None:
     """The gradient is -min(r, rho) A (arXiv 2505.24034), which is CISPO's without a lower bound."""
     gradients = []
-    for loss in (lambda lp, old, a: aipo(lp, old, a, 4.0), lambda lp, old, a: cispo(lp, old, a, 1.0, 3.0)):
+    aipo = {"loss": "aipo", "importance_weight_cap": 4.0}
+    for settings in (aipo, {"loss": "cispo", "clip_low": 1.0, "clip_high": 3.0}):
         logprob = torch.tensor([math.log(ratio)], requires_grad=True)
-        loss(logprob, torch.zeros(1), torch.tensor([1.5])).loss.sum().backward()
+        of_tokens(logprob, torch.zeros(1), torch.tensor([1.5]), **settings).loss.sum().backward()
         gradients.append(logprob.grad.item())
     assert gradients == pytest.approx([-weight * 1.5] * 2, abs=1e-6)
 
@@ -286,7 +297,7 @@ def test_without_a_bound_k3_is_the_papers() -> None:
 def test_a_behaviour_logprob_that_is_not_finite_shows_in_the_loss() -> None:
     """Nothing is clamped away: the learner must be able to see it and skip the update."""
     assert not torch.isfinite(
-        clip(torch.tensor([-1.0]), torch.tensor([-math.inf]), torch.tensor([-1.0]), 0.2, 0.28).loss
+        of_tokens(torch.tensor([-1.0]), torch.tensor([-math.inf]), torch.tensor([-1.0])).loss
     ).all()
 
 

@@ -58,7 +58,49 @@ OPTIONS = {
         **NARROW,
     },
     "overlong": {"overlong_buffer_tokens": 16},
+    "dppo-opo-tis": {
+        "loss": "dppo",
+        "advantage": "opo",
+        "proximal": "recomputed",
+        "corrections": ["tis", "overlong_filter"],
+        "importance_weight_cap": 1.3,
+        "options": {"importance_weight_floor": 0.8},
+        "clip_low": 1e-4,
+        "clip_high": 1e-4,
+    },
+    "sapo-max_rl-icepop": {
+        "loss": "sapo",
+        "advantage": "max_rl",
+        "proximal": "recomputed",
+        "corrections": ["icepop"],
+        "importance_weight_cap": 1.3,
+        "length_penalty": 0.33,
+    },
+    "gmpo-batch_std-opsm": {
+        "loss": "gmpo",
+        "advantage": "grpo_batch_std",
+        "loss_aggregation": "sequences",
+        "corrections": ["opsm"],
+        "options": {"opsm_divergence": 0.02},
+    },
+    "gdpo-sequence_tis-likelihood": {
+        "advantage": "gdpo",
+        "proximal": "recomputed",
+        "corrections": ["sequence_tis"],
+        "importance_weight_cap": 2.0,
+        "likelihood_coefficient": 0.1,
+        "kl_coefficient": 0.1,
+        "kl_estimator": "k3_weighted",
+        **NARROW,
+    },
+    "sequence_icepop": {
+        "proximal": "recomputed",
+        "corrections": ["sequence_icepop"],
+        "importance_weight_cap": 3.0,
+        **NARROW,
+    },
 }
+PARTS = {"right": {"function": "a.b"}, "short": {"function": "a.c", "weight": 0.3}}  # of gdpo
 
 
 def settings(name: str) -> dict:
@@ -77,6 +119,7 @@ def test_two_steps_equal_plain_torch(name: str, untied_model: Path, world: None)
         sampling__temperature=0.8,
         sampling__max_response_tokens=32,
         **settings(name),
+        **({"reward__functions": PARTS} if "gdpo" in name else {}),
     )
     policy = MegatronPolicy(config)
     learner = Learner(config, policy)
@@ -85,6 +128,8 @@ def test_two_steps_equal_plain_torch(name: str, untied_model: Path, world: None)
     )
     for step in range(2):
         batch = tiny.make_batch(seed=20 + step)
+        for t in batch:
+            t.reward_parts = {"right": t.reward, "short": 1 / len(t.response_tokens)}
         losses, norms = trainer.train(batch, step)
         metrics = learner.train(tiny.step_batch(batch), step, lambda: None)
         if (
@@ -108,6 +153,8 @@ def test_every_choice_is_trained_by_one_of_the_options() -> None:
     """A choice that is added must be added here."""
     limits = {field.name: allowed(field) for field in dataclasses.fields(AlgorithmConfig)}
     trained = ("advantage", "loss", "loss_aggregation", "proximal", "kl_estimator")
+    corrections = {name for option in OPTIONS.values() for name in option.get("corrections", ())}
+    assert set(limits["corrections"].names) <= corrections
     choices = {
         key: limit.names for key, limit in limits.items() if isinstance(limit, Choices) and key in trained
     }

@@ -13,8 +13,14 @@ gradient come out.
 | advantage=grpo, normalize_std | GRPOTrainer, scale_rewards group, none |
 | advantage=rloo, kl_estimator=k1 in the reward | RLOOTrainer, beta |
 | overlong_buffer_tokens | get_soft_overlong_punishment |
+| loss=sapo | GRPOTrainer, loss_type sapo |
+| corrections tis, icepop, sequence_tis, sequence_icepop | vllm_importance_sampling_mode, clip_min, clip_max |
+| corrections opsm | off_policy_mask_threshold |
+| advantage=grpo_batch_std, gdpo | scale_rewards batch, multi_objective_aggregation |
+| kl_estimator=k3_weighted | use_bias_correction_kl |
 
-TRL has no counterpart of REINFORCE++, of the geometric sequence mask, nor of k1 and k2 in the loss.
+TRL has no counterpart of REINFORCE++, of the geometric sequence mask, nor of k1 and k2 in the loss, of DPPO,
+GMPO, OPO, MaxRL and GR3: test_objectives.py holds those.
 """
 
 import math
@@ -31,6 +37,7 @@ from laminar_hpc.machine.compat.optional import left_out
 from laminar_hpc.trainer.algorithms.advantages import token_advantages
 from laminar_hpc.trainer.algorithms.kl import kl_estimate
 from laminar_hpc.trainer.algorithms.objective import objective
+from laminar_hpc.trainer.algorithms.scored import RewardPart, ScoredBatch
 from laminar_hpc.trainer.algorithms.shaping import overlong_punishment
 from laminar_hpc.trainer.algorithms.tokens import Tokens
 
@@ -39,6 +46,7 @@ pytestmark = pytest.mark.slow  # TRL takes seconds to import
 LENGTHS, SAMPLES, LONGEST = [5, 3, 1, 4, 5, 2], 3, 6
 MASK = torch.tensor([[1.0] * n + [0.0] * (max(LENGTHS) - n) for n in LENGTHS])
 REWARDS = torch.tensor([1.0, 0.0, 0.25, 2.0, 0.0, -1.0])
+OTHER = torch.tensor([0.1, 0.7, 0.4, 0.4, 0.9, 0.5])  # of a second reward function
 
 
 def drawn(seed: int, spread: float) -> torch.Tensor:
@@ -61,6 +69,8 @@ def alone(value: torch.Tensor, reduction: str = "sum") -> torch.Tensor:
 def stand_in(**settings: object) -> SimpleNamespace:
     """A trainer of TRL as far as `_generate_and_score_completions` and `_compute_loss` read it: one text-only
     batch in one step."""
+    from trl import GRPOTrainer
+
     model, reference = (SimpleNamespace(training=True, is_gradient_checkpointing=False) for _ in range(2))
     rows = [[7] * n for n in LENGTHS]
     generated = (
@@ -79,6 +89,8 @@ def stand_in(**settings: object) -> SimpleNamespace:
         args=SimpleNamespace(
             delta=None,
             use_bias_correction_kl=False,
+            sapo_temperature_pos=1.0,
+            sapo_temperature_neg=1.05,
             steps_per_generation=1,
             gradient_accumulation_steps=1,
             per_device_train_batch_size=len(rows),
@@ -95,7 +107,6 @@ def stand_in(**settings: object) -> SimpleNamespace:
         scale_rewards="group",
         max_completion_length=LONGEST,
         multi_objective_aggregation="sum_then_normalize",
-        reward_weights=torch.ones(1),
         num_generations=SAMPLES,
         num_iterations=1,
         current_gradient_accumulation_steps=1,
@@ -116,7 +127,6 @@ def stand_in(**settings: object) -> SimpleNamespace:
         tools=None,
         pad_to_multiple_of=None,
         log_multimodal=False,
-        reward_func_names=["given"],
         _tokenizer=SimpleNamespace(pad_token_id=0),
         _metrics=defaultdict(lambda: defaultdict(list)),
         _logs=defaultdict(list, rewards=defaultdict(list)),
@@ -126,7 +136,12 @@ def stand_in(**settings: object) -> SimpleNamespace:
     trainer._generate = lambda prompts: (
         generated if settings.get("trl_trainer") != "rloo" else (generated[0], rows, rows)
     )
-    trainer._calculate_rewards = lambda *_: REWARDS[:, None]
+    several = settings.get("multi_objective_aggregation") == "normalize_then_sum"
+    trainer._calculate_rewards = lambda *_: torch.stack((REWARDS, OTHER), 1) if several else REWARDS[:, None]
+    trainer.reward_weights = torch.tensor([1.0, 0.3] if several else [1.0])
+    trainer.reward_func_names = ["given", "other"] if several else ["given"]
+    trainer.reward_funcs = trainer.reward_func_names
+    trainer.get_off_policy_mask = GRPOTrainer.get_off_policy_mask
     # Before the update the model's log-probs are the proximal ones; CURRENT is passed as a model of its own.
     of = {id(model): PROXIMAL, id(reference): REFERENCE}
     trainer._get_per_token_logps_and_entropies = lambda m, *_, **__: (
@@ -135,7 +150,7 @@ def stand_in(**settings: object) -> SimpleNamespace:
         None,
     )
     for key, value in settings.items():
-        setattr(trainer.args if key == "delta" else trainer, key, value)
+        setattr(trainer.args if hasattr(trainer.args, key) else trainer, key, value)
     return trainer
 
 
@@ -171,7 +186,9 @@ def here(**settings: object) -> tuple[torch.Tensor, float, torch.Tensor]:
     if a.kl_in_reward:
         penalties = a.kl_coefficient * kl_estimate(flat(PROXIMAL), flat(REFERENCE), a.kl_estimator).double()
     sizes = [SAMPLES] * (len(REWARDS) // SAMPLES)
-    advantages = torch.cat(token_advantages(a, REWARDS.double(), sizes, lengths, penalties)).float()
+    parts = {"given": RewardPart(1.0, REWARDS.double()), "other": RewardPart(0.3, OTHER.double())}
+    scored = ScoredBatch(REWARDS.double(), sizes, lengths, lengths, parts)
+    advantages = torch.cat(token_advantages(a, scored, penalties)).float()
     tokens = Tokens(
         behaviour=flat(BEHAVIOUR),
         proximal=flat(PROXIMAL if a.proximal == "recomputed" else BEHAVIOUR),
@@ -189,6 +206,17 @@ def here(**settings: object) -> tuple[torch.Tensor, float, torch.Tensor]:
 
 
 VLLM = {"use_vllm": True, "vllm_importance_sampling_correction": True}
+
+
+def weighed(correction: str, mode: str) -> tuple[dict, dict]:
+    """Weights or masks by q / mu, between 0.75 and 1.3."""
+    floor = {"importance_weight_floor": 0.75}
+    mine = {"corrections": [correction], "proximal": "recomputed", "importance_weight_cap": 1.3}
+    bounds = {"vllm_importance_sampling_clip_min": 0.75, "vllm_importance_sampling_clip_max": 1.3}
+    theirs = {"loss_type": "dapo", "vllm_importance_sampling_mode": mode, **bounds, **VLLM}
+    return {**mine, "options": floor}, theirs
+
+
 CASES = {
     "clip-tokens": ({}, {"loss_type": "dapo"}),
     "clip-sequences": ({"loss_aggregation": "sequences"}, {"loss_type": "grpo"}),
@@ -229,6 +257,24 @@ CASES = {
         },
     ),
     "kl-k3": ({"kl_coefficient": 0.3}, {"loss_type": "dapo", "beta": 0.3}),
+    "kl-k3-weighted": (
+        {"kl_coefficient": 0.3, "kl_estimator": "k3_weighted"},
+        {"loss_type": "dapo", "beta": 0.3, "use_bias_correction_kl": True},
+    ),
+    "sapo": ({"loss": "sapo", "loss_aggregation": "sequences"}, {"loss_type": "sapo"}),
+    "two-sided-tis": weighed("tis", "token_truncate"),
+    "icepop": weighed("icepop", "token_mask"),
+    "sequence-tis": weighed("sequence_tis", "sequence_truncate"),
+    "sequence-icepop": weighed("sequence_icepop", "sequence_mask"),
+    "opsm": (
+        {"corrections": ["opsm"], "options": {"opsm_divergence": 0.1}},
+        {"loss_type": "dapo", "off_policy_mask_threshold": 0.1},
+    ),
+    "batch-std": ({"advantage": "grpo_batch_std"}, {"loss_type": "dapo", "scale_rewards": "batch"}),
+    "gdpo": (
+        {"advantage": "gdpo"},
+        {"loss_type": "dapo", "multi_objective_aggregation": "normalize_then_sum"},
+    ),
     "kl-k3-tis": (
         {
             "kl_coefficient": 0.3,

@@ -67,10 +67,16 @@ class Bounds:
 
 @dataclass(frozen=True)
 class Choices:
+    """What a text may be. `or_path`: the dotted path of a function of the user's own, too."""
+
     names: Collection[str]
+    or_path: bool = False
+
+    def hold(self, value: object) -> bool:
+        return value in self.names or (self.or_path and isinstance(value, str) and "." in value)
 
     def words(self) -> str:
-        return ", ".join(self.names)
+        return ", ".join(self.names) + (", or MODULE.FUNCTION" if self.or_path else "")
 
 
 def bounds(
@@ -105,6 +111,16 @@ def seconds(default: float) -> float:
 def choice(*names: str, default: str = "") -> str:
     """A field that holds one of `names`; the default is the first of them where it is not named."""
     return dataclasses.field(default=default or names[0], metadata=choices(*names))
+
+
+def choice_or_path(names: Collection[str]) -> str:
+    """A field that holds one of `names`, the first by default, or the dotted path of a function."""
+    return dataclasses.field(default=next(iter(names)), metadata={_NAME: Choices(names, or_path=True)})
+
+
+def choices_or_paths(names: Collection[str]) -> dict[str, Choices]:
+    """Metadata of a field that holds some of `names`, or dotted paths."""
+    return {_NAME: Choices(names, or_path=True)}
 
 
 def choices(*names: str) -> dict[str, Choices]:
@@ -185,7 +201,7 @@ def wrong_values(config: Any, prefix: str = "") -> list[str]:
             continue
         limits = allowed(field)
         for name, entry in _entries(key, value):
-            if isinstance(limits, Choices) and entry not in limits.names:
+            if isinstance(limits, Choices) and not limits.hold(entry):
                 nearest = did_you_mean(str(entry), limits.names)
                 lines.append(f"{name}={shown(entry)}: {requirement(field)}{nearest}")
             elif dataclasses.is_dataclass(entry):

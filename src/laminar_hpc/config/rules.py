@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from laminar_hpc.config.models import count_parameters, kv_heads, serving_bytes
+from laminar_hpc.config.objectives import SEQUENCE_LOSSES, WEIGHTS, is_own, wrong_options
 from laminar_hpc.config.schema import AlgorithmConfig, RunConfig
 
 _NEUTRAL = {
@@ -36,7 +37,8 @@ def broken_rules(config: RunConfig, model: dict | None) -> list[str]:
             value = getattr(value, name)
         return f"{match[1]}={_written(value)}"
 
-    parts = (_source, _data, _devices, _sampling, _rollout, _environment, _pipeline, _batch, _loss, _rewards)
+    parts = (_source, _data, _devices, _sampling, _rollout, _environment, _pipeline, _batch)
+    parts += (_loss, _corrections, _rewards, _advantages)
     texts = [text for part in parts for text in part(config)]
     texts += _model(config, model) if model is not None else []
     return [re.sub(r"@([\w.]*\w)", written, text) for text in texts]
@@ -198,11 +200,12 @@ def _loss(config: RunConfig) -> Iterator[str]:
     """Yields what is wrong with the loss and its importance ratios."""
     a = config.algorithm
     least, most = a.sequence_ratio_min or 0.0, a.sequence_ratio_max
-    if a.clip_dual is not None and a.loss != "clip":
+    yield from wrong_options(a.options, [a.advantage, a.loss, *a.corrections])
+    if a.clip_dual is not None and a.loss != "clip" and not is_own(a.loss):
         yield f"@algorithm.clip_dual belongs to algorithm.loss=clip, not {a.loss}"
     if a.clip_dual is not None and not a.clip_dual > 1 + a.clip_high:
         yield "@algorithm.clip_dual: must be above 1 + clip_high, for example 3"
-    if a.loss == "gspo" and a.loss_aggregation != "sequences":
+    if a.loss in SEQUENCE_LOSSES and a.loss_aggregation != "sequences":
         cure = f"set algorithm.loss_aggregation=sequences, not {a.loss_aggregation}"
         yield f"@algorithm.loss has one ratio per sequence: {cure}"
     if a.loss == "aipo" and a.importance_weight_cap is None:
@@ -210,12 +213,47 @@ def _loss(config: RunConfig) -> Iterator[str]:
     if a.loss == "aipo" and a.proximal != "behaviour":
         cure = f"set algorithm.proximal=behaviour, not {a.proximal}"
         yield f"@algorithm.loss weighs against the behaviour policy itself: {cure}"
-    if a.importance_weight_cap is not None and a.proximal == "behaviour" and a.loss != "aipo":
+    capped = a.loss == "aipo" or any(is_own(name) for name in (a.loss, *a.corrections))
+    if a.importance_weight_cap is not None and a.proximal == "behaviour" and not capped:
         cure = "set algorithm.proximal=recomputed, or null"
         yield f"@algorithm.importance_weight_cap has no weight to truncate: {cure}"
     if not 0 <= least < (math.inf if most is None else most):
         values = f"sequence_ratio_min={a.sequence_ratio_min} and sequence_ratio_max={most}"
         yield f"algorithm.{values}: the first must be below the second"
+
+
+def _corrections(config: RunConfig) -> Iterator[str]:
+    """Yields what is wrong with algorithm.corrections."""
+    a = config.algorithm
+    weights = [name for name in a.corrections if name in WEIGHTS]
+    if len(set(a.corrections)) < len(a.corrections):
+        yield "@algorithm.corrections: one is named twice"
+    if len(weights) > 1:
+        yield f"@algorithm.corrections: {' and '.join(weights)} both weigh tokens; keep one"
+    if weights and a.proximal != "recomputed":
+        yield f"@algorithm.corrections: {weights[0]} weighs q / mu; set algorithm.proximal=recomputed"
+    if weights and a.importance_weight_cap is None:
+        yield f"@algorithm.corrections: {weights[0]} needs algorithm.importance_weight_cap, for example 2"
+    floor = a.options.get("importance_weight_floor", 0.0)
+    if weights and isinstance(floor, int | float) and floor >= (a.importance_weight_cap or math.inf):
+        cap = "@algorithm.importance_weight_cap"
+        yield f"algorithm.options.importance_weight_floor={floor} must be below {cap}"
+
+
+def _advantages(config: RunConfig) -> Iterator[str]:
+    """Yields what is wrong with advantages that ask for more than a reward."""
+    a = config.algorithm
+    shaped = a.kl_in_reward or a.overlong_buffer_tokens > 0
+    if a.advantage == "max_rl" and shaped:
+        what = "without kl_in_reward and overlong_buffer_tokens"
+        yield f"@algorithm.advantage divides by the mean reward, which must not be negative: {what}"
+    if a.advantage == "gdpo" and (shaped or a.length_penalty > 0):
+        what = "without kl_in_reward, overlong_buffer_tokens and length_penalty"
+        yield f"@algorithm.advantage takes each of reward.functions as it came: {what}"
+    if a.advantage == "gdpo" and len(config.reward.functions) < 2:
+        yield "@algorithm.advantage is of several rewards: name two or more in reward.functions"
+    if a.length_penalty > 0 and a.zero_variance == "estimate":
+        yield "@algorithm.zero_variance takes rewards as probabilities: it goes without length_penalty"
 
 
 def _rewards(config: RunConfig) -> Iterator[str]:
@@ -227,16 +265,18 @@ def _rewards(config: RunConfig) -> Iterator[str]:
             "@algorithm.zero_variance takes rewards as probabilities: it goes with advantage=grpo, without "
             "kl_in_reward and without overlong_buffer_tokens; use keep or filter"
         )
-    if not a.normalize_std and a.advantage != "grpo":
+    if not a.normalize_std and a.advantage != "grpo" and not is_own(a.advantage):
         what = f"belongs to algorithm.advantage=grpo, not {a.advantage}"
         yield f"algorithm.normalize_std=false {what}: leave it out"
     if a.kl_in_reward and a.kl_coefficient == 0:
         what = "does nothing while algorithm.kl_coefficient=0"
         yield f"algorithm.kl_in_reward=true {what}: set one of them"
+    if a.kl_in_reward and a.kl_estimator == "k3_weighted":
+        yield "@algorithm.kl_estimator weighs a loss, and algorithm.kl_in_reward=true has none: use k1"
     if a.kl_coefficient > 0 and a.kl_estimator == "k1" and not a.kl_in_reward:
         why = "as a loss pulls nowhere (its gradient has mean 0)"
         yield f"@algorithm.kl_estimator {why}: use k2 or k3, or algorithm.kl_in_reward=true"
-    if a.loss == "gspo" and a.kl_in_reward and a.advantage.startswith("reinforce_pp"):
+    if a.loss in SEQUENCE_LOSSES and a.kl_in_reward and a.advantage.startswith("reinforce_pp"):
         why = f"one advantage per sequence, {a.advantage} with kl_in_reward one per token"
         yield f"@algorithm.loss has {why}: use another loss"
     if a.overlong_buffer_tokens > config.sampling.max_response_tokens:

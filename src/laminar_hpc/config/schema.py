@@ -8,7 +8,8 @@ what is outside. The text below a key is its meaning in docs/configuration.md. I
 from dataclasses import dataclass, field
 from typing import Any
 
-from laminar_hpc.config.bounds import choice, number, seconds
+from laminar_hpc.config import objectives
+from laminar_hpc.config.bounds import choice, choice_or_path, choices_or_paths, number, seconds
 from laminar_hpc.config.system_schema import (
     RANKS_MAX,
     THREADS_MAX,
@@ -204,12 +205,18 @@ class AlgorithmConfig:
     """groups whose rewards are all equal: keep, filter (draw other prompts), or estimate (AERO's mean)"""
     minibatches_per_step: int = number(2, at_least=1)
     """optimizer updates per trainer step"""
-    advantage: str = choice("grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline")
-    """how rewards become advantages"""
+    advantage: str = choice_or_path(objectives.ADVANTAGES)
+    """how rewards become advantages; or the dotted path of a function of your own, see algorithms.md"""
     normalize_std: bool = True
     """divide advantages by the group's standard deviation; of grpo only"""
-    loss: str = choice("clip", "gspo", "cispo", "aipo")
-    """policy loss"""
+    loss: str = choice_or_path(objectives.LOSSES)
+    """policy loss; or the dotted path of a function of your own"""
+    corrections: list[str] = field(default_factory=list, metadata=choices_or_paths(objectives.CORRECTIONS))
+    """of tokens that another policy than the trained one has generated, in any number; also functions of
+    your own"""
+    options: dict[str, Any] = field(default_factory=dict)
+    """numbers that the advantage, loss and corrections above read by name; of functions of your own
+    whatever they read"""
     clip_low: float = number(0.2, at_least=0, at_most=1)
     """importance ratios are clipped below 1 - clip_low"""
     clip_high: float = number(0.28, at_least=0)
@@ -228,8 +235,8 @@ class AlgorithmConfig:
     """the same, above"""
     kl_coefficient: float = number(0.0, at_least=0)
     """weight of the KL divergence from the model of model.path, of which a copy is then held; 0 = none"""
-    kl_estimator: str = choice("k1", "k2", "k3", default="k3")
-    """estimate of the divergence from one token"""
+    kl_estimator: str = choice("k1", "k2", "k3", "k3_weighted", default="k3")
+    """estimate of the divergence from one token; k3_weighted: k3 times the importance ratio"""
     kl_k3_max: float | None = number(10.0, above=0, at_most=1e30)
     """largest k3 of one token, as in verl, slime and NeMo RL; beyond it the token has no KL gradient, and is
     counted (`kl_bounded_tokens`); null = no bound"""
@@ -237,6 +244,10 @@ class AlgorithmConfig:
     """taken off the reward instead of added to the loss"""
     overlong_buffer_tokens: int = number(0, at_least=0)
     """the last so many below sampling.max_response_tokens cost up to 1 of reward; 0 = none"""
+    length_penalty: float = number(0.0, at_least=0, at_most=1000)
+    """rewards are divided by 1 + so much x length / mean length of the group; 0 = none"""
+    likelihood_coefficient: float = number(0.0, at_least=0, at_most=1000)
+    """weight of the mean negative log-likelihood of right answers' tokens, added to the loss; 0 = none"""
     shuffle_rewards: bool = False
     """negative control: rewards are permuted over the batch, so there is nothing to learn"""
 

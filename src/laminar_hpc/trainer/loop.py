@@ -18,6 +18,7 @@ import torch.distributed as dist
 from laminar_hpc.line.context import RoleContext
 from laminar_hpc.line.messages.training import Checkpointed, Restored, TrainerDone
 from laminar_hpc.policies.metrics import merged
+from laminar_hpc.trainer.algorithms.trial import try_own
 from laminar_hpc.trainer.checkpoint import Checkpointer
 from laminar_hpc.trainer.checkpointing.reports import Saved
 from laminar_hpc.trainer.inbox import BatchInbox, Unreadable
@@ -43,6 +44,7 @@ def run(context: RoleContext) -> None:
     """The whole life of a trainer rank. Raises LaminarError for whatever ends the run, StopReceived when the
     controller ends it."""
     config, progress = context.config, Progress(context.channel)
+    try_own(config.algorithm)
     with context.trace.span("load"):
         init_trainer_world(context)
         progress.advance()

@@ -1,5 +1,6 @@
 """The trainer's step once more, written from the papers in plain torch and transformers: one sequence and one
-token at a time, no packs, no micro-batches, no shared code but the shuffle of mini-batches. What tests hold
+token at a time (the year's objectives number by number, in written_out.py), no packs, no micro-batches, no
+shared code but the shuffle of mini-batches. What tests hold
 the Learner against."""
 
 import math
@@ -7,6 +8,7 @@ import math
 import torch
 
 from helpers.made import Made
+from helpers.trainer import written_out
 from helpers.trainer.tiny import token_logprobs
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.trainer.step.packing import split_minibatches
@@ -15,6 +17,20 @@ from laminar_hpc.trainer.step.packing import split_minibatches
 def kl(logprobs: torch.Tensor, reference: torch.Tensor, estimator: str) -> torch.Tensor:
     ratio = torch.exp(reference - logprobs)
     return {"k1": -ratio.log(), "k2": ratio.log() ** 2 / 2, "k3": ratio - 1 - ratio.log()}[estimator]
+
+
+def of_numbers(pairs: list[tuple[float, float]], logprobs: torch.Tensor) -> torch.Tensor:
+    """Values with these derivatives by the log-probs."""
+    values, slopes = torch.tensor(pairs).T
+    return values + slopes * (logprobs - logprobs.detach())
+
+
+def by_group(batch: list[Made], values: list) -> list[list]:
+    """In the order of the batch, whose groups follow each other."""
+    groups: dict[int, list] = {}
+    for t, value in zip(batch, values, strict=True):
+        groups.setdefault(t.group_id, []).append(value)
+    return list(groups.values())
 
 
 def selected(values: torch.Tensor, t: Made) -> torch.Tensor:
@@ -44,20 +60,29 @@ class PlainTrainer:
         if a.proximal == "behaviour":
             proximal = behaviour
         advantages = self.advantages(
-            batch, [kl(p, r, a.kl_estimator) for p, r in zip(proximal, reference, strict=True)]
+            batch,
+            [
+                kl(p, r, a.kl_estimator.removesuffix("_weighted"))
+                for p, r in zip(proximal, reference, strict=True)
+            ],
         )
         losses, norms = [], []
         for members in split_minibatches(len(batch), a.minibatches_per_step, self.config.seed, step):
             self.adam.zero_grad()
             numerator, tokens = torch.zeros(()), sum(len(behaviour[i]) for i in members)
             for i in members:
+                logprobs = self.logprobs(self.model, batch[i])
                 per_token = self.token_losses(
-                    self.logprobs(self.model, batch[i]),
+                    logprobs,
                     proximal[i],
                     behaviour[i],
                     reference[i],
                     advantages[i],
+                    batch[i].finish_reason == "length",
                 )
+                if a.likelihood_coefficient and batch[i].reward > 0:
+                    right = sum(len(behaviour[j]) for j in members if batch[j].reward > 0)
+                    numerator = numerator - a.likelihood_coefficient * logprobs.sum() / right
                 scale = {
                     "tokens": 1 / tokens,
                     "sequences": 1 / (len(members) * len(behaviour[i])),
@@ -84,6 +109,23 @@ class PlainTrainer:
                 free = longest - a.overlong_buffer_tokens
                 overlong = max(-1.0, min(0.0, (free - len(t.loss_mask)) / a.overlong_buffer_tokens))
             rewards.append(t.reward + overlong)
+        lengths = by_group(batch, [len(t.loss_mask) for t in batch])
+        if a.length_penalty:
+            rewards = written_out.length_rescaled(by_group(batch, rewards), lengths, a.length_penalty)
+        tokens, groups = by_group(batch, [len(p) for p in penalty]), by_group(batch, rewards)
+        parts = [
+            (float(f.get("weight", 1.0)), by_group(batch, [t.reward_parts[name] for t in batch]))
+            for name, f in self.config.reward.functions.items()
+        ]
+        written = {
+            "grpo_batch_std": lambda: written_out.grpo_batch_std(groups),
+            "opo": lambda: written_out.opo(groups, tokens),
+            "max_rl": lambda: written_out.max_rl(groups),
+            "gdpo": lambda: written_out.gdpo(parts),
+        }
+        if a.advantage in written:
+            values = written[a.advantage]()
+            return [torch.full((len(p),), value) for p, value in zip(penalty, values, strict=True)]
         beta = a.kl_coefficient if a.kl_in_reward else 0.0
         if a.advantage.startswith("reinforce_pp"):
             returns = []
@@ -117,8 +159,11 @@ class PlainTrainer:
         behaviour: torch.Tensor,
         reference: torch.Tensor,
         advantages: torch.Tensor,
+        truncated: bool,
     ) -> torch.Tensor:
         a = self.config.algorithm
+        clip = written_out.Bounds(a.clip_low, a.clip_high)
+        numbers = (logprobs.tolist(), proximal.tolist(), float(advantages[0]) if len(advantages) else 0.0)
         ratio = (logprobs - proximal).exp()
         if a.loss == "gspo":
             ratio = (logprobs - proximal).mean().exp().expand(len(logprobs))
@@ -127,6 +172,12 @@ class PlainTrainer:
                 (1 - a.clip_low, 1 + a.clip_high) if a.loss == "cispo" else (0.0, a.importance_weight_cap)
             )
             loss = -ratio.detach().clamp(low, high) * advantages * logprobs
+        elif a.loss == "dppo":
+            loss = of_numbers(written_out.dppo(*numbers, clip), logprobs)
+        elif a.loss == "sapo":
+            loss = of_numbers(written_out.sapo(*numbers, 1.0, 1.05), logprobs)
+        elif a.loss == "gmpo":
+            loss = of_numbers(written_out.gmpo(*numbers, clip), logprobs)
         else:
             surrogate = torch.min(
                 ratio * advantages, ratio.clamp(1 - a.clip_low, 1 + a.clip_high) * advantages
@@ -136,7 +187,18 @@ class PlainTrainer:
                     advantages < 0, torch.max(surrogate, a.clip_dual * advantages), surrogate
                 )
             loss = -surrogate
-        if a.proximal == "recomputed":
+        weighs = any("tis" in name or "icepop" in name for name in a.corrections)
+        for name in a.corrections:
+            bounds = written_out.Bounds(
+                a.options.get("importance_weight_floor", 0.0), a.importance_weight_cap or 0.0
+            )
+            lists = (logprobs.tolist(), proximal.tolist(), behaviour.tolist())
+            loss = loss * torch.tensor(
+                written_out.correction(
+                    name, *lists, numbers[2], truncated, bounds, a.options.get("opsm_divergence", 1e-4)
+                )
+            )
+        if a.proximal == "recomputed" and not weighs:
             weight = (proximal - behaviour).exp()
             loss = loss * (
                 weight if a.importance_weight_cap is None else weight.clamp(max=a.importance_weight_cap)
@@ -146,5 +208,8 @@ class PlainTrainer:
         if mean < (a.sequence_ratio_min or 0.0) or mean > (a.sequence_ratio_max or math.inf):
             loss = loss * 0.0
         if a.kl_coefficient and not a.kl_in_reward:
-            loss = loss + a.kl_coefficient * kl(logprobs, reference, a.kl_estimator)
+            estimate = kl(logprobs, reference, a.kl_estimator.removesuffix("_weighted"))
+            if a.kl_estimator == "k3_weighted":
+                estimate = estimate * (logprobs - proximal).exp()
+            loss = loss + a.kl_coefficient * estimate
         return loss

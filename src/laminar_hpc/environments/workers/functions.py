@@ -4,13 +4,11 @@ process.py; under another interpreter too (interpreter.py).
 
 import importlib
 import inspect
-import os
-import sys
 import time
 from collections.abc import Callable
 from typing import Protocol
 
-from laminar_hpc.config.errors import LaminarError, did_you_mean
+from laminar_hpc.config.user_code import load_function
 from laminar_hpc.environments.reward_styles import RewardFault, adapted, checked
 from laminar_hpc.environments.workers import protocol
 from laminar_hpc.environments.workers.framing import framed
@@ -43,34 +41,6 @@ class Reward:
         """Makes the result of what the call returned. Raises RewardFault."""
         number, parts = checked(value, self.style)
         return protocol.CallResult(call.id, number, parts, t0, time.time())
-
-
-def load_function(path: str, label: str) -> Callable:
-    """The callable at a dotted path, searched from the current folder on too. Raises LaminarError when
-    there is none."""
-    module_name, _, name = path.rpartition(".")
-    if not module_name or set("/:") & set(path):
-        raise LaminarError(
-            f"{label} is no dotted path: write it as module.function, where module.py is in the current "
-            "folder or one of PYTHONPATH"
-        )
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        module = importlib.import_module(module_name)
-    except (Exception, SystemExit) as error:
-        cure = ""
-        if isinstance(error, ModuleNotFoundError) and error.name == module_name:
-            cure = f"; {module_name}.py must be in the current folder or one of PYTHONPATH"
-        raise LaminarError(
-            f"{label} cannot be imported: {type(error).__name__}: {str(error)[: protocol.MAX_ERROR]}{cure}"
-        ) from None
-    if not hasattr(module, name):
-        raise LaminarError(f"{label}: {module_name} has no '{name}'{did_you_mean(name, vars(module))}")
-    function = getattr(module, name)
-    if not callable(function):
-        raise LaminarError(f"{label} is a {type(function).__name__}, not a function")
-    return function
 
 
 class Served(Protocol):

@@ -11,14 +11,16 @@ from laminar_hpc.config.errors import LaminarError
 def by_group(
     rewards: torch.Tensor, sizes: Sequence[int], advantages: Callable[[torch.Tensor], torch.Tensor]
 ) -> torch.Tensor:
-    """rewards [trajectories], group after group; `sizes`: trajectories of each; advantages: [groups, samples]
-    -> the same shape, rows apart from each other. Gives [trajectories]. Groups of one size are computed
-    together."""
-    of_all = torch.empty_like(rewards)
+    """rewards [trajectories, ...], group after group; `sizes`: trajectories of each; advantages: [groups,
+    samples, ...] -> [groups, samples], rows apart from each other. Gives [trajectories]. Groups of one size
+    are computed together."""
+    of_all = rewards.new_empty(len(rewards))
     # the size of each trajectory's group
     owner = torch.repeat_interleave(torch.tensor(sizes), torch.tensor(sizes))
     for size in sorted(set(sizes)):
-        of_all[owner == size] = advantages(rewards[owner == size].view(-1, size)).flatten()
+        of_all[owner == size] = advantages(
+            rewards[owner == size].view(-1, size, *rewards.shape[1:])
+        ).flatten()
     return of_all
 
 

@@ -27,3 +27,14 @@ def weights_and_count(
     if loss_aggregation == "constant":
         return tokens.real / max_response_tokens, count
     return tokens.real / tokens.sequence_sums(tokens.real).clamp(min=1)[tokens.sequence], count
+
+
+def likelihood_weights(right: torch.Tensor, tokens: torch.Tensor, loss_aggregation: str) -> torch.Tensor:
+    """Weights [trajectories of the mini-batch] of the tokens of each in the likelihood of right answers,
+    VAPO, arXiv 2504.05118 section 4.3: the mean over their tokens, whichever denominator the loss has.
+
+    right float64, tokens int64 [trajectories]: of each its accuracy, and its trained tokens. All zeros
+    where none is right.
+    """
+    count = tokens.sum() if loss_aggregation == "tokens" else torch.tensor(len(tokens))
+    return right * count / (right * tokens).sum().clamp(min=1e-9)

@@ -1,8 +1,9 @@
 """The whole objective of one micro-batch: policy loss x behaviour weight over the trajectories kept, + KL.
 Pure; called by trainer/step/learner.py.
 
-    loss_t = kept_t * min(q / mu, importance_weight_cap)_t * policy_loss(pi / q, A)_t
+    loss_t = kept_t * weight_t * policy_loss(pi / q, A)_t          by corrections.py and losses.py
              + kl_coefficient * KL(pi || reference)_t
+             - likelihood_coefficient * log pi_t         of right answers, with a denominator of their own
 """
 
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from laminar_hpc.config.schema import AlgorithmConfig
-from laminar_hpc.trainer.algorithms.corrections import behaviour_weights, kept_sequences
+from laminar_hpc.trainer.algorithms.corrections import corrected
 from laminar_hpc.trainer.algorithms.kl import kl_estimate
 from laminar_hpc.trainer.algorithms.loss_aggregation import weights_and_count
 from laminar_hpc.trainer.algorithms.losses import policy_loss
@@ -41,27 +42,27 @@ def objective(
 ) -> Objective:
     """logprobs (with gradient) and entropies: of the policy as it is, float32 [tokens]."""
     now = logprobs.detach()
-    recomputed = a.proximal == "recomputed"
-    kept = kept_sequences(
-        tokens, tokens.proximal if recomputed else now, a.sequence_ratio_min, a.sequence_ratio_max
-    )
-    # A trajectory left out gets ratios of 1, since even one that overflows must not reach the gradient.
+    correction = corrected(a, now, tokens)
+    kept, bounded_weights = correction.kept, correction.bounded
+    assert kept is not None and bounded_weights is not None
+    # What is left out gets ratios of 1, since even one that overflows must not reach the gradient.
     proximal, behaviour = torch.where(kept, tokens.proximal, now), torch.where(kept, tokens.behaviour, now)
     policy = policy_loss(a, logprobs, proximal, tokens)
-    losses, truncated = policy.loss, torch.zeros_like(now)
-    if recomputed:
-        correction = behaviour_weights(proximal, behaviour, a.importance_weight_cap)
-        losses, truncated = losses * correction, (correction < torch.exp(proximal - behaviour)).float()
+    losses = policy.loss
+    if correction.weights is not None:
+        losses = losses * correction.weights.where(kept, 1.0)
     losses, kl, bounded = losses * kept, torch.zeros_like(now), torch.zeros_like(now)
     if tokens.reference is not None:
-        estimate = kl_estimate(logprobs, tokens.reference, a.kl_estimator, a.kl_k3_max)
+        estimate = kl_estimate(logprobs, tokens.reference, a.kl_estimator, a.kl_k3_max, proximal)
         kl = estimate.detach()
-        if a.kl_estimator == "k3" and a.kl_k3_max is not None:
-            bounded = (kl >= a.kl_k3_max).float()
+        if a.kl_estimator.startswith("k3") and a.kl_k3_max is not None:
+            bounded = (kl_estimate(now, tokens.reference, "k3", a.kl_k3_max) >= a.kl_k3_max).float()
         if not a.kl_in_reward:
             losses = losses + a.kl_coefficient * estimate
     weights, count = weights_and_count(tokens, a.loss_aggregation, max_response_tokens)
     total = (losses * weights).sum()
+    if a.likelihood_coefficient > 0 and tokens.likelihood is not None:
+        total = total - a.likelihood_coefficient * (tokens.likelihood * logprobs).sum()
     with torch.no_grad():
         mask, ratio = tokens.real * kept, torch.exp(now - behaviour)
         each = torch.stack(
@@ -72,7 +73,7 @@ def objective(
                 entropies * tokens.real,
                 kl * tokens.real,
                 bounded * tokens.real,
-                truncated * mask,
+                bounded_weights * mask,
             ]
         )
         sums = torch.cat([torch.stack([total, count.to(total.dtype), tokens.real.sum()]), each.sum(1)])

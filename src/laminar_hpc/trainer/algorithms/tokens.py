@@ -14,6 +14,10 @@ class Tokens:
     `behaviour`, `proximal`, `reference`: log-probs by the engine, by the policy that ratios are taken to (the
     behaviour policy unless config.algorithm.proximal=recomputed), by the reference model (None without one).
     An empty micro-batch has one token that is not `real`, of no trajectory; elsewhere `real` is 1.
+
+    Of the whole trajectory, at each of its tokens: `rewards` as they came; `right`, its accuracy (see
+    policies/metrics.py); `truncated`, 1 where sampling.max_response_tokens ended it; `likelihood`, its weight
+    in the mean log-likelihood of right answers.
     """
 
     behaviour: torch.Tensor
@@ -23,6 +27,10 @@ class Tokens:
     sequence: torch.Tensor
     sequences: int
     real: torch.Tensor
+    rewards: torch.Tensor | None = None
+    right: torch.Tensor | None = None
+    truncated: torch.Tensor | None = None
+    likelihood: torch.Tensor | None = None
 
     def sequence_sums(self, values: torch.Tensor) -> torch.Tensor:
         """values [tokens] -> their sum over each trajectory [sequences, at least 1]."""

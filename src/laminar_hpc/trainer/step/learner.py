@@ -6,7 +6,6 @@ trains its own part of it; the metrics are those of the whole batch on every ran
 the mini-batches whose update was skipped.
 """
 
-from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -21,7 +20,6 @@ from laminar_hpc.policies.metrics import batch_metrics, reward_means
 from laminar_hpc.trainer.algorithms.advantages import token_advantages
 from laminar_hpc.trainer.algorithms.kl import kl_estimate
 from laminar_hpc.trainer.algorithms.objective import SUMS, objective
-from laminar_hpc.trainer.algorithms.shaping import overlong_punishment, shuffled
 from laminar_hpc.trainer.megatron.policy import MegatronPolicy
 from laminar_hpc.trainer.step.batch import PlannedMicrobatch, StepBatch
 from laminar_hpc.trainer.step.microbatch import (
@@ -31,10 +29,12 @@ from laminar_hpc.trainer.step.microbatch import (
     Text,
     behaviour_logprobs,
     make_microbatch,
+    outcomes,
 )
 from laminar_hpc.trainer.step.packing import split_minibatches
 from laminar_hpc.trainer.step.parallel import RankShare, own_share, reduced, total
 from laminar_hpc.trainer.step.rescoring import ReferenceWeights, own_logprobs
+from laminar_hpc.trainer.step.rewards import scored_batch
 
 
 class Collected(NamedTuple):
@@ -86,7 +86,7 @@ class Learner:
         planned, learning_rate = batch.planned, self.policy.learning_rate
         updates = minibatches or self.config.algorithm.minibatches_per_step
         members, shares = self._plan(planned, updates, step)
-        examples = self._examples(batch, shares, step)
+        examples = self._examples(batch, shares, members, step)
         mismatch = torch.zeros(len(planned), device=self.policy.device)
         update_of, norms, collected = dict[int, int](), list[float](), list[Collected]()
         for number, share in enumerate(shares):
@@ -145,12 +145,14 @@ class Learner:
             for i, t in enumerate(records)
         }
 
-    def _examples(self, batch: StepBatch, shares: list[RankShare], step: int) -> dict[int, Example]:
+    def _examples(
+        self, batch: StepBatch, shares: list[RankShare], members: list[list[int]], step: int
+    ) -> dict[int, Example]:
         """What this rank trains, by its place in the batch, with what is computed of it before the first
         update."""
         a, planned = self.config.algorithm, batch.planned
         records = [p.record for p in planned]
-        sizes, rewards = self._group_sizes(records, step), self._rewards(records, step)
+        scored = scored_batch(self.config, records, step)
         own = sorted({i for share in shares for part in share.plan for i in part})
         responses = batch.read([planned[i] for i in own])
         texts = {i: Text(planned[i].prompt, of) for i, of in zip(own, responses, strict=True)}
@@ -165,15 +167,20 @@ class Learner:
             penalties = self._penalties(own, sampled, reference)
         advantages = token_advantages(
             a,
-            torch.tensor(rewards, dtype=torch.float64),
-            sizes,
-            torch.tensor([t.trained for t in records]),
+            scored,
             penalties,
             own,
             lambda tensor: total(tensor, self.policy.device),
         )
+        of_records = outcomes(records, members, a)
         return {
-            i: Example(texts[i], of, proximal[i] if proximal else None, reference[i] if reference else None)
+            i: Example(
+                texts[i],
+                of,
+                proximal[i] if proximal else None,
+                reference[i] if reference else None,
+                of_records[i],
+            )
             for i, of in zip(own, advantages, strict=True)
         }
 
@@ -184,29 +191,6 @@ class Learner:
         a, none = self.config.algorithm, torch.zeros(0)
         left, right = (torch.cat([none, *(values[i] for i in own)]) for values in (sampled, reference))
         return a.kl_coefficient * kl_estimate(left, right, a.kl_estimator, a.kl_k3_max).double()
-
-    def _group_sizes(self, trajectories: list[Trajectory], step: int) -> list[int]:
-        """Trajectories per group, in order; groups may differ in size when sampling is adaptive."""
-        algorithm, sizes = self.config.algorithm, Counter(t.group_id for t in trajectories)
-        largest = algorithm.samples_per_prompt
-        smallest = algorithm.first_samples or largest
-        wrong = {group: size for group, size in sizes.items() if not smallest <= size <= largest}
-        if wrong:
-            wanted = f"{largest} each" if smallest == largest else f"{smallest} to {largest} each"
-            raise LaminarError(
-                f"the batch of step {step} has incomplete groups (group: "
-                f"trajectories) {wrong}; {wanted} are needed"
-            )
-        return list(sizes.values())
-
-    def _rewards(self, trajectories: list[Trajectory], step: int) -> list[float]:
-        """What is trained on; the metrics report the rewards as they came."""
-        buffer, longest = (
-            self.config.algorithm.overlong_buffer_tokens,
-            self.config.sampling.max_response_tokens,
-        )
-        rewards = [t.reward + overlong_punishment(t.length, longest, buffer) for t in trajectories]
-        return shuffled(rewards, self.config.seed, step) if self.config.algorithm.shuffle_rewards else rewards
 
     def _loss(
         self, batch: MicroBatch, logprobs: torch.Tensor, entropies: torch.Tensor
@@ -238,9 +222,9 @@ class Learner:
         if a.kl_coefficient > 0:
             metrics["kl"] = of["kl"] / tokens
             metrics["kl_bounded_tokens"] = of["kl_bounded"]
-        if a.sequence_ratio_min is not None or a.sequence_ratio_max is not None:
+        if a.corrections or a.sequence_ratio_min is not None or a.sequence_ratio_max is not None:
             metrics["left_out_fraction"] = (of["tokens"] - of["kept"]) / tokens
-        if a.proximal == "recomputed":
+        if a.corrections or a.proximal == "recomputed":
             metrics["truncated_weight_fraction"] = of["truncated"] / kept
         return metrics
 

@@ -4,13 +4,17 @@ trained."""
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Generic, TypeVar, overload
+from typing import Generic, NamedTuple, TypeVar, overload
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from laminar_hpc.config.schema import AlgorithmConfig
+from laminar_hpc.line.messages.data import Trajectory
+from laminar_hpc.policies.metrics import accuracy
 from laminar_hpc.store.payload.layout import Response, Tokens
+from laminar_hpc.trainer.algorithms.loss_aggregation import likelihood_weights
 from laminar_hpc.trainer.algorithms.tokens import Tokens as TrainedTokens
 from laminar_hpc.trainer.megatron.packs import Pack, make_pack
 
@@ -28,12 +32,42 @@ class Text:
 @dataclass(frozen=True)
 class Example:
     """A text with what a step has computed of its trained tokens, float [trained] each: advantages, and
-    log-probs by the proximal policy and the reference model where the algorithm asks for them."""
+    log-probs by the proximal policy and the reference model where the algorithm asks for them. `outcome`: of
+    the trajectory, as in TrainedTokens."""
 
     text: Text
     advantages: torch.Tensor
     proximal: torch.Tensor | None = None
     reference: torch.Tensor | None = None
+    outcome: "TrajectoryOutcome | None" = None
+
+
+class TrajectoryOutcome(NamedTuple):
+    """What became of a trajectory: its reward as it came, its accuracy, 1 where it was cut at
+    sampling.max_response_tokens, else 0, and its weight in the likelihood of right answers."""
+
+    reward: float = 0.0
+    right: float = 0.0
+    truncated: float = 0.0
+    likelihood: float = 0.0
+
+
+def outcomes(
+    records: Sequence[Trajectory], members: Sequence[Sequence[int]], a: AlgorithmConfig
+) -> list[TrajectoryOutcome]:
+    """Of all scored trajectories of a batch; `members`: those of each mini-batch."""
+    found = [
+        TrajectoryOutcome(t.reward, accuracy(t.reward, t.reward_parts), float(t.finish_reason == "length"))
+        for t in records
+    ]
+    for part in members if a.likelihood_coefficient > 0 else ():
+        right = torch.tensor([found[i].right for i in part], dtype=torch.float64)
+        weights = likelihood_weights(
+            right, torch.tensor([records[i].trained for i in part]), a.loss_aggregation
+        )
+        for i, weight in zip(part, weights.tolist(), strict=True):
+            found[i] = found[i]._replace(likelihood=weight)
+    return found
 
 
 @dataclass(frozen=True)
@@ -103,7 +137,8 @@ def make_microbatch(examples: Sequence[Example], device: torch.device, size: int
     pack = text_pack([e.text for e in examples], device, size)
     if not examples:
         zero = torch.zeros(1, device=device)
-        return MicroBatch(pack, TrainedTokens(zero, zero, None, zero, zero.long(), 0, zero))
+        tokens = TrainedTokens(zero, zero, None, zero, zero.long(), 0, zero, zero, zero, zero)
+        return MicroBatch(pack, tokens)
 
     def moved(parts: Sequence[torch.Tensor]) -> torch.Tensor:
         return torch.cat(list(parts)).to(device, non_blocking=True)
@@ -112,6 +147,8 @@ def make_microbatch(examples: Sequence[Example], device: torch.device, size: int
     behaviour = moved([behaviour_logprobs(e.text.response) for e in examples])
     proximal = [e.proximal for e in examples if e.proximal is not None]
     reference = [e.reference for e in examples if e.reference is not None]
+    known = [e.outcome or TrajectoryOutcome() for e in examples]
+    of_outcomes = moved([torch.tensor(known).repeat_interleave(torch.tensor(counts), 0)])
     tokens = TrainedTokens(
         behaviour=behaviour,
         proximal=moved(proximal) if proximal else behaviour,
@@ -120,5 +157,9 @@ def make_microbatch(examples: Sequence[Example], device: torch.device, size: int
         sequence=moved([torch.from_numpy(np.repeat(np.arange(len(examples)), counts))]),
         sequences=len(examples),
         real=torch.ones(len(behaviour), device=device),
+        rewards=of_outcomes[:, 0],
+        right=of_outcomes[:, 1],
+        truncated=of_outcomes[:, 2],
+        likelihood=of_outcomes[:, 3],
     )
     return MicroBatch(pack, tokens)
