@@ -58,13 +58,16 @@ run_job() {
   await_others && start_nodes "$@" || code=$?
   if [ "$role" = hetjob ] && [ $code != 0 ]; then rm -f "$again"; fi   # what the others left because of that
   if [ -e "$again" ] || { [ $code = 0 ] && [ "$nothing_began" = told ]; }; then requeue; fi
-  if [ $code != 0 ] && [ "$role" = controller ] && [ "$(job_field JobState)" = RUNNING ]; then
+  if [ $code != 0 ] && has_controller && [ "$(job_field JobState)" = RUNNING ]; then
     rm -f "$mine"                                 # a second one that was refused leaves the first one's jobs alone
-    goes_on controller || with_room put "$RUN_DIR/jobs/failed" "$(date)"
+    goes_on "$role" || with_room put "$RUN_DIR/jobs/failed" "$(date)"
   fi
   say "$role ended with exit code $code"
   exit $code
 }
+
+# Whether this job is the one that others of the run wait for.
+has_controller() { [ "$role" = controller ] || [ "$role" = hetjob ]; }
 
 # `mine` of trainers that are requeued stays until their next life: by it the controller's job finds them in the queue.
 tidy() {
@@ -133,7 +136,7 @@ over() {
 await_others() {
   local what said=-1000
   nothing_began=
-  if [ "$role" = controller ] && ! over failed && ! over ended; then rm -f "$RUN_DIR/jobs/failed" "$RUN_DIR/jobs/ended"; fi
+  if has_controller && ! over failed && ! over ended; then rm -f "$RUN_DIR/jobs/failed" "$RUN_DIR/jobs/ended"; fi
   while what=$(missing); [ -n "$what" ]; do
     if [ -e "$end" ]; then nothing_began=told; return 0; fi
     if over failed; then say "the run has failed; see the log of its controller"; return 1; fi

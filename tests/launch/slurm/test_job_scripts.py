@@ -121,6 +121,24 @@ def test_a_job_that_starts_after_the_end_of_its_run_waits_for_nobody(tmp_path: P
         assert "requeued, to go on from here" in said and not error, said + error
 
 
+@pytest.mark.parametrize("code", [0, 2])
+def test_a_heterogeneous_job_ends_the_waiting_of_others(tmp_path: Path, code: int) -> None:
+    """Promise (docs/promises.md#failure-domains): what an earlier end of its run has left is not taken for
+    its own, and jobs of rollouts that wait for its controller end when it could not begin."""
+    mark = tmp_path / "jobs" / "ended"
+    mark.parent.mkdir()
+    mark.touch()
+    os.utime(mark, (time.time() - 3600,) * 2)
+    about = "SubmitTime=$(date -Is) EndTime=Unknown JobState=RUNNING Restarts=0"
+    stubs = STUBS.replace("EndTime=Unknown JobState=RUNNING Restarts=0", about)
+    stubs = stubs.replace('echo "srun was called"', f"return {code}")
+    own = "export SLURM_JOB_ID=7 SLURM_JOB_NUM_NODES=3 SLURM_JOB_NODELIST=n1; VENV="
+    nodes = "; ".join(f"export SLURM_JOB_NUM_NODES_HET_GROUP_{group}=1" for group in range(3))
+    said, error = bash(tmp_path, f"{stubs} {own}; {nodes}; run_job hetjob").communicate(timeout=60)
+    assert f"hetjob ended with exit code {code}" in said and not error, said + error
+    assert [path.name for path in mark.parent.iterdir()] == ([] if code == 0 else ["failed"])
+
+
 def test_what_cannot_be_written_at_all_is_said(tmp_path: Path) -> None:
     """Promise: only a full disk is waited for."""
     (tmp_path / "file").write_text("")
