@@ -70,7 +70,7 @@ def test_in_one_world_over_the_nodes(name: str, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("name", [name for name in EXPERIMENTS if gpus_of(name) > 1])  # one GPU is shared
-def test_with_a_torchrun_per_role(name: str) -> None:
+def test_with_roles_apart(name: str) -> None:
     """Promise: launch/*.sh on as many nodes: trainers fill nodes from their first GPU on, replicas have the
     last ones, and where one node has both they don't meet."""
     config, derived = loaded(name)

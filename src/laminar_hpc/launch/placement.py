@@ -1,4 +1,4 @@
-"""Which role a rank has: by its number in a torchrun of all roles, or as the first in one of its own role."""
+"""Which role a rank has: by its rank in one world of all roles, or in one of its own role."""
 
 import os
 
@@ -10,10 +10,10 @@ from laminar_hpc.machine.roles import RoleOfRank, assign_roles
 
 
 def place(config: RunConfig) -> tuple[RoleOfRank, list[RoleOfRank], int]:
-    """This rank's role, those of all ranks of its torchrun on this machine, and how many relays the run has
+    """This rank's role, those of all ranks of its world on this machine, and how many relays the run has
     at least.
 
-    Raises LaminarError for a process that torchrun did not start."""
+    Raises LaminarError for a process that neither an agent nor torchrun has started."""
     if "RANK" not in os.environ and config.role != "rollout":
         by = (
             "srun started this process without torchrun"
@@ -41,8 +41,8 @@ def place(config: RunConfig) -> tuple[RoleOfRank, list[RoleOfRank], int]:
     if config.role != "all":
         if config.role == "relay" and (per_node != lanes or config.first_index % lanes):
             raise LaminarError(
-                f"relay.lanes={lanes}: start the relays of a machine in one torchrun, with "
-                f"--nproc-per-node={lanes} (not {per_node}) and "
+                f"relay.lanes={lanes}: start the relays of a machine together, by LANES={lanes} "
+                f"launch/relay.sh or torchrun --nproc-per-node={lanes} (not {per_node}), with "
                 f"a first_index that is a multiple of it (not {config.first_index})"
             )
         here = [
