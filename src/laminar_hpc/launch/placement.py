@@ -39,12 +39,8 @@ def place(config: RunConfig) -> tuple[RoleOfRank, list[RoleOfRank], int]:
         here = [RoleOfRank("rollout", other) for other in range(first, first + per_node)]
         return here[rank - first], here, lanes
     if config.role != "all":
-        if config.role == "relay" and (per_node != lanes or config.first_index % lanes):
-            raise LaminarError(
-                f"relay.lanes={lanes}: start the relays of a machine together, by LANES={lanes} "
-                f"launch/relay.sh or torchrun --nproc-per-node={lanes} (not {per_node}), with "
-                f"a first_index that is a multiple of it (not {config.first_index})"
-            )
+        if config.role == "relay":
+            _refuse_broken_lanes(lanes, per_node, config.first_index)
         here = [
             RoleOfRank(config.role, config.first_index + other) for other in range(first, first + per_node)
         ]
@@ -55,3 +51,17 @@ def place(config: RunConfig) -> tuple[RoleOfRank, list[RoleOfRank], int]:
         derived.trainer_ranks, derived.rollout_ranks, world // per_node, per_node, lanes, gpus
     )
     return roles[rank], roles[first : first + per_node], sum(role.role == "relay" for role in roles)
+
+
+def _refuse_broken_lanes(lanes: int, here: int, first_index: int) -> None:
+    """The relays of a machine fill one slot together, each its own part of it."""
+    if here != lanes:
+        raise LaminarError(
+            f"relay.lanes={lanes}, and {here} relays are started here: start all {lanes} of a machine "
+            f"together, by LANES={lanes} launch/relay.sh or torchrun --nproc-per-node={lanes}"
+        )
+    if first_index % lanes:
+        raise LaminarError(
+            f"first_index={first_index}: with relay.lanes={lanes} the machine number n of those with relays "
+            f"has first_index={lanes}n"
+        )

@@ -139,6 +139,32 @@ def test_a_heterogeneous_job_ends_the_waiting_of_others(tmp_path: Path, code: in
     assert [path.name for path in mark.parent.iterdir()] == ([] if code == 0 else ["failed"])
 
 
+@pytest.mark.parametrize(
+    ("role", "codes", "last", "starts"),
+    [
+        ("rollouts", "137 0", 0, 2),
+        ("trainer", "1", 1, 1),
+        ("trainer", "137 137 137", 137, 3),
+        ("all", "137", 137, 1),
+    ],
+)
+def test_an_agent_that_was_killed_is_started_again(
+    tmp_path: Path, role: str, codes: str, last: int, starts: int
+) -> None:
+    """Promise (docs/promises.md#failure-domains): a node's agent is a process that may die like any other,
+    but in one world; what dies again and again ends the job."""
+    (tmp_path / "controller.json").touch()
+    counted = f"n=$(cat {tmp_path}/n 2>/dev/null || echo 0); echo $((n + 1)) >{tmp_path}/n"
+    srun = f"srun() {{ {counted}; codes=({codes}); return ${{codes[$n]}}; }}"
+    own = "export SLURM_JOB_ID=7 SLURM_JOB_NUM_NODES=1 SLURM_JOB_NODELIST=n1; VENV= AGENTS_AGAIN=2"
+    said, error = bash(tmp_path, f"{STUBS} {srun}; {own}; run_job {role}").communicate(timeout=60)
+    assert f"{role} ended with exit code {last}" in said and not error, said + error
+    assert (
+        said.count(f"the agent of the {role} has ended with exit code 137, killed by SIGKILL") == starts - 1
+    )
+    assert (tmp_path / "n").read_text() == f"{starts}\n"
+
+
 def test_what_cannot_be_written_at_all_is_said(tmp_path: Path) -> None:
     """Promise: only a full disk is waited for."""
     (tmp_path / "file").write_text("")
