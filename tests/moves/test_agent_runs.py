@@ -16,7 +16,7 @@ from laminar_hpc.simulator.emulated import responses
 
 AGENTS = HELPERS / "environments/agents_by_url.py"
 ROW = """
-from helpers.environments import agents_by_url
+import agents_by_url
 
 async def run(row, base_url, api_key, model):
     open("begun.log", "a").write("b")
