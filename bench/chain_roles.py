@@ -211,7 +211,7 @@ def trainer(
 
 
 def relay(words: list[str], index: int, namespace: str | None) -> None:
-    """The real relay rank, as torchrun would start it; it takes itself for a machine of its own."""
+    """The real relay rank, as an agent would start it; it takes itself for a machine of its own."""
     enter(namespace)
     gc.freeze()  # a collection would touch, and so copy, every page that the forked process shares
     faulthandler.register(signal.SIGUSR1)  # what each thread does goes to the log

@@ -2,7 +2,7 @@
 
     python bench/cuts.py --times 20 --seconds 5,8,15 --json cuts.json          needs root and iproute2
 
-A run with a torchrun per role, each role in a network namespace of its own (bench/network.py). Every pair of
+A run with roles apart, each role in a network namespace of its own (bench/network.py). Every pair of
 roles that speak to each other is parted `--times` times for each of the lengths, in shuffled order and with
 `--between` seconds after each; the pairs do not wait for each other, so that a role may be cut off from
 several others at once. Packets vanish, nobody is told. Relay and rollout share memory, not a network.

@@ -1,4 +1,4 @@
-"""A run with a torchrun per role under random faults, against the same run left alone.
+"""A run with roles apart under random faults, against the same run left alone.
 
     python bench/faults.py --json faults.json                          30 minutes of faults, one every 60 s
     python bench/faults.py --seconds 300 --every 30 --kinds kill-controller,kill-trainer

@@ -2,7 +2,7 @@
 
     python bench/kill_windows.py --kills 20 --seconds 2400 --json windows.json
 
-A run with a torchrun per role; bench/windows/sitecustomize.py has each rank die in the next window of its
+A run with roles apart; bench/windows/sitecustomize.py has each rank die in the next window of its
 role, no window far ahead of the others, until every window has had `--kills` deaths or the time is over.
 Whatever has died is started again by its script; `--between` seconds after a death the next may come, which
 is mostly before that is done. Then the roles are left alone for `--calm` seconds, in which the run

@@ -1,4 +1,4 @@
-"""A run with a torchrun per role, for the benches of faults: its scripts in launch/, which are started again
+"""A run with roles apart, for the benches of faults: its scripts in launch/, which are started again
 whenever one ends with an error, and its ranks, which can be killed and stopped."""
 
 import os
@@ -62,7 +62,7 @@ class Roles:
             time.sleep(0.5)
 
     def processes(self, kind: str) -> list[psutil.Process]:
-        """The rank of this role, not its torchrun, or of the kind `engine` all that belong to the engine;
+        """The rank of this role, not its agent, or of the kind `engine` all that belong to the engine;
         none between two lives."""
         if kind == ENGINE:
             return [p for rank in self.processes("rollout") for p in below(rank) if is_engine(p)]

@@ -12,6 +12,7 @@
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/site.sh"
 
+AGENTS_AGAIN=10    # agents that were killed are started again so often in one life of the job
 QUEUE_SECONDS=20   # between two questions to Slurm, well below cluster.join_timeout_seconds
 
 say() { echo "$(date +%T) laminar: $*" || true; }   # the disk of the log may be full
@@ -58,13 +59,16 @@ run_job() {
   await_others && start_nodes "$@" || code=$?
   if [ "$role" = hetjob ] && [ $code != 0 ]; then rm -f "$again"; fi   # what the others left because of that
   if [ -e "$again" ] || { [ $code = 0 ] && [ "$nothing_began" = told ]; }; then requeue; fi
-  if [ $code != 0 ] && [ "$role" = controller ] && [ "$(job_field JobState)" = RUNNING ]; then
+  if [ $code != 0 ] && has_controller && [ "$(job_field JobState)" = RUNNING ]; then
     rm -f "$mine"                                 # a second one that was refused leaves the first one's jobs alone
-    goes_on controller || with_room put "$RUN_DIR/jobs/failed" "$(date)"
+    goes_on "$role" || with_room put "$RUN_DIR/jobs/failed" "$(date)"
   fi
-  say "$role ended with exit code $code"
+  say "$role ended with exit code $code$(by_signal $code)"
   exit $code
 }
+
+# Whether this job is the one that others of the run wait for.
+has_controller() { [ "$role" = controller ] || [ "$role" = hetjob ]; }
 
 # `mine` of trainers that are requeued stays until their next life: by it the controller's job finds them in the queue.
 tidy() {
@@ -133,7 +137,7 @@ over() {
 await_others() {
   local what said=-1000
   nothing_began=
-  if [ "$role" = controller ] && ! over failed && ! over ended; then rm -f "$RUN_DIR/jobs/failed" "$RUN_DIR/jobs/ended"; fi
+  if has_controller && ! over failed && ! over ended; then rm -f "$RUN_DIR/jobs/failed" "$RUN_DIR/jobs/ended"; fi
   while what=$(missing); [ -n "$what" ]; do
     if [ -e "$end" ]; then nothing_began=told; return 0; fi
     if over failed; then say "the run has failed; see the log of its controller"; return 1; fi
@@ -162,11 +166,11 @@ start_nodes() {
     return 2
   fi
   local part code failed=0
-  declare -A steps=()
+  declare -A steps=() killed=() nodes_of=()
   if [ "$role" = hetjob ]; then
-    start_step controller 0 "$@"; start_step trainer 1 "$@"; start_step rollouts 2 "$@"
+    start_step controller "$@"; start_step trainer "$@"; start_step rollouts "$@"
   else
-    start_step "$role" "" "$@"
+    start_step "$role" "$@"
   fi
   while [ ${#steps[@]} -gt 0 ]; do
     if [ -e "$term" ]; then judge; fi
@@ -176,8 +180,13 @@ start_nodes() {
       code=0; wait "${steps[$part]}" || code=$?
       unset "steps[$part]"
       if [ $code = 0 ]; then continue; fi
+      if was_killed "$part" $code; then
+        await_others || return $code
+        [ -n "$nothing_began" ] || start_step "$part" "$@"
+        continue
+      fi
       if [ "$role" != hetjob ]; then failed=$code; continue; fi
-      say "$part ended with exit code $code"
+      say "$part ended with exit code $code$(by_signal $code)"
       if [ "$part" != rollouts ]; then failed=$code; told "failed: $part ended with exit code $code"; fi
     done
     [ ${#steps[@]} = 0 ] || { sleep 1 & wait $! || true; }   # a signal ends the wait, not the step
@@ -185,14 +194,32 @@ start_nodes() {
   return $failed
 }
 
-start_step() { # ROLE COMPONENT [overrides]   COMPONENT of a heterogeneous job, from 0; empty for any other job
-  local part=$1 group=$2 nodes cpus
-  shift 2
+start_step() { # ROLE [overrides]
+  local part=$1 group= nodes cpus
+  shift
+  if [ "$role" = hetjob ]; then case $part in controller) group=0 ;; trainer) group=1 ;; rollouts) group=2 ;; esac; fi
   nodes=SLURM_JOB_NUM_NODES${group:+_HET_GROUP_$group} cpus=SLURM_CPUS_PER_TASK${group:+_HET_GROUP_$group}
+  nodes_of[$part]=${!nodes}
   srun ${group:+--het-group="$group"} -N "${!nodes}" -n "${!nodes}" --ntasks-per-node=1 --cpu-bind=none \
     ${!cpus:+--cpus-per-task="${!cpus}"} --kill-on-bad-exit="$([ "$part" = rollouts ]; echo $?)" \
     ${SRUN[@]+"${SRUN[@]}"} ${CONTAINER[@]+"${CONTAINER[@]}"} python -m laminar_hpc.launch.slurm.node "$part" "$@" &
   steps[$part]=$!
+}
+
+# Whether a signal has ended the agent of a part that is not to end: with it went all that it had started. Not of several nodes of
+# rollouts, of which the others have gone on, nor of one world, which ends with any of its ranks.
+was_killed() { # ROLE CODE
+  if [ "$2" -le 128 ] || [ "$1" = all ] || [ -e "$end" ] || [ -n "${comes_back:-}" ]; then return 1; fi
+  if [ "$1" = rollouts ] && [ "${nodes_of[$1]}" != 1 ]; then return 1; fi
+  [ "$(job_field JobState)" = RUNNING ] || return 1
+  killed[$1]=$((${killed[$1]:-0} + 1))
+  [ "${killed[$1]}" -le "$AGENTS_AGAIN" ] || return 1
+  say "the agent of the $1 has ended with exit code $2$(by_signal "$2"): started again, ${killed[$1]} of $AGENTS_AGAIN times"
+}
+
+by_signal() { # CODE
+  local name
+  if [ "$1" -gt 128 ] && name=$(kill -l $(($1 - 128)) 2>/dev/null); then echo ", killed by SIG$name"; fi
 }
 
 # Only a job that runs: one that was cancelled, or whose time is over, stays ended.

@@ -3,7 +3,7 @@
     export PYTHONPATH=bench
     python bench/gpu_check/live.py --part pair --steps 20    sync, then laminar: tokens per second, mismatch
     python bench/gpu_check/live.py --part engine_killed      the engine dies, another takes its place
-    python bench/gpu_check/live.py --part relay_killed       the same of relays, with a torchrun per role
+    python bench/gpu_check/live.py --part relay_killed       the same of relays, with roles apart
     python bench/gpu_check/live.py --part keep_kv            new weights come into running requests
     python bench/gpu_check/live.py --part repack             two engines on one GPU, KV moves between them
     python bench/gpu_check/live.py --part resume             a checkpoint, a new start from it
@@ -137,7 +137,7 @@ def engine_killed(options: argparse.Namespace, folder: Path) -> tuple[Figures, l
     killer = threading.Thread(target=kill_engine, args=(folder / "killed", killed, over), daemon=True)
     killer.start()
     try:
-        # in one torchrun world a dead engine ends the world, which starts again from its checkpoint
+        # in one world a dead engine ends the world, which starts again from its checkpoint
         run = train(options, folder, "killed", {"restarts": 3, "checkpoint.every": 1})
     finally:
         over.set()
@@ -150,7 +150,7 @@ def engine_killed(options: argparse.Namespace, folder: Path) -> tuple[Figures, l
 
 
 def relay_killed(options: argparse.Namespace, folder: Path) -> tuple[Figures, list[dict]]:
-    """Each role with a torchrun of its own, as only there a relay may die; see bench/faults.py."""
+    """Roles apart, as only there a relay may die; see bench/faults.py."""
     words = (f"{k}={v}" for k, v in settings(options, folder).items() if k != "evaluation.files")
     options.overrides = [*words, *options.overrides]
     options.kinds, options.seed, options.seconds, options.every = ["kill-relay"], 0, 20.0, 10.0

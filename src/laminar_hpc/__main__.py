@@ -1,7 +1,7 @@
 """What an agent (launch/launch.py), or the user's own torchrun, starts: rank -> role -> run.
 
     torchrun --nproc-per-node=4 -m laminar_hpc experiment=demo            one world with all roles
-    torchrun --nproc-per-node=1 -m laminar_hpc role=relay run_dir=...     a torchrun per role
+    torchrun --nproc-per-node=1 -m laminar_hpc role=relay run_dir=...     roles apart
 
 A rank prints only what a user should read; all else goes to run_dir/logs/<role><index>.log once the run
 directory is there.

@@ -276,7 +276,7 @@ def test_trainers_are_lost_while_the_run_stops(tmp_path: Path, store: Store) -> 
 
 
 def test_a_stopped_rank_is_killed_after_its_gang(tmp_path: Path, store: Store) -> None:
-    """It cannot leave by itself, and its torchrun waits for it; a later process of the same pid is left
+    """It cannot leave by itself, and its agent waits for it; a later process of the same pid is left
     alone."""
     entry = Entry(tmp_path, store)
     stopped, other = (subprocess.Popen(["sleep", "60"]) for _ in range(2))

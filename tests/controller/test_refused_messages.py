@@ -28,7 +28,7 @@ DEEP = b"\x81\xa1a" * 50_000 + b"\xc0"
 
 
 class Run:
-    """The controller of a run with a torchrun per role; the test is its workers."""
+    """The controller of a run with roles apart; the test is its workers."""
 
     def __init__(self, folder: Path, role: str) -> None:
         self.folder = folder
@@ -90,8 +90,7 @@ def stranger(folder: Path, identity: bytes, known: bool) -> zmq.Socket:
 def test_what_a_trainer_says_and_cannot_be_read_ends_the_run_in_a_second(
     run: Run, frame: bytes, reason: str
 ) -> None:
-    """Promise: one line names the sender and what is wrong, in a run in one torchrun and with a torchrun per
-    role."""
+    """Promise: one line names the sender and what is wrong, in one world and with roles apart."""
     trainer = run.join("trainer")
     say(trainer, frame)
     code, lines, seconds = run.end()

@@ -70,7 +70,7 @@ def test_in_one_world_over_the_nodes(name: str, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("name", [name for name in EXPERIMENTS if gpus_of(name) > 1])  # one GPU is shared
-def test_with_a_torchrun_per_role(name: str) -> None:
+def test_with_roles_apart(name: str) -> None:
     """Promise: launch/*.sh on as many nodes: trainers fill nodes from their first GPU on, replicas have the
     last ones, and where one node has both they don't meet."""
     config, derived = loaded(name)
@@ -115,3 +115,21 @@ def test_all_nodes_count_the_same_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         gpus_per_node(RunConfig())
     monkeypatch.setenv("LAMINAR_GPUS_PER_NODE", "3")
     assert gpus_per_node(RunConfig()) == Gpus(3, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("here", "first", "cure"),
+    [
+        ("1", 0, r"all 2 .* together, by LANES=2 launch/relay.sh"),
+        ("2", 3, r"first_index=3: .* first_index=2n$"),
+    ],
+)
+def test_the_relays_of_a_machine_come_together(
+    monkeypatch: pytest.MonkeyPatch, here: str, first: int, cure: str
+) -> None:
+    """Promise: each of them fills its own part of a slot, so other numbers are refused with those that do."""
+    for name, value in {"RANK": "0", "WORLD_SIZE": here, "LOCAL_WORLD_SIZE": here}.items():
+        monkeypatch.setenv(name, value)
+    words = ["role=relay", "relay.lanes=2", f"first_index={first}"]
+    with pytest.raises(LaminarError, match=cure):
+        place(load_config(["experiment=demo", *words]))

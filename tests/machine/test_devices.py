@@ -39,7 +39,7 @@ def test_derived():
 
 
 def test_relays_are_spread_over_the_gpus():
-    """Of a torchrun of relays and of one world; several on a GPU where there are fewer GPUs."""
+    """Of relays apart and of one world; several on a GPU where there are fewer GPUs."""
 
     def of_relays(count, lanes, **lists):
         config = RunConfig()
@@ -217,7 +217,7 @@ def test_gpus_that_torch_cannot_use_are_refused(monkeypatch):
     world.refuse_unusable_gpus()
 
 
-def test_replicas_of_a_torchrun_of_their_own_take_the_last_gpus():
+def test_replicas_apart_take_the_last_gpus():
     """Promise: they don't meet the trainers, which take the first ones in theirs."""
     config, here = RunConfig(role="rollout"), [RoleOfRank("rollout", index) for index in (4, 5)]
     config.rollout.tensor_parallel = 2

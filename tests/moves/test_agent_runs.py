@@ -1,15 +1,14 @@
 """docs/promises.md#agents in whole runs on emulated engines, whose turns end with calls: real workers and
 agents, deaths of engines, moves all around."""
 
-import json
 import shutil
 from pathlib import Path
 
 import pytest
 
 from helpers.emulated.stand import Shuffler, Stand, small_config
-from helpers.emulated.turning import CALL, TURN, trajectories
-from helpers.models.chats import SEPARATED, save, vocabulary_size
+from helpers.emulated.turning import CALL, TURN, save_model, trajectories
+from helpers.models.chats import SEPARATED, vocabulary_size
 from helpers.paths import HELPERS
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.data.tokens import TextDecoder
@@ -17,7 +16,7 @@ from laminar_hpc.simulator.emulated import responses
 
 AGENTS = HELPERS / "environments/agents_by_url.py"
 ROW = """
-from helpers.environments import agents_by_url
+import agents_by_url
 
 async def run(row, base_url, api_key, model):
     open("begun.log", "a").write("b")
@@ -32,11 +31,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
     (tmp_path / "agent_of_runs_test.py").write_text(ROW)
     monkeypatch.chdir(tmp_path)
     config = small_config(tmp_path, replicas=3, steps=2)
-    model = save(Path(config.model.path), "<pad>" + SEPARATED, ["<|end|>"])
-    settings = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(
-        json.dumps({**settings, "vocab_size": vocabulary_size(), "max_position_embeddings": 4096})
-    )
+    save_model(Path(config.model.path), "<pad>" + SEPARATED)
     config.trainer.tokens_per_microbatch = 4096
     config.data.chat_template, config.algorithm.prompts_per_step = True, 8
     config.emulation.turn_tokens, config.emulation.call = TURN, CALL

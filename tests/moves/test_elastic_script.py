@@ -60,7 +60,7 @@ def test_the_controller_numbers_rollouts(tmp_path):
     later = script.again()
     assert joins(later, "d") == 3
     assert [joins(later, "c", 2), joins(later, "a", 0)] == [2, 0]
-    later.rollout(7)  # as in one torchrun, by its rank
+    later.rollout(7)  # as in one world, by its rank
     assert joins(later, "e") == 8
     later.closes()
 

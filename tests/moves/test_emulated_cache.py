@@ -1,10 +1,12 @@
-"""docs/environments.md#turns-and-weights on an emulated engine: what its prefix cache has of a trajectory."""
+"""docs/environments.md#turns-and-weights on an emulated engine: how its turns end, and what its prefix cache
+has of a trajectory."""
 
 from pathlib import Path
 
 import numpy as np
 
-from helpers.emulated.turning import several_turns
+from helpers.emulated.turning import CALL, TURN, several_turns
+from laminar_hpc.data.tokens import TextDecoder
 from laminar_hpc.engine.interface import sampling_parameters
 from laminar_hpc.simulator.emulated.engine import EmulatedEngine
 
@@ -30,3 +32,17 @@ async def test_a_later_turn_finds_what_its_engine_has_generated(tmp_path: Path) 
         assert (await cached(0, grown))[0] == 0
     finally:
         await engine.stop()
+
+
+async def test_a_turn_ends_as_the_template_ends_it(tmp_path: Path) -> None:
+    """Promise: whole runs of several turns find each call by its text, up to the token that ends a turn."""
+    config = several_turns(tmp_path, "")
+    engine = EmulatedEngine(config, 0, tmp_path)
+    sampling = sampling_parameters(config.sampling, 1.0, config.sampling.max_response_tokens, [])
+    await engine.start(tmp_path, 0, 0)
+    try:
+        turn = await engine.generate(np.arange(20, dtype=np.int32), sampling, "run-0-0-0", "0")
+    finally:
+        await engine.stop()
+    said = TextDecoder(Path(config.model.path)).text(turn.tokens.tolist(), specials=True)
+    assert len(turn.tokens) == TURN and said.endswith(CALL + "<|end|>")

@@ -1,7 +1,6 @@
 """docs/environments.md#an-environment-of-verifiers in a whole run on emulated engines: the rows are the
 taskset's, and each episode is a trajectory. The package itself is stood in for."""
 
-import json
 import shutil
 import sys
 from pathlib import Path
@@ -9,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from helpers.emulated.stand import Stand, small_config
-from helpers.emulated.turning import TURN, trajectories
-from helpers.models.chats import SEPARATED, save, vocabulary_size
+from helpers.emulated.turning import TURN, save_model, trajectories
+from helpers.models.chats import SEPARATED
 from helpers.paths import HELPERS
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.data.tokens import TextDecoder
@@ -28,11 +27,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
     (tmp_path / "verifiers-0.3.1.dist-info" / "METADATA").write_text("Name: verifiers\nVersion: 0.3.1\n")
     monkeypatch.chdir(tmp_path)
     config = small_config(tmp_path, replicas=2, steps=2)
-    model = save(Path(config.model.path), "<pad>" + SEPARATED, ["<|end|>"])
-    settings = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(
-        json.dumps({**settings, "vocab_size": vocabulary_size(), "max_position_embeddings": 4096})
-    )
+    save_model(Path(config.model.path), "<pad>" + SEPARATED)
     config.trainer.tokens_per_microbatch = 4096
     config.data.chat_template, config.data.train, config.algorithm.prompts_per_step = True, "", 8
     config.emulation.turn_tokens, config.emulation.median_response_tokens = TURN, 300.0

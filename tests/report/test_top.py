@@ -157,6 +157,22 @@ def test_a_full_disk_ends_no_run(tmp_path, caplog):
     assert status.read(tmp_path) is None and not os.listdir(tmp_path)
 
 
+def test_several_machines_are_named(tmp_path, capsys):
+    """Promise (docs/stuck.md): on several machines one sees on which of them a silent rank is."""
+    run_dir = tmp_path / "run"
+    synthetic.write(run_dir, steps=3, start=time.time() - 5, crash=True)
+    now = now_status(time.time())
+    now.ranks[3].machine = "n2/58"
+    status.write(run_dir, now)
+    rows = {line.split()[0]: line.split() for line in frame(run_dir, capsys)[0].splitlines() if line.strip()}
+    assert [rows[name][1:3] for name in ("rank", "rollout0", "rollout1", "controller0")] == [
+        ["machine", "pid"],
+        ["m", "13"],
+        ["n2", "14"],
+        ["m", "10"],
+    ]
+
+
 @pytest.mark.parametrize("width", [80, 100, 120, 160])
 def test_no_column_is_cut_on_a_narrow_screen(tmp_path, monkeypatch, capsys, width):
     """Promise: from 80 columns on each column that is shown is whole; the least important ones are left

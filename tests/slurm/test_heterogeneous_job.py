@@ -43,7 +43,7 @@ def test_it_is_requeued_whole_and_trains_to_the_end(three_nodes, tmp_path: Path)
     check_end(three_nodes, run_dir, {"hetjob": job}, 40)
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [line["reason"] for line in records if line["kind"] == "end"] == ["SIGUSR1", "done"]
-    assert not list((run_dir / "jobs").glob("*")), "it has taken its files away"
+    assert [path.name for path in (run_dir / "jobs").iterdir()] == ["ended"], "it took its own away"
 
 
 def test_it_fails_at_once_and_is_not_requeued(three_nodes, tmp_path: Path) -> None:

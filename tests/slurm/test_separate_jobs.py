@@ -1,17 +1,22 @@
 """`laminar submit --apart`: a job for each role, by the very scripts that users submit, on a real Slurm."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from helpers.runs import steps_done
 from laminar_hpc.launch.cli import COMMANDS
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(1200)]
+AGENT = "laminar_hpc.launch.slurm.node"
 RUN_SECONDS = 600  # start-up of SGLang servers on a busy machine, then a few steps
 SHARED = "--time=60 --mem=1000 --oversubscribe"  # four jobs on two nodes
 SMALL = ["algorithm.prompts_per_step=8", "sampling.max_response_tokens=48", "evaluation.problems=32"]
@@ -70,18 +75,49 @@ def test_jobs_apart_train_to_the_end(slurm_cluster, tmp_path: Path) -> None:
     assert [path.name for path in (run_dir / "jobs").iterdir()] == ["ended"], "each took its own away"
 
 
+def agents(run_dir: Path) -> dict[str, int]:
+    """The pids of the run's agents, by role."""
+    found = {}
+    for process in psutil.process_iter(["cmdline"]):
+        words = process.info["cmdline"] or []
+        with suppress(psutil.Error):
+            if AGENT in words and process.environ().get("RUN_DIR") == str(run_dir):
+                found[words[words.index(AGENT) + 1]] = process.pid
+    return found
+
+
+def test_the_agents_are_killed(slurm_cluster, tmp_path: Path) -> None:
+    """Promise (docs/promises.md#failure-domains): SIGKILL to the agent of each job, one after the other, ends
+    what it had started; the job starts it again, no job is requeued, and nothing is lost."""
+    run_dir = tmp_path / "run"
+    jobs = submit(slurm_cluster, run_dir, "steps=60", "checkpoint.every=2")
+    for role, name in ("rollouts", "rollouts"), ("trainer", "trainer"), ("controller", "control"):
+        before = steps_done(run_dir)
+        slurm_cluster.poll(
+            lambda before=before: steps_done(run_dir) >= before + 2, RUN_SECONDS, "steps", jobs[name]
+        )
+        os.kill(agents(run_dir)[role], signal.SIGKILL)
+        again = f"the agent of the {role} has ended with exit code 137, killed by SIGKILL: started again, 1"
+        slurm_cluster.poll(
+            lambda name=name, again=again: again in slurm_cluster.output(jobs[name]), 60, again, jobs[name]
+        )
+    check_end(slurm_cluster, run_dir, jobs, 60)
+    assert [restarts(slurm_cluster, job) for job in jobs.values()] == [0, 0, 0]
+    assert not agents(run_dir)
+
+
 def test_the_trainers_time_is_over(slurm_cluster, tmp_path: Path) -> None:
     """Promise (docs/promises.md#failure-domains): USR1 to the trainers' job, as before its limit, ends
     the trainers with a checkpoint; that job is requeued, the others go on, and all train the rest without a
     word. TERM, as at preemption, does the same. No step is trained twice."""
     run_dir = tmp_path / "run"
     jobs = submit(slurm_cluster, run_dir, "steps=60")
-    for number, signal in enumerate((["--batch", "--signal=USR1"], ["--signal=TERM"]), 1):
+    for number, told in enumerate((["--batch", "--signal=USR1"], ["--signal=TERM"]), 1):
         before = steps_done(run_dir)
         slurm_cluster.poll(
             lambda before=before: steps_done(run_dir) >= before + 2, RUN_SECONDS, "two steps", jobs["control"]
         )
-        slurm_cluster.command("scancel", *signal, jobs["trainer"])
+        slurm_cluster.command("scancel", *told, jobs["trainer"])
         slurm_cluster.poll(
             lambda number=number: restarts(slurm_cluster, jobs["trainer"]) >= number,
             RUN_SECONDS,

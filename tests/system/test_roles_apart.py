@@ -1,4 +1,4 @@
-"""A torchrun per role (`launch/`): a rollout and a relay may die at any time; the others go on, and they can
+"""Roles apart (`launch/`): a rollout and a relay may die at any time; the others go on, and they can
 come back."""
 
 import os

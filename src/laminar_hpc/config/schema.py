@@ -294,9 +294,9 @@ class RunConfig:
     archive: str = "all"
     """which trained steps keep their responses, as a Parquet file each: all, last:N or every:N"""
     role: str = choice("all", "trainer", "relay", "rollout", "controller")
-    """what this torchrun starts"""
+    """which role the processes of this start have; all = by their ranks, in one world"""
     first_index: int = number(0, at_least=0, at_most=RANKS_MAX)
-    """of trainers and relays with a torchrun per role: index within the role of its first rank"""
+    """of trainers and relays with roles apart: index within the role of its first rank"""
     dry_run: bool = False
     """print the derived quantities and stop"""
     model: ModelConfig = field(default_factory=ModelConfig)

@@ -226,8 +226,8 @@ class ClusterConfig:
     join_timeout_seconds: float = seconds(300.0)
     """for all ranks to be there"""
     heartbeat_timeout_seconds: float = seconds(30.0)
-    """a process that is silent for so long counts as dead; the network may be cut for nearly so long. With a
-    torchrun per role a rollout's work goes on elsewhere after a third of it; it comes back without a start"""
+    """a process that is silent for so long counts as dead; the network may be cut for nearly so long. With
+    roles apart a rollout's work goes on elsewhere after a third of it; it comes back without a start"""
     batch_timeout_seconds: float = seconds(900.0)
     """a trainer's longest wait for a batch, and the last evaluation's for a rollout"""
     stop_timeout_seconds: float = seconds(60.0)

@@ -94,7 +94,7 @@ class Shared:
 
     @property
     def roles_apart(self) -> bool:
-        """Whether each role has a torchrun of its own, so that relays and rollouts may come and go."""
+        """Whether each role is started by itself, so that relays and rollouts may come and go."""
         return self.config.role != "all"
 
     def request_stop(self, reason: str) -> None:

@@ -5,7 +5,7 @@ beside the trajectories: how far trainers and evaluations are, whether the run e
 trainer may ask for again. One row of the table `meta`, written in the turn that changes it.
 
 Trainers that outlived their controller go on from there; trainers that start say Restored, and with it
-controller/training.py goes back. Only with a torchrun per role: else everything starts anew.
+controller/training.py goes back. Only with roles apart: else everything starts anew.
 
 Reattachment: replicas that may have outlived the controller before this one, or were taken for dead: what the
 store says they own against what they say they hold.

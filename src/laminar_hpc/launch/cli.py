@@ -38,7 +38,7 @@ def stop(options: "Namespace") -> int:
 COMMANDS: dict[str, Subcommand] = {
     "train": Subcommand(
         elsewhere("launch.train_command"),
-        "check, then run the job on this machine and watch over it (a torchrun of all roles)",
+        "check, then run the job on this machine and watch over it (all roles in one world)",
         {
             "laminar train experiment=demo": "a small model learns sums on two CPU cores",
             "laminar train experiment=demo steps=20 dry_run=true": "what would start, and whether it fits",

@@ -1,4 +1,4 @@
-"""Which role a rank has: by its number in a torchrun of all roles, or as the first in one of its own role."""
+"""Which role a rank has: by its rank in one world of all roles, or in one of its own role."""
 
 import os
 
@@ -10,10 +10,10 @@ from laminar_hpc.machine.roles import RoleOfRank, assign_roles
 
 
 def place(config: RunConfig) -> tuple[RoleOfRank, list[RoleOfRank], int]:
-    """This rank's role, those of all ranks of its torchrun on this machine, and how many relays the run has
+    """This rank's role, those of all ranks of its world on this machine, and how many relays the run has
     at least.
 
-    Raises LaminarError for a process that torchrun did not start."""
+    Raises LaminarError for a process that neither an agent nor torchrun has started."""
     if "RANK" not in os.environ and config.role != "rollout":
         by = (
             "srun started this process without torchrun"
@@ -39,12 +39,8 @@ def place(config: RunConfig) -> tuple[RoleOfRank, list[RoleOfRank], int]:
         here = [RoleOfRank("rollout", other) for other in range(first, first + per_node)]
         return here[rank - first], here, lanes
     if config.role != "all":
-        if config.role == "relay" and (per_node != lanes or config.first_index % lanes):
-            raise LaminarError(
-                f"relay.lanes={lanes}: start the relays of a machine in one torchrun, with "
-                f"--nproc-per-node={lanes} (not {per_node}) and "
-                f"a first_index that is a multiple of it (not {config.first_index})"
-            )
+        if config.role == "relay":
+            _refuse_broken_lanes(lanes, per_node, config.first_index)
         here = [
             RoleOfRank(config.role, config.first_index + other) for other in range(first, first + per_node)
         ]
@@ -55,3 +51,17 @@ def place(config: RunConfig) -> tuple[RoleOfRank, list[RoleOfRank], int]:
         derived.trainer_ranks, derived.rollout_ranks, world // per_node, per_node, lanes, gpus
     )
     return roles[rank], roles[first : first + per_node], sum(role.role == "relay" for role in roles)
+
+
+def _refuse_broken_lanes(lanes: int, here: int, first_index: int) -> None:
+    """The relays of a machine fill one slot together, each its own part of it."""
+    if here != lanes:
+        raise LaminarError(
+            f"relay.lanes={lanes}, and {here} relays are started here: start all {lanes} of a machine "
+            f"together, by LANES={lanes} launch/relay.sh or torchrun --nproc-per-node={lanes}"
+        )
+    if first_index % lanes:
+        raise LaminarError(
+            f"first_index={first_index}: with relay.lanes={lanes} the machine number n of those with relays "
+            f"has first_index={lanes}n"
+        )

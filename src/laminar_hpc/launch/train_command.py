@@ -125,8 +125,8 @@ def start(config: RunConfig, derived: Derived, words: list[str]) -> int:
     """Runs the job to its end; its exit code. `words` make every rank compose the same configuration."""
     if config.role != "all":
         raise LaminarError(
-            "laminar train starts all roles; for one role use torchrun "
-            "-m laminar_hpc role=..., as the scripts in launch/ do"
+            f"role={config.role}: laminar train starts all roles; one of them is started by "
+            f"launch/{config.role}.sh RUN_DIR"
         )
     from laminar_hpc.machine.locks.run_lock import refuse_if_held
 

@@ -32,12 +32,12 @@ class ControllerAddress(msgspec.Struct):
 
 
 def launch_id() -> str:
-    """Names the torchrun that started this process; equal on all its ranks.
+    """Names the agent or torchrun that started this process; equal on all ranks of its world.
 
     A rank joins no other world's controller, even if both start on one run directory at the same moment."""
     names = [os.environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")]
     if os.environ.get("WORLD_SIZE") == os.environ.get("LOCAL_WORLD_SIZE"):
-        names.append(parent_process())  # one machine, one torchrun: run id and port may be the defaults
+        names.append(parent_process())  # of one machine: run id and port may be the defaults
     return " ".join(names)
 
 

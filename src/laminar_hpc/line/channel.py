@@ -62,7 +62,7 @@ class Channel:
         launch: str = "",
     ) -> None:
         """`patience_seconds`: how long it outlives its controller and looks for the next one; 0: it ends
-        with it. `launch`: joins the controller of this torchrun only (see `launch_id`); "" joins any."""
+        with it. `launch`: joins the controller of this start only (see `launch_id`); "" joins any."""
         self._hello = hello
         self._inbox: list[Message | Exception] = []
         self._arrived = threading.Condition()

@@ -4,9 +4,9 @@ machine. Imports no torch.
 A rank is given its own in CUDA_VISIBLE_DEVICES before anything asks CUDA, so that its first device is device
 0, for its engine too. Without a list, trainer ranks take a GPU each, in order, and replicas
 rollout.tensor_parallel each of those that are left, or of all where too few are left; the relays of a machine
-are spread evenly over the replicas' GPUs, as each may lie next to a network card of its own. A torchrun of
-one role sees its own ranks only, so trainers take the first GPUs and replicas the last ones; name the lists
-when several of one role share a machine.
+are spread evenly over the replicas' GPUs, as each may lie next to a network card of its own. With roles
+apart a rank knows those of its own role only, so trainers take the first GPUs and replicas the last ones;
+name the lists when several of one role share a machine.
 """
 
 import functools
@@ -112,7 +112,7 @@ def devices_of(config: RunConfig, here: Sequence[RoleOfRank], mine: RoleOfRank, 
             )
     if rollouts is None:
         left = [device for device in range(count) if device not in trainers]
-        wanted = len(order["rollout"]) * size or count  # a torchrun of relays: the replicas may use any
+        wanted = len(order["rollout"]) * size or count  # relays apart: the replicas may use any
         pool = left if len(left) >= wanted else list(range(count))
         if config.role == "rollout":
             pool = pool[-wanted:]

@@ -1,4 +1,4 @@
-"""Which rank does what in one torchrun world: a pure function of the layout, so that every rank knows it
+"""Which rank does what in one world: a pure function of the layout, so that every rank knows it
 without asking.
 
 Ranks are node-major with equal ranks per node. The trainers come first, then the controller; of what is left

@@ -25,10 +25,13 @@ BAR = 10  # characters of the KV cache's bar
 PIPE_WIDTH = 160  # of a frame that goes to a file or a pipe
 _COLORS = {"going on": "green", "starting": "yellow", "ended": "cyan", "died": "red"}
 _RANK_ORDER = ("trainer", "controller", "relay", "rollout")
-_COLUMNS = ("rank", "pid", "weights", "state", "running", "queued", "scoring", "KV cache", "tok/s", "last")
+_COLUMNS = (
+    *("rank", "machine", "pid", "weights", "state"),
+    *("running", "queued", "scoring", "KV cache", "tok/s", "last"),
+)
 _NUMBERS = ("pid", "running", "queued", "scoring", "tok/s")
 # the first one first, on a narrow screen
-_DROPPED = ("scoring", "pid", "queued", "last", "running", "KV cache", "tok/s")
+_DROPPED = ("scoring", "pid", "queued", "last", "machine", "running", "KV cache", "tok/s")
 _GAP = 2  # between two columns
 
 
@@ -102,7 +105,8 @@ def _progress(view: View) -> Text:
 
 def _ranks(view: View, width: int) -> Table:
     """Live ranks from status.json with what each did last, by its trace; for an older run what the traces
-    alone know. Columns that do not fit into `width` are left out, the least important ones first."""
+    alone know. Machines are named where there are several. Columns that do not fit into `width` are left out,
+    the least important ones first."""
     lasts = {p.name: _last(p.kind, p.t0, p.t1, view.last_sign) for p in view.processes}
     found = view.status.ranks if view.status else []
     ranks = sorted(found, key=lambda rank: (_RANK_ORDER.index(rank.role), rank.index))
@@ -110,16 +114,19 @@ def _ranks(view: View, width: int) -> Table:
     present = {f"{rank.role}{rank.index}" for rank in ranks}
     for name in [process.name for process in view.processes if process.name not in present]:
         gone = "gone" if view.status and name != "controller0" and view.state == "going on" else ""
-        pid = str(view.status.pid) if name == "controller0" and view.status else ""
-        rows.append([name, pid, "", gone, "", "", "", "", "", lasts[name]])
+        own = view.status if name == "controller0" else None
+        place = [_host(own.machine), str(own.pid)] if own else ["", ""]
+        rows.append([name, *place, "", gone, "", "", "", "", "", lasts[name]])
     columns = {
         name: [Text(_plain(cell)) if isinstance(cell, str) else cell for cell in cells]
         for name, *cells in zip(_COLUMNS, *rows, strict=True)
     }
+    if len({_host(rank.machine) for rank in ranks}) < 2:
+        del columns["machine"]
     for name in _DROPPED:
         widths = [max([len(head), *map(len, cells)]) + _GAP for head, cells in columns.items()]
         if sum(widths) - _GAP > width:
-            del columns[name]
+            columns.pop(name, None)
     table = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="dim")
     for name in columns:
         table.add_column(name, justify="right" if name in _NUMBERS else "left", no_wrap=True)
@@ -130,7 +137,7 @@ def _ranks(view: View, width: int) -> Table:
 
 def _rank_cells(rank: RankStatus, view: View) -> list[str | Text]:
     weights = f"id {rank.weight_id} (step {rank.weight_step})" if rank.weight_id is not None else "none yet"
-    cells: list[str | Text] = [f"{rank.role}{rank.index}", str(rank.pid), weights]
+    cells: list[str | Text] = [f"{rank.role}{rank.index}", _host(rank.machine), str(rank.pid), weights]
     silent = view.status.time - rank.heard if view.status else 0.0
     load = rank.load if view.state != "ended" else None
     if load is None:
@@ -139,6 +146,11 @@ def _rank_cells(rank: RankStatus, view: View) -> list[str | Text]:
     numbers = (str(load.running), str(load.queued), str(load.scoring))
     bar = _bar(load.kv_tokens, load.kv_capacity)
     return [*cells, state, *numbers, bar, count(load.tokens_per_second)]
+
+
+def _host(machine: str) -> str:
+    """The name of a machine, as machine/processes.py `machine_name` begins with it."""
+    return machine.partition("/")[0]
 
 
 def _bar(used: int, capacity: int) -> Text:

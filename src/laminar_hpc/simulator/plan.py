@@ -98,7 +98,7 @@ def tensor_parallels(config: PlanConfig, pool: PoolConfig) -> list[int]:
 
 def trainer_sizes(config: PlanConfig, pool: PoolConfig) -> list[int]:
     """GPUs of `pool` that a trainer may take: whole machines. A part of a machine only where there is no
-    other one: a rollout beside the trainer needs a torchrun with both."""
+    other one: a rollout beside the trainer needs one world with both."""
     machine = GPUS[pool.gpu].machine
     if pool.count > machine:
         return list(range(machine, pool.count + 1, machine))

@@ -1,6 +1,6 @@
 """Which writers of payload files write no more, so that their last files can go when nothing lies in them.
 
-Roles in one torchrun end together: whoever wrote before this controller is gone. With a torchrun per role a
+Roles in one world end together: whoever wrote before this controller is gone. With roles apart a
 rollout is gone when it has said so, when its process on this machine is dead, or when it has been away for
 longer than any rollout waits for a controller; then its number may not come back.
 

@@ -153,7 +153,7 @@ def journal_folder(config: RunConfig) -> Path:
 
 
 def torchrun_identity() -> str:
-    """Of the torchrun that started this process; goes into the metrics."""
+    """Of the agent or torchrun that started this process; goes into the metrics."""
     return f"{os.environ.get('TORCHELASTIC_RUN_ID', '')} {parent_process()}"
 
 

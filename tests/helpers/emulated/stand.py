@@ -144,7 +144,12 @@ class Stand:
         hub = Hub(run_dir, f"stand-{random.randrange(1 << 40):x}", config.cluster.host, 0, machine)
         lock = RunLock([run_dir], self.lines.append)
         begun = Begun(derived, start, lock, 0)
-        controller = controller_of(config, begun, hub, 1, machine, self.lines.append)
+        try:
+            controller = controller_of(config, begun, hub, 1, machine, self.lines.append)
+        except BaseException:  # pytest would wait for the sockets for ever
+            controller_run.close(None, hub, run_dir, replaced=False)
+            lock.release()
+            raise
         handed: queue.SimpleQueue = queue.SimpleQueue()
         threads = [
             threading.Thread(target=part, args=args, daemon=True)

@@ -13,15 +13,21 @@ from laminar_hpc.store.rows import stored_groups
 TURN, CALL = 200, '<tool_call>{"name": "look", "arguments": {"key": "k"}}</tool_call>'
 
 
+def save_model(folder: Path, template: str) -> None:
+    """A model of characters in the folder of an emulated one. One token ends a turn, the template's: of
+    several the emulated engine would draw another."""
+    save(folder, template, ["<|end|>"])
+    settings = json.loads((folder / "config.json").read_text())
+    settings |= json.loads((folder / "generation_config.json").read_text())
+    settings |= {"vocab_size": vocabulary_size(), "max_position_embeddings": 4096}
+    (folder / "config.json").write_text(json.dumps(settings))
+
+
 def several_turns(folder: Path, toolbox: str) -> RunConfig:
     """`toolbox`: the source of a module that has the tool and `score`, a reward."""
     (folder / "turns_toolbox.py").write_text(toolbox)
     config = small_config(folder, replicas=3, steps=2)
-    model = save(Path(config.model.path), SEPARATED, ["<|end|>"])
-    settings = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(
-        json.dumps({**settings, "vocab_size": vocabulary_size(), "max_position_embeddings": 4096})
-    )
+    save_model(Path(config.model.path), SEPARATED)
     config.trainer.tokens_per_microbatch = 4096
     config.data.chat_template = True
     config.algorithm.prompts_per_step = 8

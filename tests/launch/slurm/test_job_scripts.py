@@ -121,6 +121,50 @@ def test_a_job_that_starts_after_the_end_of_its_run_waits_for_nobody(tmp_path: P
         assert "requeued, to go on from here" in said and not error, said + error
 
 
+@pytest.mark.parametrize("code", [0, 2])
+def test_a_heterogeneous_job_ends_the_waiting_of_others(tmp_path: Path, code: int) -> None:
+    """Promise (docs/promises.md#failure-domains): what an earlier end of its run has left is not taken for
+    its own, and jobs of rollouts that wait for its controller end when it could not begin."""
+    mark = tmp_path / "jobs" / "ended"
+    mark.parent.mkdir()
+    mark.touch()
+    os.utime(mark, (time.time() - 3600,) * 2)
+    about = "SubmitTime=$(date -Is) EndTime=Unknown JobState=RUNNING Restarts=0"
+    stubs = STUBS.replace("EndTime=Unknown JobState=RUNNING Restarts=0", about)
+    stubs = stubs.replace('echo "srun was called"', f"return {code}")
+    own = "export SLURM_JOB_ID=7 SLURM_JOB_NUM_NODES=3 SLURM_JOB_NODELIST=n1; VENV="
+    nodes = "; ".join(f"export SLURM_JOB_NUM_NODES_HET_GROUP_{group}=1" for group in range(3))
+    said, error = bash(tmp_path, f"{stubs} {own}; {nodes}; run_job hetjob").communicate(timeout=60)
+    assert f"hetjob ended with exit code {code}" in said and not error, said + error
+    assert [path.name for path in mark.parent.iterdir()] == ([] if code == 0 else ["failed"])
+
+
+@pytest.mark.parametrize(
+    ("role", "codes", "last", "starts"),
+    [
+        ("rollouts", "137 0", 0, 2),
+        ("trainer", "1", 1, 1),
+        ("trainer", "137 137 137", 137, 3),
+        ("all", "137", 137, 1),
+    ],
+)
+def test_an_agent_that_was_killed_is_started_again(
+    tmp_path: Path, role: str, codes: str, last: int, starts: int
+) -> None:
+    """Promise (docs/promises.md#failure-domains): a node's agent is a process that may die like any other,
+    but in one world; what dies again and again ends the job."""
+    (tmp_path / "controller.json").touch()
+    counted = f"n=$(cat {tmp_path}/n 2>/dev/null || echo 0); echo $((n + 1)) >{tmp_path}/n"
+    srun = f"srun() {{ {counted}; codes=({codes}); return ${{codes[$n]}}; }}"
+    own = "export SLURM_JOB_ID=7 SLURM_JOB_NUM_NODES=1 SLURM_JOB_NODELIST=n1; VENV= AGENTS_AGAIN=2"
+    said, error = bash(tmp_path, f"{STUBS} {srun}; {own}; run_job {role}").communicate(timeout=60)
+    assert f"{role} ended with exit code {last}" in said and not error, said + error
+    assert (
+        said.count(f"the agent of the {role} has ended with exit code 137, killed by SIGKILL") == starts - 1
+    )
+    assert (tmp_path / "n").read_text() == f"{starts}\n"
+
+
 def test_what_cannot_be_written_at_all_is_said(tmp_path: Path) -> None:
     """Promise: only a full disk is waited for."""
     (tmp_path / "file").write_text("")

@@ -91,44 +91,53 @@ def test_signals(tmp_path, capfd) -> None:
 
 MACHINE = """
 import sys
-from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from laminar_hpc.launch import ranks
-from laminar_hpc.launch.launch import NodeAgent
-from laminar_hpc.launch.ssh.host import HostOutput, Orders
+from laminar_hpc.launch.ssh import host
 from helpers.stand_ins import one_rank
-output, orders = HostOutput(Path(sys.argv[1])), Orders(sys.argv[2] == "tied")
+run_dir = Path(sys.argv[1])
 ranks._RANK = ("bash", "-c")
 script = "trap 'echo leaving; exit 0' TERM; while :; do echo here; sleep 0.1; done"
-agent = NodeAgent(Path(sys.argv[1]), [one_rank("rollout", Path(sys.argv[1]), script)])
-code = agent.run(partial(orders.obey, agent))
-output.close()
-sys.exit(code)
+part = SimpleNamespace(role="rollout", start=lambda *_, **__: [one_rank("rollout", run_dir, script)])
+host.parts_of = lambda *_: [part]
+sys.exit(host.main(["experiment=demo", f"run_dir={run_dir}", *sys.argv[2:]]))
 """
 
 
-def machine(run_dir: Path, tied: str) -> subprocess.Popen[str]:
+def machine(run_dir: Path, *tied: str) -> subprocess.Popen[str]:
     """A machine's part, of which the replica is a stand-in that says so all the time; it has said so once."""
     (run_dir / "logs").mkdir()
-    command = [sys.executable, "-c", MACHINE, str(run_dir), tied]
+    command = [sys.executable, "-c", MACHINE, str(run_dir), *tied]
     found = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]
     )
-    assert found.stdout is not None and found.stdout.readline() == "here\n"
+    assert found.stdout is not None and found.stdout.readline().startswith("machine ")
+    assert found.stdout.readline() == "here\n"
     return found
 
 
 @pytest.mark.parametrize("order", ["leave\n", "stop\n", ""])
 def test_a_machine_obeys_and_with_tied_ends_with_its_connection(order: str, tmp_path: Path) -> None:
     """Orders come over the connection; its end is a stop for who asked for that. All that is said arrives."""
-    process = machine(tmp_path, "tied" if not order else "")
+    process = machine(tmp_path, *["--tied"][: not order])
     said, _ = process.communicate(order, timeout=60)
+    assert process.returncode == 0 and said.endswith("leaving\n")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_machine_that_is_taken_back_leaves_in_order(number: int, tmp_path: Path) -> None:
+    """Promise (docs/promises.md#over-ssh): the signal of a shutdown does not end the agent, with whom its
+    replicas would be killed before they could hand over what they generate."""
+    process = machine(tmp_path)
+    process.send_signal(number)
+    said, _ = process.communicate(timeout=60)
     assert process.returncode == 0 and said.endswith("leaving\n")
 
 
 def test_a_machine_goes_on_without_its_connection(tmp_path: Path) -> None:
     """The launcher has died, nobody reads: what runs there goes on, and its words are in the run's logs."""
-    process = machine(tmp_path, "")
+    process = machine(tmp_path)
     assert process.stdin is not None and process.stdout is not None
     process.stdin.close()
     process.stdout.close()

@@ -286,7 +286,7 @@ def test_the_last_files_of_a_writer_that_is_gone_are_removed(tmp_path):
 
 
 def test_who_writes_no_more(tmp_path):
-    """Promise: with a torchrun per role a rollout is gone when its last word is in the store, or it has been
+    """Promise: with roles apart a rollout is gone when its last word is in the store, or it has been
     away for longer than it would wait; one that comes back in time is not."""
     folder = tmp_path / writer.FOLDER
     folder.mkdir()

@@ -1,6 +1,6 @@
 """Who comes and goes: Hello, strangers, refusals, deaths, and what each means for the run.
 
-In one torchrun every loss ends the run. With a torchrun per role the others go on without a relay or a
+In one world every loss ends the run. With roles apart the others go on without a relay or a
 rollout, and wait for other trainers (controller/fleet/trainer_generation.py).
 """
 

@@ -1,4 +1,4 @@
-"""The numbers of rollouts: in one torchrun by their rank, else given here when they say Hello.
+"""The numbers of rollouts: in one world by their rank, else given here when they say Hello.
 
 A number is given once in the life of a store, so that nothing of a replica that was lost, and wakes, is ever
 taken for another's. Whoever has one says it in each later Hello, at this controller and at the next.

@@ -214,7 +214,7 @@ class TrainerGeneration:
         self._watch.heard(member.hello.index, progress.phase, progress.count, time.monotonic())
 
     def tick(self, now: float) -> None:
-        """Raises LaminarError when no other trainer generation comes in time, or, in one torchrun, when a
+        """Raises LaminarError when no other trainer generation comes in time, or, in one world, when a
         rank is stuck."""
         self._kill_those_who_stay(now)
         state = self._shared.state
@@ -253,7 +253,7 @@ class TrainerGeneration:
         shared.say(console.line("waits", f"{text}: their job is in Slurm's queue; the others go on"))
 
     def _kill_those_who_stay(self, now: float) -> None:
-        """A stopped process cannot leave, and torchrun waits for it."""
+        """A stopped process cannot leave, and its agent waits for it."""
         for each in [each for each in self._leaving if now > each.by]:
             self._leaving.remove(each)
             if process_started(each.pid) == each.started:

@@ -110,7 +110,7 @@ class Weights:
                 self._warn(f"{text}; the others go on")
 
     def _warn(self, text: str) -> None:
-        """Tells the user what a run with a torchrun per role survives."""
+        """Tells the user what a run with roles apart survives."""
         if self._shared.roles_apart and not self._shared.state.ending:
             self._shared.say(console.line("warning", text))
 
@@ -146,7 +146,7 @@ class Weights:
             is_done = link.upstream is TRAINER and self._shared.state.trainer_done
             if not is_done and not self._members.dead(
                 look=True
-            ):  # a death has a line of its own; in one torchrun it ends the run
+            ):  # a death has a line of its own; in one world it ends the run
                 self._warn(text)
 
     # ---- ids, and who has them -----------------------------------------------------------------------------

@@ -6,7 +6,8 @@ Starts the machine's processes of these roles, each as launch/ROLE.sh would, and
 What they say goes to the standard output while somebody reads it, and to RUN_DIR/logs/host-NAME.log. Lines on
 the standard input are orders: `stop`, the run is to end in order; `leave`, these processes are to leave. With
 --tied the end of the input, which is that of the launcher or its connection, is a `stop`; else the machine
-goes on without them. Exit code: 0 = done or left in order, 2 = refused, 1 = failed.
+goes on without them. TERM and HUP to this process are a `stop` where the run cannot do without the machine,
+else a `leave`. Exit code: 0 = done or left in order, 2 = refused, 1 = failed.
 """
 
 import argparse
@@ -32,6 +33,7 @@ from laminar_hpc.launch.slurm.network import INTERFACE, addresses, own_address, 
 from laminar_hpc.launch.slurm.node import NodePlace, parts
 from laminar_hpc.line.agent_line import REFUSED, RankOrders
 from laminar_hpc.machine.observability import console, output
+from laminar_hpc.machine.processes import on_stop_signals
 
 _CLOSE_SECONDS = 5.0
 _SEEN_SECONDS = 15.0  # for a network file system to show what the launcher has written
@@ -71,16 +73,18 @@ class HostOutput:
 
 
 class Orders:
-    """What the launcher says, as it comes: the words of `stop` and `leave`."""
+    """What the launcher says, as it comes, the words of `stop` and `leave`; and signals, as of a machine that
+    is taken back."""
 
     def __init__(self, tied: bool) -> None:
-        self._given: deque[str] = deque()
+        self._given: deque[str | int] = deque()
         self._tied = tied
         self._lines = os.fdopen(os.dup(0))
         nothing = os.open(os.devnull, os.O_RDONLY)
         os.dup2(nothing, 0)  # what is started here reads none of them
         os.close(nothing)
         threading.Thread(target=self._listen, daemon=True).start()
+        on_stop_signals(lambda number, _: self._given.append(number))
 
     def _listen(self) -> None:
         with suppress(OSError, ValueError):
@@ -96,6 +100,8 @@ class Orders:
                 agent.stop(_CTRL_C)
             elif order == "leave":
                 agent.leave()
+            elif isinstance(order, int):
+                agent.on_signal(order)
 
 
 def own_address_for_others() -> str:

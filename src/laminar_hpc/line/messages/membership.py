@@ -52,7 +52,7 @@ class Welcome(Message):
 
     `index` is the worker's number within its role: it keeps it for its life, at every controller.
 
-    `slots` names the run's folder of weight slots in shared memory, "" = `run_id`; with a torchrun per role
+    `slots` names the run's folder of weight slots in shared memory, "" = `run_id`; with roles apart
     it stays over controllers. `received` is the newest message of this worker that the store has
     (line/delivery.py). A worker gets another Welcome when it has joined anew: after a Rejoin, or at
     another controller over the same store, which has another `run_id`.
