@@ -1,5 +1,4 @@
-"""`--config-dir DIR` anywhere among the words of a command line, and options that hold several. Imports no
-torch."""
+"""`--config-dir DIR` anywhere among the words of a command line, and options that hold several."""
 
 import shlex
 from collections.abc import Sequence

@@ -1,5 +1,4 @@
-"""A command of `laminar`: what it is called with, and how its words are read. argparse takes the options from
-the words."""
+"""A command of `laminar`: what it is called with, and how argparse reads its words."""
 
 import importlib
 from collections.abc import Callable, Sequence
@@ -81,8 +80,7 @@ class Subcommand:
         return parser.format_help().rstrip()
 
     def parse(self, name: str, given: Sequence[str]) -> "Namespace":
-        """Raises Refused for options that the command does not have or that lack a value, and for too few or
-        too many words."""
+        """Raises Refused for unknown options, options without their value, and too few or too many words."""
         from argparse import ArgumentError
 
         try:

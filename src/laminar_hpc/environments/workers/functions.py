@@ -46,8 +46,7 @@ class Reward:
 
 
 def load_function(path: str, label: str) -> Callable:
-    """The callable at a dotted path, searched from the current folder on too. Raises LaminarError when
-    there is none."""
+    """The callable at a dotted path, also below the current folder. Raises LaminarError if there is none."""
     module_name, _, name = path.rpartition(".")
     if not module_name or set("/:") & set(path):
         raise LaminarError(
@@ -86,8 +85,7 @@ class Served(Protocol):
 
 
 def load_all(setup: protocol.WorkerSetup) -> dict[str, Served]:
-    """Imports the user's functions, by name of the reward or tool; what their modules raise is raised
-    here."""
+    """Imports the user's functions, by name of reward or tool; what their modules raise is raised here."""
 
     def load(spec: protocol.Spec) -> Served:
         if spec.style not in OTHERS:

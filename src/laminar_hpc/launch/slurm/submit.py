@@ -144,8 +144,7 @@ def look_around(config: RunConfig) -> bool:
 def command_of(
     job: SlurmJob, run_dir: Path, options: SubmitOptions, settings: Sequence[str]
 ) -> tuple[dict[str, str], list[str]]:
-    """The variables and words of one sbatch. A run that has been measured is told of its end as early as it
-    needs."""
+    """The variables and words of one sbatch. A measured run is told of its end as early as it needs."""
     lead = lead_seconds(run_dir)
     early = [f"--signal=B:USR1@{lead:.0f}"] if lead > LEAD_SECONDS and "rollouts" not in job.script else []
     words = ["sbatch"]

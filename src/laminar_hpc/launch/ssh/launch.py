@@ -66,8 +66,7 @@ def take_options(words: Sequence[str]) -> tuple[LaunchOptions, list[str]]:
 
 
 def main(arguments: list[str]) -> int:
-    """Exit code as Launcher.run; 0 as well when nothing is left to do. Raises LaminarError for what is
-    refused."""
+    """Exit code as Launcher.run; 0 when nothing is left to do. Raises LaminarError for what is refused."""
     from laminar_hpc.data.pretrained import pinned_words
     from laminar_hpc.launch.train_command import prepare
 
