@@ -1,4 +1,3 @@
-"""Laminar: asynchronous reinforcement-learning post-training of language models on Megatron-core, SGLang and
-NCCL."""
+"""Laminar: asynchronous RL post-training of language models on Megatron-core, SGLang and NCCL."""
 
 __version__ = "0.1.0"

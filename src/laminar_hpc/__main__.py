@@ -147,8 +147,7 @@ def run_worker(
 
 
 def run_controller(config: RunConfig, relays: int, say: Callable[[str], None]) -> None:
-    """The life of the controller's rank; its output goes to logs/controller0.log once the run directory is
-    there."""
+    """The life of the controller's rank; it prints to logs/controller0.log once run_dir is there."""
     from laminar_hpc.controller.run import run
 
     run(
@@ -275,8 +274,7 @@ class Rank:
 
 
 def main(overrides: list[str]) -> int:
-    """Exit code: 0 = done or stopped in order, 1 = failed, 2 = refused before it began, 3 = failed for
-    good."""
+    """Exit code: 0 = done or stopped in order, 1 = failed, 2 = refused before it began, 3 = for good"""
     die_with_parent()
     output.guard()
     rank = Rank()

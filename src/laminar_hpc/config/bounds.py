@@ -191,8 +191,7 @@ def shown(value: object) -> str:
 
 
 def wrong_values(config: Any, prefix: str = "") -> list[str]:
-    """One line for each value of a configuration that is outside its bounds or choices, in the order of the
-    schema."""
+    """One line for each value that is outside its bounds or choices, in the order of the schema."""
     lines = []
     for field in dataclasses.fields(config):
         key, value = prefix + field.name, getattr(config, field.name)

@@ -126,8 +126,7 @@ def _staging_bytes(config: RunConfig, trainers: int, publish: int) -> int:
 
 
 def derived_values(config: RunConfig, derived: Derived) -> dict[str, object]:
-    """What is printed before a run starts: the derived quantities, and in words what the batch and the
-    pipeline are."""
+    """Printed before a run starts: the derived quantities, and in words what batch and pipeline are."""
     a = config.algorithm
     batch = f"{a.prompts_per_step} prompts x {a.samples_per_prompt} samples"
     batch += f" = {derived.trajectories_per_step} trajectories"
@@ -202,16 +201,14 @@ def check(config: RunConfig) -> Derived:
 
 
 def memory_need(config: RunConfig, derived: Derived) -> Need:
-    """What is held against the GPUs' memory, that of relays with the engine beside them; an emulated engine
-    needs none."""
+    """What is held against the GPUs' memory, of relays with the engine beside them; none if emulated."""
     emulated = config.rollout.engine == "emulated"
     engine = derived.rollout_gpu_memory_bytes + relay_bytes(config) + move_bytes(config)
     return Need(derived.trainer_gpu_memory_bytes, 0 if emulated else engine)
 
 
 def supported_model(config: RunConfig) -> dict:
-    """The model's config.json. Raises LaminarError where it is missing or of another family, and for numbers
-    that are none."""
+    """The model's config.json. Raises LaminarError if it is missing, of another family, or wrong."""
     model = model_config(config.model.path, config.dry_run)
     file = f"{config.model.path}/config.json"
     named = model.get("architectures")
@@ -323,8 +320,7 @@ def _wrong_port(config: RunConfig) -> Iterator[str]:
 
 
 def check_store_directory(directory: Path) -> None:
-    """SQLite's write-ahead log needs shared memory between processes, which network file systems do not
-    give."""
+    """SQLite's write-ahead log needs memory shared between processes, which network file systems lack."""
     kind = file_system(directory)
     if kind in NETWORK_FILE_SYSTEMS:
         raise LaminarError(

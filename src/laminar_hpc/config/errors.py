@@ -15,16 +15,14 @@ class LaminarError(Exception):
 
 
 class Refused(LaminarError):
-    """What was asked for cannot begin (exit code 2). Its text has one line per mistake, all of them at
-    once."""
+    """What was asked for cannot begin (exit code 2). Its text has one line per mistake, all at once."""
 
     def __init__(self, lines: Iterable[str]) -> None:
         Exception.__init__(self, "\n".join(" ".join(line.split()) for line in lines))
 
 
 def of_the_system(error: OSError) -> LaminarError:
-    """What the system has refused: a file or folder that this user may not use, a name too long, a full
-    disk."""
+    """What the system has refused: a file or folder that this user may not use, a long name, a full disk."""
     if error.filename is None:
         return LaminarError(error.strerror or str(error))
     cure = "let this user read and write there, or name another"

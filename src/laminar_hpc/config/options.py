@@ -1,5 +1,4 @@
-"""`--config-dir DIR` anywhere among the words of a command line, and options that hold several. Imports no
-torch."""
+"""`--config-dir DIR` anywhere among the words of a command line, and options that hold several."""
 
 import shlex
 from collections.abc import Sequence
@@ -45,9 +44,12 @@ def with_absolute_config_dir(words: Sequence[str]) -> list[str]:
     return rest if directory is None else [f"--config-dir={directory}", *rest]
 
 
-def split(flag: str, value: str) -> list[str]:
-    """Options of sbatch, as a shell would read them."""
-    try:
-        return shlex.split(value)
-    except ValueError as error:
-        raise LaminarError(f"{flag}={value}: {error}; quote it as in a shell") from None
+def split(flag: str, values: Sequence[str]) -> list[str]:
+    """Options of sbatch or ssh, as a shell would read them."""
+    found = list[str]()
+    for value in values:
+        try:
+            found += shlex.split(value)
+        except ValueError as error:
+            raise LaminarError(f"{flag}={value}: {error}; quote it as in a shell") from None
+    return found

@@ -46,8 +46,7 @@ class ModelConfig:
 
 @dataclass
 class DataConfig:
-    """Prompts: a JSONL or Parquet file, a folder, or a Hugging Face dataset as OWNER/NAME[:SUBSET][@SPLIT];
-    see docs/data.md."""
+    """Prompts: a JSONL or Parquet file, a folder, or a Hugging Face dataset; see docs/data.md."""
 
     train: str = ""
     """the training prompts: a JSONL or Parquet file, a folder, or a Hugging Face dataset as
@@ -77,8 +76,7 @@ class DataConfig:
 
 @dataclass
 class RewardFunction:
-    """One of `reward.functions`: a Python function or a reward model behind a URL, and its weight in the
-    sum."""
+    """One of `reward.functions`: a Python function or a reward model behind a URL, and its weight."""
 
     function: str = ""
     """dotted path; or else a url"""
@@ -93,8 +91,7 @@ class RewardFunction:
 
 @dataclass
 class RewardConfig:
-    """The reward: `function`, or the weighted sum of `functions`, called in processes of each rollout rank;
-    see rewards.md."""
+    """The reward: `function`, or the weighted sum of `functions`, in processes of each rollout rank."""
 
     function: str = ""
     """dotted path, plain or async; returns a float or a dict with "reward" and named parts"""

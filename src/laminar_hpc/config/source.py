@@ -23,8 +23,7 @@ class Source:
 
     @property
     def label(self) -> str:
-        """A short name for lines and plots: the file's stem, or the dataset's last word with its subset and
-        split."""
+        """A short name for plots: the file's stem, or the dataset's last word with its subset and split."""
         if self.kind in ("jsonl", "parquet"):
             return plain(Path(self.path)).stem
         return "-".join([Path(self.path).name, *([self.subset] if self.subset else []), self.split])

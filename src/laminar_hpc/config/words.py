@@ -78,8 +78,7 @@ class Keys:
         return [name.removeprefix(f"{section}.") for name in self.fields if name.startswith(f"{section}.")]
 
     def unknown(self, key: str) -> str:
-        """The line for a key that is not there: with its new name, the nearest ones, or those of its
-        section."""
+        """The line for a key that is not there: its new name, the nearest ones, or those of its section."""
         if key in RENAMED and RENAMED[key] in self.fields:
             return f"{key} is called {RENAMED[key]} now"
         if key.startswith("hydra"):

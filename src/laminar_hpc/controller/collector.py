@@ -9,8 +9,7 @@ _THRESHOLDS = (2_000, 10, 10_000)
 
 
 def collect_rarely() -> None:
-    """Called once, when all is built: full collections come some hours apart, and pass over what is there
-    now."""
+    """Called once, when all is built: full collections come hours apart and pass over what is there now."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(*_THRESHOLDS)

@@ -47,8 +47,7 @@ from laminar_hpc.store.store import Store
 
 @dataclass(frozen=True, kw_only=True)
 class Tables(Shared):
-    """`replay`: the store of another run, which then has all batches. `slots`: the name of the run's folder
-    in shared memory."""
+    """`replay`: the store of another run, which has all batches. `slots`: its folder in shared memory."""
 
     store: Store
     tracker: TrajectoryTracker

@@ -1,5 +1,4 @@
-"""What all parts of the controller share: the configuration, the run's state, who is in the run, and the ways
-out."""
+"""What all parts of the controller share: configuration, state, who is in the run, and the ways out."""
 
 import time
 from collections.abc import Callable

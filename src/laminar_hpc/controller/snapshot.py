@@ -1,5 +1,4 @@
-"""What the controller knows of the run now, as the Status that `laminar top` shows. Reads the controller,
-changes nothing."""
+"""What the controller knows of the run now, as the Status that `laminar top` shows. Changes nothing."""
 
 import os
 import time

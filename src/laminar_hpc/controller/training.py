@@ -93,8 +93,7 @@ class Training:
     # ---- where it starts -----------------------------------------------------------------------------------
 
     def on_restored(self, member: Member, restored: Restored) -> None:
-        """The same for a fresh run, a resumed one, and trainers that replace others while all else goes
-        on."""
+        """The same for a fresh run, a resumed one, and trainers that replace others while all else goes on"""
         state, step = self._state, restored.step or 0
         if restored.step is None and (seen := checkpoints.steps(Path(self._config.run_dir))):
             raise LaminarError(
@@ -120,8 +119,7 @@ class Training:
         self._say_where(restored, groups)
 
     def trainers_ended(self) -> None:
-        """What the trainers had asked for is asked by nobody; where they were is said by the next trainer
-        generation."""
+        """What the trainers had asked for lapses; the next trainer generation says where it is."""
         self._state.trainer_generation = ""
         self._request = None
 

@@ -31,8 +31,7 @@ _SPLITS = {
 
 
 def read_rows(source: Source) -> Iterator[tuple[str, dict]]:
-    """(place, row) of every row in order, rows counted from 1. Raises LaminarError that names file and row,
-    and the cure."""
+    """(place, row) of every row in order, counted from 1. Raises LaminarError with file, row and cure."""
     if (files := files_of(source)) is None:
         yield from _dataset(source)
     for path in files or ():

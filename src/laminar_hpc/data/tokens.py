@@ -54,8 +54,7 @@ def load_tokenizer(model_path: str) -> Tokenizer:
 
 
 def check_rows(model: Path) -> None:
-    """Raises LaminarError for a tokenizer with ids that the model has no rows for, which texts of tools and
-    agents could hold."""
+    """Raises LaminarError for a tokenizer with ids beyond the model's rows, which some text could hold."""
     rows = _rows(model)
     beyond = {id_: text for text, id_ in load_tokenizer(str(model)).get_vocab().items() if id_ >= rows}
     if beyond:

@@ -14,8 +14,7 @@ _ENGINES = {
 
 
 def engine_factory(config: RunConfig, index: int, run_dir: Path) -> EngineFactory:
-    """Makes engines of the kind `rollout.engine` for replica `index`, one per life. Called where a rollout
-    worker is built."""
+    """Makes engines of the kind `rollout.engine` for replica `index`, one per life."""
 
     def new_engine() -> Engine:
         engine: Engine = pkgutil.resolve_name(_ENGINES[config.rollout.engine])(config, index, run_dir)

@@ -69,8 +69,7 @@ class Case:
         return f"{_PRELUDE}{alone}\n{call}", mark
 
     def passed(self, result: Result, mark: str) -> bool:
-        """Whether the program did what this test wants. Raises SandboxFailed if that is longer than the
-        sandbox keeps."""
+        """Whether the program did what this test wants. Raises SandboxFailed beyond the sandbox's room."""
         if result.timed_out or result.exit != 0:
             return False
         wanted, kept = (json.dumps(self.value), 2) if self.function else (self.output, 1)
@@ -151,8 +150,7 @@ def _lines(text: object) -> str:
 
 
 def same_output(said: str, wanted: str) -> bool:
-    """By lines without blank ones at the end, and words in a line; numbers that are not whole may differ by a
-    millionth."""
+    """By lines, without blank ones at the end, and words; decimal numbers may differ by a millionth."""
     lines = [[line.split() for line in text.rstrip().splitlines()] for text in (said, wanted)]
     return len(lines[0]) == len(lines[1]) and all(
         len(mine) == len(theirs) and all(map(_same_word, mine, theirs))

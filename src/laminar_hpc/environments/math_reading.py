@@ -261,8 +261,7 @@ def _single(text: str, plain: str, amount: str, unit: Unit | None) -> Readings:
 
 
 def _expression(text: str) -> Any:
-    """What math-verify makes of LaTeX, with decimals exact; None if it makes nothing of it, or something
-    huge."""
+    """What math-verify makes of LaTeX, with decimals exact; None for nothing, or something huge."""
     if _HUGE.search(text):
         return None
 

@@ -28,14 +28,12 @@ _CURES = {
 
 
 def check_functions(config: RunConfig) -> None:
-    """Raises LaminarError when a reward function is not there, cannot be imported, or has parameters of
-    another style."""
+    """Raises LaminarError when a reward function is missing, cannot be imported, or has other parameters."""
     asyncio.run(_results(config, None))
 
 
 def first_call(config: RunConfig, prompt: str, row: dict) -> list[str]:
-    """Warnings, one line each. Raises LaminarError as `check_functions`, and for what is returned but is
-    no reward."""
+    """Warnings, one line each. Raises LaminarError as `check_functions`, and for what is no reward."""
     response = str(row.get("answer", ""))
     results = asyncio.run(_results(config, (prompt, response, row)))
     warnings = []

@@ -1,5 +1,4 @@
-"""A Python interpreter as a tool: what the model writes runs in the sandbox. Name `python` in
-environment.tools."""
+"""A Python interpreter as a tool: the model's code runs in the sandbox. `python` in environment.tools."""
 
 from laminar_hpc.environments.sandbox import Limits, Sandbox
 

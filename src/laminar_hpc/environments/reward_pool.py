@@ -26,8 +26,7 @@ from laminar_hpc.environments.workers.protocol import Call, CallResult, Spec, Wo
 
 @dataclass(frozen=True)
 class Score:
-    """The reward of one trajectory. `error` is "" or says what went wrong; times are seconds since the
-    epoch."""
+    """The reward of a trajectory. `error`: "" or what went wrong; times are seconds since the epoch."""
 
     reward: float
     parts: dict[str, float]
@@ -37,8 +36,7 @@ class Score:
 
 
 class RewardPool(WorkerPool):
-    """`prompt_field`: data.prompt_field, for functions that want messages. `quiet`: what functions print
-    is dropped."""
+    """`prompt_field`: data.prompt_field, for functions that want messages. `quiet`: drops their output."""
 
     def __init__(self, config: RewardConfig, prompt_field: str = "prompt", quiet: bool = False) -> None:
         self.config = config
@@ -52,8 +50,7 @@ class RewardPool(WorkerPool):
         self._free = asyncio.Semaphore(config.slots)
 
     async def start(self) -> None:
-        """Raises LaminarError when a function is missing, cannot be imported, or has other parameters than
-        its style."""
+        """Raises LaminarError when a function is missing, cannot be imported, or has other parameters."""
         if self.entries:  # else the environment has the reward
             await super().start()
 

@@ -153,8 +153,7 @@ def accepted(arguments: dict, parameters: Mapping[str, inspect.Parameter] | None
 
 
 def _trl_arguments(call: Call, prompt_field: str) -> dict:
-    """A batch of one. Prompt and completion are messages where the row's prompt is messages, as in a
-    conversational dataset."""
+    """A batch of one. Prompt and completion are messages where the row's prompt is, as in a conversation."""
     messages = _messages(call.row, prompt_field)
     answer = call.response if messages is None else [{"role": "assistant", "content": call.response}]
     ours = ("prompt", "completion", "completion_ids")
@@ -203,8 +202,7 @@ def _verl_arguments(call: Call) -> dict:
 
 
 def _of_verl(value: object) -> Checked:
-    """Its dicts may hold texts beside numbers, which verl logs; they are left out. Its `acc` is our
-    `accuracy`."""
+    """Its dicts may hold texts, which verl logs; they are left out. Its `acc` is our `accuracy`."""
     if not isinstance(value, dict):
         return _number("score", value), {}
     if "score" not in value:

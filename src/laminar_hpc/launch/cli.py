@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from laminar_hpc import __version__
 from laminar_hpc.config.errors import LaminarError, did_you_mean, of_the_system, print_lines
-from laminar_hpc.launch.command import CONFIG_DIR, KEYS, PLAN, Subcommand, elsewhere, flag, value
+from laminar_hpc.launch.command import CONFIG_DIR, KEYS, PLAN, Subcommand, elsewhere, flag, several, value
 from laminar_hpc.machine.observability.output import guard
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ COMMANDS: dict[str, Subcommand] = {
         ("RUN_DIR",),
     ),
     "submit": Subcommand(
-        lambda options: elsewhere("launch.slurm.submit")(options.given),
+        elsewhere("launch.slurm.submit"),
         "check, then submit the run's Slurm jobs: trainers, controller, an array of rollouts",
         {
             "laminar submit experiment=cluster_64gpu_32b data.train=FILE reward.function=NAME": "",
@@ -87,16 +87,16 @@ COMMANDS: dict[str, Subcommand] = {
             "--hetjob": flag("one heterogeneous job of all roles"),
             "--plan": PLAN,
             "--gpus-per-node": value("N", "GPUs of each node; 0 = run on the CPU"),
-            "--slurm": value("OPTIONS", "of sbatch, for all jobs"),
-            "--controller": value("OPTIONS", "of sbatch, for the controller's job"),
-            "--trainer": value("OPTIONS", "of sbatch, for the trainers' job"),
-            "--rollouts": value("OPTIONS", "of sbatch, for the rollouts' jobs"),
+            "--slurm": several("OPTIONS", "of sbatch, for all jobs"),
+            "--controller": several("OPTIONS", "of sbatch, for the controller's job"),
+            "--trainer": several("OPTIONS", "of sbatch, for the trainers' job"),
+            "--rollouts": several("OPTIONS", "of sbatch, for the rollouts' jobs"),
             "--config-dir -cd": CONFIG_DIR,
         },
         KEYS,
     ),
     "launch": Subcommand(
-        lambda options: elsewhere("launch.ssh.launch")(options.given),
+        elsewhere("launch.ssh.launch"),
         "check, then run the job on several machines over ssh, without Slurm, and show its progress here",
         {
             "laminar launch --hosts hosts.txt experiment=mine": "hosts.txt: a line for each, NAME [gpus=N]",
@@ -107,8 +107,8 @@ COMMANDS: dict[str, Subcommand] = {
             "--hosts": value("FILE", "a line for each machine: NAME [gpus=N]"),
             "--dry-run": flag("print the ssh lines, start nothing"),
             "--tied": flag("the machines stop the run when this command, or its connection, has ended"),
-            "--only": value("NAMES", "start only these machines, as n1,n2"),
-            "--ssh": value("OPTIONS", "of ssh"),
+            "--only": several("NAMES", "start only these machines, as n1,n2"),
+            "--ssh": several("OPTIONS", "of ssh"),
             "--plan": PLAN,
             "--config-dir -cd": CONFIG_DIR,
         },

@@ -1,5 +1,4 @@
-"""A command of `laminar`: what it is called with, and how its words are read. argparse takes the options from
-the words."""
+"""A command of `laminar`: what it is called with, and how argparse reads its words."""
 
 import importlib
 from collections.abc import Callable, Sequence
@@ -31,7 +30,12 @@ def value(metavar: str, about: str, alone: str | None = None, **more: Any) -> di
     return {"metavar": metavar, "help": about, **more}
 
 
-CONFIG_DIR = value("DIR", "a folder of your own beside conf/, with experiment/NAME.yaml", action="append")
+def several(metavar: str, about: str) -> dict[str, Any]:
+    """An option that may be given more than once."""
+    return value(metavar, about, action="append", default=[])
+
+
+CONFIG_DIR = several("DIR", "a folder of your own beside conf/, with experiment/NAME.yaml")
 PLAN = value("FILE", "the experiment that laminar plan has written")
 
 
@@ -39,7 +43,7 @@ PLAN = value("FILE", "the experiment that laminar plan has written")
 class Subcommand:
     """A row of COMMANDS."""
 
-    run: Callable[["Namespace"], int]  # takes options, `words` (the rest) and `given` (all); the exit code
+    run: Callable[["Namespace"], int]  # takes options and `words` (the rest); the exit code
     about: str
     examples: dict[str, str]  # a command line -> what it does
     places: tuple[str, ...] = ()  # the words that it needs
@@ -81,16 +85,14 @@ class Subcommand:
         return parser.format_help().rstrip()
 
     def parse(self, name: str, given: Sequence[str]) -> "Namespace":
-        """Raises Refused for options that the command does not have or that lack a value, and for too few or
-        too many words."""
+        """Raises Refused for unknown options, options without their value, and too few or too many words."""
         from argparse import ArgumentError
 
         try:
             options, words = self.parser(name).parse_known_args(self._joined(given))
         except ArgumentError as error:
             raise Refused([f"{error.argument_name}: {error.message}; usage: {self.usage(name)}"]) from None
-        options.given = given
-        options.words = [*words, *(f"--config-dir={d}" for d in vars(options).get("config_dir") or ())]
+        options.words = [*words, *(f"--config-dir={d}" for d in vars(options).get("config_dir", ()))]
         if wrong := self._wrong_words(name, words):
             raise Refused(f"{line}; usage: {self.usage(name)}" for line in wrong)
         return options

@@ -178,7 +178,7 @@ def submit(every: Sequence[Combination], options: str) -> int:
     for number, each in enumerate(every):
         environment = {"VENV": sys.prefix, **os.environ, "RUN_DIR": str(each.run_dir.absolute())}
         words = [word for word in each.words if not word.startswith("run_dir=")]  # the script has RUN_DIR
-        command = ["sbatch", "--parsable", *split("--slurm", options), script, *words]
+        command = ["sbatch", "--parsable", *split("--slurm", [options]), script, *words]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         if done.returncode:
             why = " ".join(done.stderr.split())

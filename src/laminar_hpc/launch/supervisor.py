@@ -78,8 +78,7 @@ class WholeRun(WorkerGroup):
 
 
 def run(config: RunConfig, words: list[str], world: int) -> int:
-    """Runs the job to its end. Exit code 0 when it is done or was stopped in order, 2 when it was refused,
-    else 1."""
+    """Runs the job to its end. Exit code 0 when it is done or stopped in order, 2 when refused, else 1."""
     agent = NodeAgent(Path(config.run_dir), [WholeRun(config, words, world)])
     on_stop_signals(agent.on_signal)
     return agent.run()

@@ -1,5 +1,4 @@
-"""Who may connect: the encrypted sockets of a ZeroMQ context ask here (RFC 27, ZAP) whether a client's key is
-welcome."""
+"""Who may connect: the encrypted sockets of a ZeroMQ context ask here about a client's key (RFC 27, ZAP)."""
 
 import zmq
 from zmq.utils import z85

@@ -112,8 +112,7 @@ class Channel:
     # ---- for the role --------------------------------------------------------------------------------------
 
     def send(self, message: Message) -> None:
-        """Queues a message; returns at once. It arrives once and in order, if a controller of this store is
-        there in time."""
+        """Queues a message; returns at once. It arrives once and in order, if a controller comes in time."""
         if isinstance(message, Ping):
             self._line.ping()
         elif not (isinstance(message, Increment) and self._line.spooling):  # the response's end has it all
@@ -218,8 +217,7 @@ class Channel:
 
     @property
     def has_said_all(self) -> bool:
-        """It was closed, and whatever was sent is on record, or left in the run directory for the next
-        controller."""
+        """It was closed, and what was sent is on record, or left in run_dir for the next controller."""
         return self._closing and self._order.idle and self._line.has_said_all
 
     def close(self, goodbye: bool = True) -> None:

@@ -1,5 +1,4 @@
-"""What every role's `run(context)` is given: its place in the run, its channel to the controller, its
-trace."""
+"""What every role's `run(context)` gets: its place in the run, its channel to the controller, its trace."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -94,8 +94,7 @@ class Sender:
             yield self._backlog.popleft()
 
     def peek(self) -> tuple[int, bytes] | None:
-        """What is to be put on the wire next, with its number; None while the window is full or nothing
-        waits."""
+        """What goes on the wire next, with its number; None while the window is full or nothing waits."""
         number = self.sent + 1
         if number > self._numbered:
             full = len(self._kept) >= WINDOW_FRAMES or self._kept_bytes >= WINDOW_BYTES

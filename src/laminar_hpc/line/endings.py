@@ -18,8 +18,7 @@ class ControllerLost(LaminarError):
 
 
 class TrainersReplaced(LaminarError):
-    """Other trainers take the place of this rank's trainer generation: nothing that it still does may
-    count."""
+    """Other trainers take the place of this trainer generation: nothing that it still does may count."""
 
 
 class MessageRefused(LaminarError):

@@ -49,8 +49,7 @@ class UnreadableMessage:
 
 
 class _Session:
-    """A member's two streams: `sender` has the one down, `receiver` goes on behind what the store has of the
-    one up."""
+    """A member's two streams: `sender` has the one down, `receiver` goes on behind what the store has."""
 
     def __init__(self, name: str, received: int) -> None:
         self.name = name

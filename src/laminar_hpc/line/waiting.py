@@ -100,8 +100,7 @@ def shown_in(folder: Path, pattern: str, seconds: float = 0.0) -> list[str]:
 
 
 def _judge(path: Path, folder: Path, watched: Watched) -> str | None:
-    """Who it is, if alive; "" for a sign that was left behind, which is removed; None while that is
-    unclear."""
+    """Who it is, if alive; "" for a sign left behind, which is removed; None while that is unclear."""
     found = read_owner(path)
     if found is None:
         return ""

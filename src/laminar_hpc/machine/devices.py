@@ -128,8 +128,7 @@ def devices_of(config: RunConfig, here: Sequence[RoleOfRank], mine: RoleOfRank, 
 
 
 def _chosen(key: str, devices: list[int] | None, wanted: int, count: int) -> list[int] | None:
-    """The configured list. Raises LaminarError unless the machine has these GPUs and they are enough for
-    `wanted`."""
+    """The configured list. Raises LaminarError unless these GPUs are there and enough for `wanted`."""
     if devices is None or not wanted:
         return devices
     if not count:

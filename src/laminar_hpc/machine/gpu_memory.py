@@ -47,8 +47,7 @@ def parse_smi(printed: str, names: Sequence[str]) -> list[float]:
 
 
 def check_dry_run(config: RunConfig, derived: Derived) -> None:
-    """Holds each role against this machine's smallest GPU, where the configuration names no size. Raises
-    LaminarError."""
+    """Holds each role against the smallest GPU here, unless a size is configured. Raises LaminarError."""
     if config.trainer.gpu_memory_gigabytes and config.rollout.gpu_memory_gigabytes:
         return
     check_memory(config, memory_need(config, derived), min(gigabytes_of_gpus(), default=None))
@@ -76,8 +75,7 @@ def check_gpus(
 
 
 def host_memory_warning(config: RunConfig, derived: Derived) -> str:
-    """One line when a run without GPUs needs more than the host has left; else empty. Weight slots in
-    /dev/shm count too."""
+    """One line when a run without GPUs needs more than the host has left (weight slots too); else empty."""
     need = memory_need(config, derived)
     engines = derived.rollout_ranks * config.rollout.tensor_parallel * need.rollout
     total = derived.trainer_ranks * need.trainer + engines + derived.slot_bytes

@@ -34,8 +34,7 @@ def process_world() -> str:
 
 
 def machine_name(shm_dir: str) -> str:
-    """Names what shares memory with this process: the host, and which of its (containers') shared-memory
-    folders it sees."""
+    """Names what shares memory with this process: the host, and which shared-memory folders it sees."""
     device = os.stat(shm_dir).st_dev if os.path.isdir(shm_dir) else 0
     return f"{socket.gethostname()}/{device}"
 
@@ -54,22 +53,19 @@ def user_name() -> str:
 
 
 def die_with_parent(number: int = signal.SIGKILL) -> None:
-    """The kernel sends this signal to the calling process when its parent ends, so that nothing is left
-    behind."""
+    """The kernel sends the calling process this signal when its parent ends: nothing is left behind."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
 
 
 def on_stop_signals(handler: Callable[[int, object], None]) -> None:
-    """`handler` hears INT, TERM, USR1 and the end of the terminal, HUP, to which a process under nohup stays
-    deaf."""
+    """`handler` hears INT, TERM, USR1 and, but for a process under nohup, HUP, the end of the terminal."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, handler)
 
 
 def oom_kills(events: Path = Path("/sys/fs/cgroup/memory.events")) -> int:
-    """How many processes of this container the kernel has killed for want of memory so far; 0 where that
-    cannot be told."""
+    """How many processes of this container the kernel has killed for want of memory; 0 where unknown."""
     try:
         return next(
             (

@@ -19,8 +19,7 @@ from typing import NamedTuple
 
 
 class GroupView(NamedTuple):
-    """What the rules see of a granted, untrained group. `weight_step` is the oldest among its
-    trajectories."""
+    """What the rules see of a granted, untrained group. `weight_step`: the oldest among its trajectories."""
 
     group_id: int
     number: int  # at its grant

@@ -22,8 +22,7 @@ Tile = tuple[str, str, str]  # title, value, note
 
 
 def write(run_dir: Path) -> Path:
-    """Writes run_dir/report.html in one piece and gives its path. Raises LaminarError when `run_dir` is no
-    run."""
+    """Writes run_dir/report.html in one piece; returns its path. Raises LaminarError when it is no run."""
     return write_loaded(rundata.load(run_dir))
 
 

@@ -1,5 +1,4 @@
-"""The ending of a run: summary, report and the closing lines; and a run that was complete before it was
-started."""
+"""The ending of a run: summary, report, closing lines; and a run that was complete before it began."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -20,8 +19,7 @@ def finish(run_dir: Path, stopped: str, say: Callable[[str], None]) -> None:
 
 
 def close_completed(config: RunConfig, say: Callable[[str], None]) -> bool:
-    """Whether resume=auto finds nothing left to do. Says so, and writes summary and report if a death kept
-    them away."""
+    """Whether resume=auto finds nothing left to do. Says so, and writes summary and report if missing."""
     step = completed_step(config)
     if step is None:
         return False

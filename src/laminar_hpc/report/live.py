@@ -87,8 +87,7 @@ class RunFollower:
         return "starting" if time.time() - self.view.last_sign < FRESH_SECONDS else "died"
 
     def _new_records(self) -> list[dict]:
-        """Whole lines since the last look. A run that was moved aside and begun anew is read from its
-        start."""
+        """Whole lines since the last look, from its start where the run was moved aside and begun anew."""
         size = self._metrics.stat().st_size if self._metrics.is_file() else 0
         if size < self._offset:
             self.view = View(self.view.run_dir)

@@ -1,5 +1,4 @@
-"""The report's section on rewards: each function's mean per step, and what went wrong in them. Empty where
-there is neither."""
+"""The report's section on rewards: each function's mean per step, and its errors. Empty without any."""
 
 from collections import Counter
 

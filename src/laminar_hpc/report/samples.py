@@ -25,8 +25,7 @@ COLUMNS = ("", "step", "prompt", "response", "reward", "tokens", "weights of ste
 
 
 def pages(run: Run) -> str:
-    """HTML of the samples: the overview, then a page for each; empty text where the run has no stored
-    trajectories."""
+    """HTML of the samples: the overview, then a page for each; empty without stored trajectories."""
     if not run.consumed:
         return ""
     chosen = choose(run.consumed)

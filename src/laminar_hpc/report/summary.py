@@ -27,8 +27,7 @@ def build(run_dir: Path) -> dict:
 
 
 def write(run_dir: Path) -> dict:
-    """Writes run_dir/summary.json in one piece and gives its content. Raises LaminarError when it is no
-    run."""
+    """Writes run_dir/summary.json in one piece; returns its content. Raises LaminarError if it is no run."""
     return write_loaded(rundata.load(run_dir))
 
 
@@ -94,8 +93,7 @@ def versions_max(run: Run) -> int | None:
 
 
 def reward_error_first(run: Run) -> str | None:
-    """Of the trajectories that were trained; where the store has no more the first ones, of all that were
-    scored."""
+    """Of trained trajectories; where the store has no more the first ones, of all that were scored."""
     if run.has_old_steps and any(of.reward_errors for of in run.totals):
         return next((str(record["text"]) for record in run.records.get("reward_error", [])), None)
     return next((t.reward_error for t in run.consumed if t.reward_error), None)

@@ -70,8 +70,7 @@ def short(value: float) -> str:
 
 
 def ticks(low: float, high: float, about: int = 5, whole: bool = False) -> list[float]:
-    """Round numbers (1, 2 or 5 times a power of ten apart) within [low, high]; with `whole` at least 1
-    apart."""
+    """Round numbers (1, 2 or 5 times a power of ten) within [low, high]; with `whole` at least 1 apart."""
     span = high - low
     if span <= 0:
         return [low]

@@ -66,8 +66,7 @@ def _order(name: str) -> tuple[int, int]:
 
 
 class RunTime:
-    """Maps times since the epoch to seconds of run time, in which launches follow each other without a
-    gap."""
+    """Maps times since the epoch to seconds of run time, in which launches follow without a gap."""
 
     def __init__(self, run: Run) -> None:
         spans = [s for spans in run.spans.values() for s in spans]
@@ -109,8 +108,7 @@ def accounts(run: Run) -> list[tuple[str, list[tuple[str, float, str]]]]:
 
 
 def figures(run: Run, window_seconds: float = WINDOW_SECONDS) -> str:
-    """Both figures as HTML, `window_seconds` in the lower one at first; empty text where nothing was
-    traced."""
+    """Both figures as HTML, `window_seconds` in the lower one at first; empty without traces."""
     shown = rows(run)
     time = RunTime(run)
     if not shown or time.total <= 0:

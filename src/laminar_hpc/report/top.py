@@ -224,8 +224,7 @@ def _turns(view: View) -> Text | None:
 
 
 def _moves(view: View) -> Text | None:
-    """Of trajectories between replicas: how many, how the last one went, and the plan that the planner
-    carried out last."""
+    """Of trajectories between replicas: how many, how the last one went, and the last plan carried out."""
     move, plan = view.newest.get("move"), view.newest.get("repack")
     if move is None:
         return None

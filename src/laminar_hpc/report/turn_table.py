@@ -25,8 +25,7 @@ class Stretch(NamedTuple):
 
 
 def tool_spans(run: Run, rows: Sequence[Consumed]) -> dict[int, list[TraceSpan]]:
-    """Trajectory -> the spans of its tool calls, in order; of its last attempt, at the replica that ended
-    it."""
+    """Trajectory -> the spans of its tool calls, in order; of its last attempt, where that ended."""
     found: dict[int, list[TraceSpan]] = {row.id: [] for row in rows}
     by_id = {row.id: row for row in rows}
     for process, spans in run.spans.items():

@@ -60,8 +60,7 @@ class CallAnswers:
                 calls.cancel()
 
     async def made_elsewhere(self, trajectory: TrajectoryInFlight, seconds: float) -> Answer:
-        """What another replica tells of calls that take at most so long. Raises TrajectoryEnded and
-        EnvironmentFailed."""
+        """What another replica tells of calls within a time. Raises TrajectoryEnded and EnvironmentFailed."""
         name = trajectory.partial.awaits
         try:
             return await self._awaited(trajectory, name, self._told(name), seconds + WAY_SECONDS)

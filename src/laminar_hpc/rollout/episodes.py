@@ -225,8 +225,7 @@ class Episodes:
         return self.stateful and self.grades and trajectory.session is None
 
     async def grade_of(self, home: Home, figures: dict[str, float]) -> Score:
-        """Of a trajectory that has ended elsewhere, with the figures of its episode. Raises
-        EnvironmentFailed."""
+        """Of a trajectory that has ended elsewhere, with its episode's figures. Raises EnvironmentFailed."""
         own = home.episode.figures(time.time())
         busy = {name: own[name] for name in (BUSY_SHARE,) if name in own}
         score = await _reward(home.session)

@@ -93,8 +93,7 @@ class EnvironmentHomes:
         self._close_old()
 
     def failed(self, trajectory: TrajectoryInFlight) -> None:
-        """The trajectory's environment failed. If the trajectory has already moved away, it is closed here:
-        nobody else will."""
+        """The trajectory's environment failed. If it has moved away, it is closed here: nobody else will."""
         home = self._homes.get(trajectory.partial.home)
         if home is not None and home.trajectory is None and self.take(trajectory.partial.home):
             home.session.close()

@@ -1,5 +1,4 @@
-"""What a replica does with a response so far (line/messages/data.py `Partial`): pure functions on its
-columns."""
+"""What a replica does with a response so far (`Partial`): pure functions on its columns."""
 
 from collections.abc import Sequence
 

@@ -43,8 +43,7 @@ class ServedWeights:
         return newest is not None and newest.weight_id >= self._state.next_weight_id
 
     async def until_first(self, since: float) -> None:
-        """Returns when there is a slot. Raises LaminarError cluster.join_timeout_seconds after `since`
-        (monotonic)."""
+        """Returns when there is a slot. Raises LaminarError join_timeout_seconds after `since`."""
         limit, replica = self._context.config.cluster.join_timeout_seconds, self._context.index
         while self._reader.newest() is None:
             if time.monotonic() - since > limit:

@@ -59,8 +59,7 @@ class TurnCalls:
         self.dialogues: dict[str, Dialogue] = {}
 
     async def learn(self, name: str, tools: Sequence[dict]) -> None:
-        """The tools of one environment. Raises LaminarError for templates and call formats that cannot be
-        used."""
+        """The tools of one environment. Raises LaminarError for templates and formats that do not work."""
         grows = self._limits.history == "refuse"
         arguments = self._context.config.data.chat_template_arguments
         made = await asyncio.to_thread(dialogue, str(self._model), tools, grows, arguments)

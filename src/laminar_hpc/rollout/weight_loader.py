@@ -35,8 +35,7 @@ OVERFLOW_CURE = (
 
 
 class SlotRefused(LaminarError):
-    """The slot is not what its manifest says, or does not fit the engine; a fresh engine would not mend
-    that."""
+    """The slot is not what its manifest says, or does not fit; a fresh engine would not mend that."""
 
 
 class EngineOverflows(SlotRefused):
@@ -70,8 +69,7 @@ class _PullClock:
 
 
 def check_layout(layout: list[TensorLayout], manifest: Manifest) -> None:
-    """Raises SlotRefused unless manifest and engine agree on names, shapes and dtypes; `layout` is the
-    engine's."""
+    """Raises SlotRefused unless manifest and engine's `layout` agree on names, shapes and dtypes."""
     have = {tensor.name: (list(tensor.shape), tensor.dtype) for tensor in layout}
     want = {tensor.name: (list(tensor.shape), tensor.dtype) for tensor in manifest.tensors}
     for name in sorted(have.keys() | want.keys()):
@@ -212,8 +210,7 @@ class WeightLoader:
         return logprobs
 
     async def _give(self, handle: SlotHandle, clock: _PullClock, restart: bool, paused: bool) -> Sums:
-        """The slot's weights into the engine, by a copy or by a fresh start; the sums of its live parameters
-        afterwards."""
+        """The slot's weights into the engine, by a copy or a fresh start; the sums of its live parameters."""
         check_file(handle)
         engine = self.engines.current
         if restart:

@@ -250,8 +250,7 @@ class RolloutWorker:
     # ---- start ---------------------------------------------------------------------------------------------
 
     async def _start(self) -> None:
-        """Engine and reward workers at once, while the trainer loads and publishes; then the first
-        weights."""
+        """Engine and reward workers start while the trainer loads and publishes; then the first weights."""
         t0 = time.monotonic()  # the clock may be set meanwhile
         with self.context.trace.span("load", what="engine"):
             pool = [self.pool.start()] if self.own_pool else []
@@ -292,8 +291,7 @@ class RolloutWorker:
         self.ask_again = True
 
     async def _next_grant(self) -> Grant | None:
-        """A grant, or None when newer weights came first or the request must be made again. Raises
-        EngineDied."""
+        """A grant, or None when newer weights came first or it must ask again. Raises EngineDied."""
         death, woken = asyncio.create_task(self.engines.current.died()), None
         try:
             with self.context.trace.span("wait", what="work"):

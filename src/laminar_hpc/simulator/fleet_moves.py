@@ -13,8 +13,7 @@ from laminar_hpc.simulator.wide_area.hand_over import HandOver
 
 
 class SimulatedRepacker:
-    """Empties replicas in ramp-down. `kv_max`: C_max in tokens, of the smallest replica's capacity;
-    `requests_max`: B."""
+    """Empties replicas in ramp-down. `kv_max`: C_max in tokens, of the smallest; `requests_max`: B."""
 
     def __init__(self, rollouts: Rollouts, setup: SimulationSetup) -> None:
         self.rollouts = rollouts
@@ -67,8 +66,7 @@ class SimulatedRepacker:
                 self.carry_out(self.rollouts.replicas[source], self.rollouts.replicas[destination])
 
     def carry_out(self, source: SimulatedReplica, destination: SimulatedReplica) -> None:
-        """Empties the source. The destination is reserved at once; requests go on there when they have
-        arrived."""
+        """Empties the source. The destination is reserved at once; requests go on when they have arrived."""
         ship = self.rollouts.rules.repack == "kv"
         away, parked = list(source.away.values()), list(source.parked.values())
         for request in parked:
@@ -199,8 +197,7 @@ class Failures:
         r.clock.after(seconds, self._up, replica)
 
     def _rescue(self, dead: SimulatedReplica) -> None:
-        """Moves the dead replica's trajectories to replicas on the same weights with room, else back to their
-        prompts."""
+        """Moves the dead replica's trajectories to replicas on its weights with room, else to prompts."""
         r = self.rollouts
         orphans = {
             i: q for group in r.tracker.live.values() for i, q in group.requests.items() if q.home is dead

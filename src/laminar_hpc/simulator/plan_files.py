@@ -82,8 +82,7 @@ def _yaml(value: object) -> str:
 
 
 def experiment(config: PlanConfig, candidate: Candidate, figures: dict) -> str:
-    """DIR/experiment/NAME.yaml for `--config-dir DIR`. `figures`: of the simulated run, from which time
-    limits follow."""
+    """DIR/experiment/NAME.yaml for `--config-dir DIR`. `figures`: of the simulated run, for time limits."""
     t, w, tp = trainer_settings(config, candidate), config.workload, candidate.tensor_parallel
     memory = min(GPUS[config.pools[pool].gpu].memory for pool, *_ in candidate.rollouts) / 1e9
     slowest = math.ceil(_PATIENCE * max(figures["latency_max"], figures["step_seconds"], 450.0) / 600) * 600
@@ -142,8 +141,7 @@ def _over_wide_area(config: PlanConfig, candidate: Candidate, figures: dict) -> 
 
 
 def launch_script(config: PlanConfig, candidate: Candidate) -> str:
-    """NAME.sh: what one machine starts. Machines of a role are numbered from 0, across pools in the order of
-    the plan."""
+    """NAME.sh: what one machine starts. Machines of a role are numbered from 0, across pools in order."""
     trainers, rollouts = trainer_machines(config, candidate), rollout_machines(config, candidate)
     counts = [n for machines in rollouts for n in machines.processes]
     return _LAUNCH.format(

@@ -286,8 +286,7 @@ class SimulatedReplica:
             self.parked_kv = self.parked_kv - request.context if self.parked else 0.0
 
     def take_all(self, keep_kv: bool) -> list[SimulatedRequest]:
-        """All but parked requests out of the replica, running ones first; without `keep_kv` all must be
-        prefilled again."""
+        """All but parked requests out of the replica, running first; without `keep_kv` all prefill again."""
         taken = list(self.running.values())
         for request in taken:
             self.stop(request)

@@ -1,5 +1,4 @@
-"""The page and the table of a sweep, with the charts of report/ and the same time line as a live run's
-report."""
+"""The page and the table of a sweep, with the charts of report/ and a live run's time line."""
 
 from collections.abc import Sequence
 from pathlib import Path

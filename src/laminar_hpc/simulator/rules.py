@@ -14,8 +14,7 @@ from laminar_hpc.config.system_schema import PipelineConfig
 
 @dataclass(frozen=True)
 class Rules:
-    """The first five are those of PipelineConfig. `placement`: split GPUs, or colocated (all do both in
-    turns)."""
+    """The first five are PipelineConfig's. `placement`: split GPUs, or colocated (all do both in turns)."""
 
     refresh: str
     max_staleness: float | None

@@ -83,8 +83,7 @@ def _replicas(setup: SimulationSetup) -> tuple[list[SimulatedReplica], list[floa
 
 
 def simulate(setup: SimulationSetup) -> SimulationOutcome:
-    """Runs `setup.steps` trainer steps. The garbage collector is off meanwhile: nothing here makes cycles
-    that matter."""
+    """Runs `setup.steps` trainer steps, without the garbage collector: nothing here makes large cycles."""
     with without_collector():
         simulation = Simulation(setup)
         simulation.clock.run()

@@ -1,5 +1,4 @@
-"""Settings of `laminar sim` and `laminar plan`: conf/simulation/*.yaml holds their values. Imports no torch,
-no numpy."""
+"""Settings of `laminar sim` and `laminar plan`; conf/simulation/*.yaml holds their values. No torch."""
 
 from dataclasses import dataclass, field
 
@@ -17,8 +16,7 @@ from laminar_hpc.simulator.tables import GPUS, MODELS
 
 @dataclass
 class WorkloadConfig:
-    """Responses: a log-normal body capped at `max_response_tokens`, similar inside a group; or real lengths
-    from a file."""
+    """Responses: a log-normal body capped at `max_response_tokens`, similar in a group; or from a file."""
 
     prompts_per_step: int = number(512, at_least=1, at_most=1_000_000)
     samples_per_prompt: int = number(16, at_least=1, at_most=10_000)

@@ -1,5 +1,4 @@
-"""From the command line to a checked SimulationConfig: Hydra composes conf/simulation, wrong words are
-refused in one line."""
+"""From the command line to a checked SimulationConfig: Hydra composes, wrong words get one line."""
 
 import dataclasses
 import errno

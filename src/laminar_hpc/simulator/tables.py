@@ -247,8 +247,7 @@ MODELS = _models(_TABLES / "models.yaml")
 
 
 def add(folder: Path) -> None:
-    """Entries of `folder`/gpus.yaml and `folder`/models.yaml. Raises LaminarError for a folder without
-    either."""
+    """Entries of `folder`/gpus.yaml and `folder`/models.yaml. Raises LaminarError without either."""
     gpus, models = folder / "gpus.yaml", folder / "models.yaml"
     if not gpus.exists() and not models.exists():
         raise LaminarError(
@@ -261,6 +260,5 @@ def add(folder: Path) -> None:
 
 
 def add_directory(path: str) -> None:
-    """Makes the model directory `path` a model of that name. Raises LaminarError without a usable
-    config.json."""
+    """Makes the directory `path` a model of that name. Raises LaminarError without a usable config.json."""
     MODELS[path] = _checked_model(f"{path}/config.json", path, model_config(path))

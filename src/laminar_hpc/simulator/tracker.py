@@ -37,8 +37,7 @@ class SimulatedGroup:
 
 
 class SimulatedTracker:
-    """`counted` groups are granted and not given up. Trajectories of dead replicas wait in `lost` and are
-    given out first."""
+    """`counted` groups are granted, not given up. `lost`: of dead replicas, given out first."""
 
     def __init__(self, workload: Workload) -> None:
         self.workload = workload

@@ -260,8 +260,7 @@ def updates_of(w: WorkloadConfig, sample: list[int]) -> int:
 
 
 def offloaded_layout(gpu: Gpu, gpus: int, w: WorkloadConfig) -> Layout:
-    """Where the optimizer fits in no layout it is offloaded, at no cost here: one copy of the model on all
-    GPUs."""
+    """Where no layout holds the optimizer it is offloaded, at no cost here: one model on all GPUs."""
     tensor = max(n for n in _TENSOR if gpus % n == 0 and n <= gpu.machine)
     return Layout(tensor, gpus // tensor, 1, w.longest)
 

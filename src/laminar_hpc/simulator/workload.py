@@ -33,8 +33,7 @@ def capped_mean(mu: float, sigma: float, cap: float) -> float:
 
 
 def mu_of_mean(mean: float, sigma: float, cap: float) -> float:
-    """The log-median at which the capped log-normal has this mean. Raises LaminarError when no median gives
-    it."""
+    """The log-median at which the capped log-normal has this mean. Raises LaminarError if none gives it."""
     if not 1.0 <= mean < cap:
         raise LaminarError(
             f"workload.mean_response_tokens={mean:g} must lie between 1 and "

@@ -1,2 +1,1 @@
-"""What a run has on disk: the database and its journal, payload files, the archive, checkpoints, and the
-audit of them all."""
+"""What a run has on disk: database, journal, payload files, archive, checkpoints, and their audit."""

@@ -51,8 +51,7 @@ def present(run_dir: Path) -> list[int]:
 
 
 def steps(run_dir: Path) -> list[int]:
-    """Steps of the checkpoints that look complete, ascending: the trainers look closer before they load
-    one."""
+    """Steps of the checkpoints that look complete, ascending: trainers look closer before they load."""
     return [step for step in present(run_dir) if (checkpoint_path(run_dir, step) / STATE_FILE).is_file()]
 
 
@@ -157,8 +156,7 @@ def publish(
 
 
 def mend(run_dir: Path) -> None:
-    """A writer that died between the two renames of `publish` has left a checkpoint without its name: it gets
-    it back."""
+    """A writer that died between the two renames of `publish` left a checkpoint unnamed: names it again."""
     folder = Path(run_dir) / "checkpoints"
     for old in folder.glob(".old_step_*"):
         target = folder / old.name.removeprefix(".old_")

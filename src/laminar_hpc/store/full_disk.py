@@ -1,5 +1,4 @@
-"""A disk without room: recognised through whatever a library made of it, and said with the place and the
-cure."""
+"""A disk without room: recognised whatever a library made of it, and said with place and cure."""
 
 import errno
 import os

@@ -95,8 +95,7 @@ def _continue(folder: Path, store: Path, position: Position, say: Callable[[str]
 
 
 def retire(folder: Path, store: Path, say: Callable[[str], None], damage: str = "") -> None:
-    """From here on `store` is written without a journal: the one that there is gives it what it knows and is
-    moved aside."""
+    """From here on `store` has no journal: it gets what the present one knows, which is moved aside."""
     if folder.is_dir():
         settle(folder, store, say, damage)
         numbers = (folder.with_name(f"{folder.name}.{number}") for number in range(1, 100_000))

@@ -152,8 +152,7 @@ class Rows:
             self._db.executemany(text, [(group,) for group in groups])
 
     def note_mismatches(self, mismatches: dict[int, tuple[float, int]]) -> None:
-        """See messages.StepDone; a step that is trained again after a restore replaces what the first time
-        gave."""
+        """See messages.StepDone; a step trained again after a restore replaces what the first time gave."""
         self._db.executemany(
             "INSERT OR REPLACE INTO mismatches VALUES (?, ?, ?)", [(i, *m) for i, m in mismatches.items()]
         )
@@ -212,8 +211,7 @@ class Rows:
         ).fetchall()
 
     def owners(self) -> list[tuple[int, int, int]]:
-        """(id, replica, weight_step) of the trajectories that were granted to a replica and have no score
-        yet."""
+        """(id, replica, weight_step) of trajectories that were granted to a replica and have no score yet."""
         return self._db.execute(
             "SELECT id, replica, weight_step FROM trajectories "
             "WHERE state IN ('granted', 'generated') AND replica IS NOT NULL "

@@ -19,8 +19,7 @@ def metrics_of(run_dir: Path) -> Path:
 
 
 def config_of(run_dir: Path) -> dict:
-    """The resolved configuration; empty where the run has none. Raises LaminarError when it cannot be
-    read."""
+    """The resolved configuration; empty where the run has none. Raises LaminarError if it is unreadable."""
     path = run_dir / "config.yaml"
     try:
         return yaml.safe_load(path.read_text()) or {}

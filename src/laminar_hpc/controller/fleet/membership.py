@@ -140,8 +140,7 @@ class Membership:
         )
 
     def on_stranger(self, identity: str, message: AnyMessage) -> None:
-        """A worker that was taken for dead and still sends may come back, unless another process has taken
-        its place."""
+        """A worker that was taken for dead may come back, unless another process has taken its place."""
         log.warning("%s from %s, which is no member any more, was refused", type(message).__name__, identity)
         if self._shared.state.ending or not self._shared.roles_apart or not isinstance(message, Ping):
             return

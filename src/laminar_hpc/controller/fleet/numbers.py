@@ -12,8 +12,7 @@ _KEY = "next_replica"
 
 
 class ReplicaNumbers:
-    """Called by controller/fleet/membership.py; what it gives is in the transaction that lets the replica
-    in."""
+    """Called by controller/fleet/membership.py, in the transaction that lets the replica in."""
 
     def __init__(self, store: Store, members: Members) -> None:
         self._store = store

@@ -67,8 +67,7 @@ class HearsOfGangs(Protocol):
 
 
 class TrainerGeneration:
-    """`told`: the parts that drop what they had with a trainer generation when it has ended, in this
-    order."""
+    """`told`: the parts that drop what they had with a trainer generation that has ended, in this order."""
 
     def __init__(self, shared: Shared, store: Store, told: Sequence[HearsOfGangs]) -> None:
         self._shared = shared

@@ -7,8 +7,7 @@ from laminar_hpc.policies.live_groups import GroupView
 
 @dataclass
 class SampleState:
-    """A trajectory that is granted or finished. Without an owner it waits to be given out again, unless
-    `held`."""
+    """A trajectory that is granted or finished. Without an owner it waits to be given out, unless `held`."""
 
     attempt: int
     weight_step: int
@@ -58,8 +57,7 @@ class Group:
 
 @dataclass
 class Counts:
-    """Of the groups that were completed, and of what was lost, since the counts were last taken. Tokens are
-    response tokens."""
+    """Of completed groups, and of what was lost, since counts were last taken. Tokens are of responses."""
 
     groups_filtered: int = 0
     tokens_generated: int = 0

@@ -50,8 +50,7 @@ class _MoveProgress:
 
 
 class Migration:
-    """`steps`: the trainer step of each weight id. `first_number`: of moves; above those of earlier
-    controllers."""
+    """`steps`: the trainer step of each weight id. `first_number`: of moves, above earlier controllers'."""
 
     def __init__(
         self,

@@ -38,16 +38,14 @@ class Ownership:
         return sample
 
     def counts_as(self, trajectory_id: int, attempt: int) -> bool:
-        """Whether this attempt is under way; asked of increments, which may come late without being a sign of
-        anything."""
+        """Whether this attempt is under way; asked of increments, which may come late and mean nothing."""
         sample = self._groups.unfinished(trajectory_id, attempt)
         return sample is not None and not sample.generated
 
     # ---- who generates -------------------------------------------------------------------------------------
 
     def move(self, trajectory_id: int, attempt: int, replica: int, weight_id: int) -> bool:
-        """`replica` owns the trajectory from here on, under the next attempt. False when this attempt no
-        longer counts."""
+        """`replica` owns it from here on, under the next attempt. False when this attempt is out of date."""
         sample = self.reported(trajectory_id, attempt)
         if sample is None or sample.generated:
             return False
@@ -76,8 +74,7 @@ class Ownership:
         return True
 
     def hold(self, trajectory_id: int) -> None:
-        """Its owner is dead; it is not given out before a move or a grant takes it elsewhere, or
-        `discard`."""
+        """Its owner is dead; it is not given out before a move or grant takes it elsewhere, or `discard`."""
         sample = self._groups.sample(trajectory_id)
         sample.replica = None
         sample.held = True

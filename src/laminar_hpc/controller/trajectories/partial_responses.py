@@ -79,8 +79,7 @@ class PartialResponsePool:
         return self._take_out(trajectory_id, "")
 
     def forget_home(self, replica: int) -> list[tuple[int, str]]:
-        """What has its environment there cannot go on; returns (trajectory, what it awaits). A pass over
-        all."""
+        """What has its environment there ends; returns (trajectory, what it awaits). A pass over all."""
         found = [
             (i, p.awaits) for i, (_, p) in self._held.items() if p.home and replica_of(p.home) == replica
         ]

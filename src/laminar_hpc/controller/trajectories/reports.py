@@ -122,8 +122,7 @@ class TrajectoryReports:
             self._group_given_up(group)
 
     def _watch_reward(self, scored: Scored) -> None:
-        """A whole batch of failures ends the run: at once when nothing was trained yet, else with a
-        checkpoint."""
+        """A whole batch of failures ends the run: at once if nothing was trained, else with a checkpoint."""
         if scored.error:
             log.warning("reward of trajectory %d: %s", scored.trajectory_id, scored.error)
             if not self.reward_errors.count:
@@ -141,8 +140,7 @@ class TrajectoryReports:
             self._shared.fail(why, "every reward fails")
 
     def _group_given_up(self, group: Group) -> None:
-        """It is without advantage. Ends the run, with a checkpoint, when nothing but such groups has come
-        for long."""
+        """It is without advantage. Ends the run, with a checkpoint, when only such groups come for long."""
         reason = filtering.reason([s.reward for s in group.samples.values()])
         self._shared.metrics.write(
             "given_up", group_id=group.group_id, prompt_index=group.prompt_index, reason=reason

@@ -32,8 +32,7 @@ class Probes:
         self._known: dict[int, dict[str, list[float]]] = {}
 
     def scored(self, weight_id: int, step: int, who: str, logprobs: list[float]) -> None:
-        """|engine - trainer| over the fixed probe, as soon as both sides have scored it with the same
-        weights."""
+        """|engine - trainer| over the fixed probe, once both sides have scored it with the same weights."""
         known = self._known.setdefault(weight_id, {})
         known[who] = logprobs
         trainer = known.get("trainer")

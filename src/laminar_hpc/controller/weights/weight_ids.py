@@ -127,8 +127,7 @@ class Weights:
         self._looked = None
 
     def trainers_ended(self) -> None:
-        """The relays are cut off from those who sent to them; the next trainer generation says who sends
-        which lane."""
+        """The relays are cut off from their senders; the next trainer generation says who sends what."""
         self._looked = None
         for chain in self.chains:
             self._send(chain, chain.sender_left())

@@ -28,8 +28,7 @@ _PROGRESS_SECONDS = 30.0  # between lines where there is no terminal to draw a b
 
 
 def commit_of(name: HubName, say: Say) -> str:
-    """The commit that `name` stands for now, or if the hub cannot be asked, in the cache. Raises
-    LaminarError."""
+    """The commit that `name` stands for now, or, offline, in the cache. Raises LaminarError."""
     from huggingface_hub import HfApi, constants
     from huggingface_hub.errors import RevisionNotFoundError
 

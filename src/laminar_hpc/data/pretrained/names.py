@@ -40,8 +40,7 @@ def parse_name(text: str) -> HubName | None:
 
 
 def recorded_name(path: str) -> HubName | None:
-    """Name and commit of a hub cache's folder (.../models--OWNER--NAME/snapshots/COMMIT); None for other
-    paths."""
+    """Name and commit of a hub cache's folder (.../models--OWNER--NAME/snapshots/COMMIT), else None."""
     match = _SNAPSHOT.search(str(Path(path)))
     return HubName(f"{match[1]}/{match[2]}", match[3]) if match else None
 

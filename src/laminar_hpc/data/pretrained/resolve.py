@@ -1,5 +1,4 @@
-"""From `model.path` to a folder on this machine: the door of the room; imports nothing of the hub's
-library."""
+"""From `model.path` to a folder on this machine: the door of the room; imports no hub library."""
 
 import os
 import socket
@@ -47,8 +46,7 @@ def download_model(config: RunConfig, say: Say | None) -> None:
 
 
 def prepare_rank(config: RunConfig, say: Say, print_error: Say) -> RunConfig:
-    """Both, on a rank; the first rank of each machine speaks. Raises LaminarError on all ranks of the
-    machine."""
+    """Both, on a rank; the first rank of each machine speaks. Raises LaminarError on all of its ranks."""
     first, head = os.environ.get("LOCAL_RANK", "0") == "0", os.environ.get("RANK", "0") == "0"
     try:
         resolved = resolve_model(config, say if first else _silent)

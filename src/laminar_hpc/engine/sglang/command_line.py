@@ -51,8 +51,7 @@ _FLAG = re.compile(r"[\"']--([a-z][\w-]+)[\"']")
 
 
 def argument_names() -> set[str]:
-    """Names as on SGLang's command line, without dashes: rather too many than too few. Empty where they
-    cannot be read."""
+    """Names as on SGLang's command line, without dashes: rather too many. Empty where they cannot be read."""
     spec = importlib.util.find_spec("sglang")
     if spec is None or not spec.submodule_search_locations:
         return set()
@@ -113,8 +112,7 @@ def _refusal(config: RunConfig, name: str, value: str, names: set[str]) -> str:
 
 
 def has_cuda() -> bool:
-    """Whether the engine will run on a GPU; the same question as the platform plugin's, asked without
-    importing torch."""
+    """Whether the engine will run on a GPU: the platform plugin's question, without importing torch."""
     return bool(present())
 
 

@@ -33,8 +33,7 @@ class PortClient:
         return await self._unless_dead(self._call(request, reply, seconds))
 
     async def call_beside(self, request: protocol.KvRequest, seconds: float) -> protocol.AnyReply:
-        """As `call`, for operations that take long: beside other calls, and a refusal is a reply. Rank 0
-        answers for all."""
+        """As `call`, for long operations: beside others, a refusal is a reply, rank 0 answers for all."""
         return await self._unless_dead(self._call_beside(request, seconds))
 
     async def _call(self, request: protocol.PortRequest, reply: type[R], seconds: float) -> list[R]:

@@ -91,8 +91,7 @@ def _cuda_variables() -> dict[str, str]:
 
 
 class EngineProcess:
-    """One life of an engine. `dead` is set as soon as one of its processes has ended for a reason other than
-    `stop`."""
+    """One life of an engine. `dead` is set once one of its processes ended, but for `stop`."""
 
     def __init__(self, name: str, log: Path, threads: int, ranks: int = 1) -> None:
         self.name = name
@@ -190,8 +189,7 @@ class EngineProcess:
             self.dead.set()
 
     def watch_members(self) -> None:
-        """Watches SGLang's own processes too, once they run: the server would notice the end of one only
-        after seconds."""
+        """Watches SGLang's own processes too: the server would notice the end of one only after seconds."""
         # the server itself is gone: that is seen already
         with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
             for member in psutil.Process(self.pid).children(recursive=True):
@@ -200,8 +198,7 @@ class EngineProcess:
                     self._watch(member.pid, title)
 
     def note_shared_memory(self, every: float = 0.0) -> None:
-        """Records which segments the engine's processes have made, unless that was done within the last
-        `every` seconds."""
+        """Records the segments of the engine's processes, unless done within the last `every` seconds."""
         if self._note is not None and time.monotonic() - self._note_time >= every:
             self._note.update(self.pid)
             self._note_time = time.monotonic()
@@ -220,8 +217,7 @@ class EngineProcess:
         return EngineDied(f"{self.name} died ({how}): {self.last_log_line()} (log: {self.log})")
 
     async def stop(self) -> None:
-        """Ends the server and all its processes at once, and removes its temporary files; at most some
-        seconds."""
+        """Ends the server and all its processes at once, and removes its files; at most some seconds."""
         for descriptor in self._watched:
             asyncio.get_running_loop().remove_reader(descriptor)
             os.close(descriptor)

@@ -69,8 +69,7 @@ def weight_id(weight_version: object) -> int:
 
 
 def columns(meta: Meta) -> tuple[Tokens, Logprobs]:
-    """(tokens int32, log-probs float32) of one reply. Raises RequestFailed when they do not belong
-    together."""
+    """(tokens int32, log-probs float32) of a reply. Raises RequestFailed when they do not belong together."""
     if meta.laminar_tokens is None or meta.laminar_logprobs is None:
         raise RequestFailed("the engine's reply has no columns; install this package in SGLang's environment")
     if len(meta.laminar_tokens) != len(meta.laminar_logprobs):

@@ -37,8 +37,7 @@ def whole_tensors(ranks: list[list[TensorShard]]) -> list[TensorLayout]:
 
 
 def whole_sums(layouts: list[list[TensorShard]], sums: list[Sums]) -> Sums:
-    """Sums of the whole tensors; `layouts` and `sums` are the ranks'. Raises LaminarError where copies of one
-    shard differ."""
+    """Sums of the whole tensors from the ranks' shards. Raises LaminarError where copies of one differ."""
     by_start: dict[str, dict[int, tuple[int, int]]] = {}  # name -> first row or column -> sums of the shard
     for layout, rank in zip(layouts, sums, strict=True):
         for shard in layout:

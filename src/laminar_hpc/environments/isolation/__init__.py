@@ -1,2 +1,1 @@
-"""What the kernel offers to keep processes apart, for the sandbox and for reward workers. Imports nothing
-heavy."""
+"""What the kernel offers to keep processes apart, for the sandbox and reward workers. Imports little."""

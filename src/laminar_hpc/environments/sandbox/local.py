@@ -155,8 +155,7 @@ class Sandbox:
     # ---- its end -------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Ends the preloaded process and all calls, if this process has started it. Another call starts it
-        again."""
+        """Ends the preloaded process and all calls, if this process started it. Another call starts one."""
         with self._starting:
             self._forget()
 

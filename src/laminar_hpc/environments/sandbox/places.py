@@ -39,8 +39,7 @@ def readable() -> list[str]:
 
 
 def prepare(setup: SandboxSetup) -> "SandboxTier":
-    """Brings this process to the asked tier. Raises OSError with the reason where the machine does not have
-    it."""
+    """Brings this process to the asked tier. Raises OSError with why the machine does not have it."""
     tier = setup.isolation if setup.isolation != "auto" else tiers.best()
     if not tier:
         raise OSError(
@@ -59,8 +58,7 @@ def prepare(setup: SandboxSetup) -> "SandboxTier":
 
 
 class SandboxTier(ABC):
-    """Of one keeper, call after call: `start` forks ahead of the call, `begin` comes with it, `end` when it
-    is over."""
+    """Of one keeper, call after call: `start` forks ahead, `begin` comes with the call, `end` after it."""
 
     def __init__(self, given: Limits) -> None:
         self.limits = given
@@ -158,8 +156,7 @@ class SharedFiles(SandboxTier):
         body()
 
     def begin(self) -> None:
-        """All tasks of this user count, whoever has started them, so the limit stands above those that there
-        are now."""
+        """All tasks of this user count, whoever started them, so the limit is above those that there are."""
         if self._counts:
             most = limits.tasks_of_user() + _OTHERS_TASKS + self.limits.processes
             resource.prlimit(self.pid, resource.RLIMIT_NPROC, (most, most))

@@ -17,8 +17,7 @@ class Limits(msgspec.Struct, frozen=True):
 
 
 class SandboxSetup(msgspec.Struct):
-    """To the preloaded process, once. `isolation`: auto or a tier; `preload`: modules; `folder`: an empty one
-    for it alone."""
+    """To the preloaded process, once. `isolation`: auto or a tier; `preload`: modules; `folder`: its own."""
 
     isolation: str
     preload: list[str]

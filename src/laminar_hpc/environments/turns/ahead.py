@@ -29,8 +29,7 @@ class Ahead:
             self._let_go(task)
 
     async def take(self, row: dict) -> Session | None:
-        """One whose reset for this row has returned; it is waited for. None where there is none, or where it
-        has failed."""
+        """One whose reset for this row has returned; waits for it. None if there is none or it failed."""
         if (at := _place(self._begun, row)) is None:
             return None
         _, task = self._begun.pop(at)

@@ -19,8 +19,7 @@ Arguments = Mapping[str, object] | None
 
 @dataclass(frozen=True)
 class Dialogue:
-    """`parser`: None where there are no tools. `no_user`: why a user's words cannot follow an answer; ""
-    where they can."""
+    """`parser`: None without tools. `no_user`: why a user's words cannot follow an answer; "" if they can."""
 
     conversation: Conversation
     parser: CallParser | None

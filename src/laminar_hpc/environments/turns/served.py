@@ -103,8 +103,7 @@ class Environment:
 
 
 class Agent:
-    """The function run(row, base_url, api_key, model), plain or async. Raises LaminarError for one with other
-    parameters."""
+    """The function run(row, base_url, api_key, model), plain or async. Raises LaminarError for others."""
 
     tools: tuple[dict, ...] = ()
     rewards = True

@@ -82,8 +82,7 @@ class Crew(_Crew):
             self._put(worker)
 
     async def run(self, call: Call) -> CallResult:
-        """What came of the call, which is ended at the time limit. Raises WorkerLost when its process died
-        meanwhile."""
+        """What came of the call, which ends at the time limit. Raises WorkerLost if its process died."""
         worker = await self._take()
         t0 = time.time()
         worker.began = time.monotonic()
@@ -217,8 +216,7 @@ def computes(pid: int) -> bool:
 
 
 class SharedCrew(_Crew):
-    """Processes that each run many async calls on one event loop. A loop that is stuck is given up with
-    all its calls."""
+    """Processes that run many async calls on one event loop. A stuck loop is given up with all its calls."""
 
     def __init__(self, server: ForkServer, workers: int, limit: float) -> None:
         super().__init__(server, workers, limit)

@@ -134,8 +134,7 @@ class ForkServer:
         self._printed_last = ""
 
     async def start(self) -> None:
-        """Raises LaminarError when the process does not come up, or a function is not there or has the
-        wrong parameters."""
+        """Raises LaminarError when it does not come up, or a function is missing or has other parameters."""
         await asyncio.to_thread(self._interpreter.check)
         if self.setup.program:
             self.setup.program[0] = self._interpreter.program
@@ -243,8 +242,7 @@ class ForkServer:
             forking.get_loop().run_in_executor(None, self._reap, forked.pid)
 
     async def _restart(self) -> None:
-        """After the server itself has died, for want of memory for instance. Its workers have died with
-        it."""
+        """After the server has died, for want of memory for instance. Its workers have died with it."""
         async with self._starting:
             if self.process is None or self.process.poll() is not None:
                 self._end()

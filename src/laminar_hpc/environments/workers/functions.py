@@ -56,8 +56,7 @@ class Served(Protocol):
 
 
 def load_all(setup: protocol.WorkerSetup) -> dict[str, Served]:
-    """Imports the user's functions, by name of the reward or tool; what their modules raise is raised
-    here."""
+    """Imports the user's functions, by name of reward or tool; what their modules raise is raised here."""
 
     def load(spec: protocol.Spec) -> Served:
         if spec.style not in OTHERS:

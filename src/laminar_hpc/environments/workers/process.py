@@ -92,8 +92,7 @@ async def _answer(function: Served, call: protocol.Call, limit: float) -> protoc
 
 
 async def serve_together(connection: socket.socket, functions: Functions, limit: float) -> None:
-    """Answers calls side by side in one event loop, each within `limit` seconds, and ticks while the loop
-    runs."""
+    """Answers calls side by side in one event loop, each within `limit` seconds; ticks while it runs."""
     reader, writer = await asyncio.open_connection(sock=connection)
     tasks: set[asyncio.Task] = set()  # the loop itself holds tasks weakly
 
@@ -166,8 +165,7 @@ def _guarded(fd: int, together: bool, functions: Functions | None) -> None:
 
 
 class Server:
-    """The fork server: one packet, one message. It runs no user code after the import, so it always
-    answers."""
+    """The fork server: one packet, one message. After the import it runs no user code, so it answers."""
 
     def __init__(self, control: socket.socket, setup: protocol.WorkerSetup, functions: Functions) -> None:
         self._control = control

@@ -52,8 +52,7 @@ class WorkerSetup(msgspec.Struct, tag=True):
 
 
 class Fork(msgspec.Struct, tag=True):
-    """A worker that serves the socket which comes with this: one call after the other, or `together` on
-    one event loop."""
+    """A worker that serves the socket coming with this: call after call, or `together` on one event loop."""
 
     together: bool
 

@@ -96,8 +96,7 @@ for each in ("megatron-core", "triton", "transformers"):
 
 @CHECKS.row("sglang", "make setup")
 def sglang(has_gpu: bool | None = None) -> Verdict:
-    """SGLang's version and what it will run on: its CUDA backend, or our CPU platform through its entry
-    point."""
+    """SGLang's version and what it will run on: its CUDA backend, or our CPU platform as a plugin."""
     version, kernels = installed("sglang"), installed("sglang-kernel")
     if version is None:
         return fail("not installed")

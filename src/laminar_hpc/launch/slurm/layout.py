@@ -82,8 +82,7 @@ def _single(derived: Derived, nodes: int, gpus: int) -> SlurmJob:
 
 
 def trainers_per_node(config: RunConfig, derived: Derived, gpus: int) -> int:
-    """As many as a node has GPUs (0: all), in whole tensor-parallel groups where these fit a node, and as
-    many on each."""
+    """As many as a node has GPUs (0: all), equally many on each; whole tensor-parallel groups if they fit."""
     ranks, group = derived.trainer_ranks, config.trainer.tensor_parallel
     if not gpus:
         return ranks

@@ -17,8 +17,7 @@ class MachineNumber:
     """Held by this process until `release`, or its end."""
 
     def __init__(self, run_dir: Path, lanes: int) -> None:
-        """`lanes`: relays of each machine. Raises LaminarError when no number is left, or none can be
-        written."""
+        """`lanes`: relays of each machine. Raises LaminarError if no number is left or can be written."""
         for number in count():
             if (number + 1) * lanes > RANKS_MAX:
                 raise LaminarError(f"{run_dir / _FOLDER}: all {number} numbers of machines are taken")

@@ -19,8 +19,7 @@ class NetworkDown(LaminarError):
 
 
 def addresses() -> dict[str, str]:
-    """The IPv4 addresses of this node's interfaces, by their names, without loopback and those that are
-    down."""
+    """The IPv4 addresses of this node's interfaces by name, without loopback and those that are down."""
     up = {name for name, state in psutil.net_if_stats().items() if state.isup}
     return {name: address for name, address in _all_addresses().items() if name in up}
 

@@ -119,8 +119,7 @@ def serve_clock(folder: Path, address: str) -> None:
 
 
 def ask_clock(host: str, port: int) -> tuple[float, float]:
-    """(round trip, how far this node's clock is ahead of the head's) in seconds, by the fastest of several
-    rounds."""
+    """(round trip, how far this node's clock is ahead of the head's) in seconds, by the fastest round."""
     best = (float("inf"), 0.0)
     with socket.create_connection((host, port), timeout=MEET_SECONDS) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -34,8 +34,7 @@ def spare_of(run_dir: Path, sleep: Callable[[float], None] = time.sleep) -> str:
 
 
 def hand_over(run_dir: Path, sleep: Callable[[float], None] = time.sleep) -> None:
-    """Frees the lock of the run, whose holder was killed on this machine, so that the spare need not watch it
-    for a while."""
+    """Frees the lock of the run, whose holder was killed on this machine: the spare need not watch it."""
     waited = 0.0
     while other_lives(run_dir) and waited < _DEATH_SECONDS:
         sleep(_LOOK_SECONDS)

@@ -9,8 +9,8 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from laminar_hpc.config.directories import shipped_directory
@@ -25,52 +25,13 @@ from laminar_hpc.machine.observability import console
 from laminar_hpc.store import checkpoints
 
 OURS = ("run_dir", "resume", "dry_run")  # settings that the scripts make themselves
-_PARTS = {
-    "controller": "control.sbatch",
-    "trainer": "trainer.sbatch",
-    "rollouts": "rollouts.sbatch",
-}
+_PARTS = {"controller": "control.sbatch", "trainer": "trainer.sbatch", "rollouts": "rollouts.sbatch"}
 
 
-@dataclass
-class SubmitOptions:
-    """`gpus`: of each node. `slurm`: options of sbatch for all jobs; `parts`: those of one script."""
-
-    dry_run: bool = False
-    apart: bool = False
-    hetjob: bool = False
-    gpus: int | None = None
-    slurm: list[str] = field(default_factory=list)
-    parts: dict[str, list[str]] = field(default_factory=dict)
-
-
-def take_options(words: Sequence[str]) -> tuple[SubmitOptions, list[str]]:
-    """Splits them from the settings. --plan FILE becomes the two words that name the experiment of
-    `laminar plan`. Raises LaminarError for values that they cannot have."""
-    taken, rest, left = SubmitOptions(), list[str](), iter(words)
-    for word in left:
-        flag, equals, value = word.partition("=")
-        if flag in ("--dry-run", "--apart", "--hetjob"):
-            setattr(taken, flag[2:].replace("-", "_"), True)
-        elif flag in ("--plan", "--gpus-per-node", "--slurm", *(f"--{part}" for part in _PARTS)):
-            value = value if equals else next(left, "")
-            if flag == "--plan":
-                rest += plan_words(value)
-            elif flag == "--gpus-per-node":
-                if not value.isdigit():
-                    raise LaminarError(f"--gpus-per-node={value}: a number of GPUs; 0 for a run on the CPU")
-                taken.gpus = int(value)
-            elif flag == "--slurm":
-                taken.slurm += split(flag, value)
-            else:
-                taken.parts.setdefault(_PARTS[flag[2:]], []).extend(split(flag, value))
-        else:
-            rest.append(word)
-    return taken, rest
-
-
-def plan_words(value: str) -> list[str]:
-    """For FILE = DIR/experiment/NAME.yaml, which `laminar plan` has written."""
+def plan_words(value: str | None) -> list[str]:
+    """The words for FILE = DIR/experiment/NAME.yaml, which `laminar plan` has written."""
+    if value is None:
+        return []
     file = Path(value).expanduser().absolute()
     if not value or not file.is_file() or file.suffix != ".yaml" or file.parent.name != "experiment":
         raise LaminarError(
@@ -80,19 +41,24 @@ def plan_words(value: str) -> list[str]:
     return [f"--config-dir={file.parents[1]}", f"experiment={file.stem}"]
 
 
-def main(arguments: list[str]) -> int:
+def main(options: Namespace) -> int:
     """Exit code 0 when all are submitted, or nothing is left to do. Raises LaminarError for what is refused,
     and where sbatch refuses one."""
     from laminar_hpc.data.pretrained import pinned_words
     from laminar_hpc.launch.train_command import prepare
 
-    options, words = take_options(arguments)
+    words = [*plan_words(options.plan), *options.words]
     if not words:
         raise LaminarError("laminar submit needs what laminar train needs: laminar submit experiment=...")
+    given = options.gpus_per_node
+    if given is not None and not given.isdigit():
+        raise LaminarError(f"--gpus-per-node={given}: a number of GPUs; 0 for a run on the CPU")
+    every = split("--slurm", options.slurm)
+    own = {name: split(f"--{part}", getattr(options, part)) for part, name in _PARTS.items()}
     settings = [word for word in words if word.partition("=")[0] not in OURS]
     loaded, config, derived = prepare([*words, *["dry_run=true"][: options.dry_run]], print)
     options.dry_run = config.dry_run
-    gpus = gpus_by_default(config) if options.gpus is None else options.gpus
+    gpus = gpus_by_default(config) if given is None else int(given)
     jobs = layout(config, derived, gpus, options.apart, options.hetjob)
     if not options.dry_run and shutil.which("sbatch") is None:
         raise LaminarError(
@@ -106,7 +72,7 @@ def main(arguments: list[str]) -> int:
     run_dir = Path(config.run_dir).absolute()
     ids: list[str] = []
     for job in jobs:
-        environment, command = command_of(job, run_dir, options, settings)
+        environment, command = command_of(job, run_dir, every, own, settings)
         variables = " ".join(f"{key}={shlex.quote(value)}" for key, value in environment.items())
         print(f"{variables} {shlex.join(command)}", flush=True)
         if not options.dry_run:
@@ -142,17 +108,20 @@ def look_around(config: RunConfig) -> bool:
 
 
 def command_of(
-    job: SlurmJob, run_dir: Path, options: SubmitOptions, settings: Sequence[str]
+    job: SlurmJob,
+    run_dir: Path,
+    every: Sequence[str],
+    own: Mapping[str, Sequence[str]],
+    settings: Sequence[str],
 ) -> tuple[dict[str, str], list[str]]:
-    """The variables and words of one sbatch. A run that has been measured is told of its end as early as it
-    needs."""
+    """The variables and words of one sbatch, with options for `every` script and a script's `own`. A measured
+    run is told of its end as early as it needs."""
     lead = lead_seconds(run_dir)
     early = [f"--signal=B:USR1@{lead:.0f}"] if lead > LEAD_SECONDS and "rollouts" not in job.script else []
     words = ["sbatch"]
     for number, part in enumerate(job.components or (job,)):
-        own = options.parts.get(part.script, [])  # the first component is the one whose script is told
-        words += [*[":"][:number], *part.options, *early, *options.slurm, *own]
-        early = []
+        words += [*[":"][:number], *part.options, *early, *every, *own.get(part.script, ())]
+        early = []  # the first component is the one whose script is told
     environment = {
         "RUN_DIR": str(run_dir),
         "VENV": os.environ.get("VENV", sys.prefix),

@@ -120,8 +120,7 @@ class Launcher:
         return REFUSED if REFUSED in codes else int(any(codes) or self._gave_up)
 
     def on_signal(self, number: int) -> None:
-        """The first is a stop in order; the second lets all processes leave; the third ends the launcher
-        alone."""
+        """The first is a stop in order; the second lets all processes leave; the third ends the launcher."""
         if self._signals and self._clock() - self._asked < REPEAT_SECONDS:
             return  # `timeout` and some terminals deliver one wish twice
         self._signals, self._asked = self._signals + 1, self._clock()

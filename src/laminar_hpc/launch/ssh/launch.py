@@ -10,8 +10,8 @@ import secrets
 import shlex
 import shutil
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from laminar_hpc import __version__
@@ -32,46 +32,12 @@ _ALIVE = ("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=4")
 _PREFIXES, _NAMES = ("NCCL_", "GLOO_"), ("LAMINAR_INTERFACE", "STORE_DIR", "OMP_NUM_THREADS")
 
 
-@dataclass
-class LaunchOptions:
-    """`only`: names of machines; empty = all. `ssh`: more options of ssh."""
-
-    hosts: str = ""
-    dry_run: bool = False
-    tied: bool = False
-    only: list[str] = field(default_factory=list)
-    ssh: list[str] = field(default_factory=list)
-
-
-def take_options(words: Sequence[str]) -> tuple[LaunchOptions, list[str]]:
-    """Splits them from the settings. Raises LaminarError for values that they cannot have."""
-    taken, rest, left = LaunchOptions(), list[str](), iter(words)
-    for word in left:
-        flag, equals, value = word.partition("=")
-        if flag in ("--dry-run", "--tied"):
-            setattr(taken, flag[2:].replace("-", "_"), True)
-        elif flag in ("--hosts", "--only", "--ssh", "--plan"):
-            value = value if equals else next(left, "")
-            if flag == "--hosts":
-                taken.hosts = value
-            elif flag == "--only":
-                taken.only += [name for name in value.split(",") if name]
-            elif flag == "--ssh":
-                taken.ssh += split(flag, value)
-            else:
-                rest += plan_words(value)
-        else:
-            rest.append(word)
-    return taken, rest
-
-
-def main(arguments: list[str]) -> int:
-    """Exit code as Launcher.run; 0 as well when nothing is left to do. Raises LaminarError for what is
-    refused."""
+def main(options: Namespace) -> int:
+    """Exit code as Launcher.run; 0 when nothing is left to do. Raises LaminarError for what is refused."""
     from laminar_hpc.data.pretrained import pinned_words
     from laminar_hpc.launch.train_command import prepare
 
-    options, words = take_options(arguments)
+    words, ssh = [*plan_words(options.plan), *options.words], split("--ssh", options.ssh)
     if not options.hosts or not words:
         raise LaminarError(
             "laminar launch needs a host file and what laminar train needs: "
@@ -81,15 +47,16 @@ def main(arguments: list[str]) -> int:
     loaded, config, derived = prepare([*words, *["dry_run=true"][: options.dry_run]], print)
     options.dry_run = config.dry_run
     hosts = read_hosts(Path(options.hosts), gpus_by_default(config))
-    parts = chosen(assign(config, derived, hosts), options.only)
+    only = [name for names in options.only for name in names.split(",") if name]
+    parts = chosen(assign(config, derived, hosts), only)
     run_dir, launch = Path(config.run_dir).absolute(), "" if options.dry_run else secrets.token_hex(4)
-    if not options.dry_run and not options.only and not look_around(config):
+    if not options.dry_run and not only and not look_around(config):
         return 0
     settings = [*with_absolute_config_dir(settings), *pinned_words(loaded, config)]
-    lines = [(part, command_of(part, options, launch, run_dir, settings)) for part in parts]
+    lines = [(part, command_of(part, ssh, options.tied, launch, run_dir, settings)) for part in parts]
     for _, command in lines:
         print(shlex.join(command), flush=True)
-    for text in [] if options.only else unused(hosts, parts):
+    for text in [] if only else unused(hosts, parts):
         print(text, flush=True)
     return 0 if options.dry_run else launched(lines, run_dir, launch)
 
@@ -110,9 +77,9 @@ def unused(hosts: Sequence[Host], parts: Sequence[HostPart]) -> list[str]:
 
 
 def command_of(
-    part: HostPart, options: LaunchOptions, launch: str, run_dir: Path, settings: Sequence[str]
+    part: HostPart, ssh: Sequence[str], tied: bool, launch: str, run_dir: Path, settings: Sequence[str]
 ) -> list[str]:
-    """The words of one ssh."""
+    """The words of one ssh, with its own options `ssh`."""
     python = Path(os.environ.get("VENV", sys.prefix)) / "bin" / "python"
     variables = [
         f"{name}={value}"
@@ -123,7 +90,7 @@ def command_of(
         *(["--controller"] if part.controller else []),
         *([f"--trainers={part.trainers[0]}/{part.trainers[1]}"] if part.trainers else []),
         *([f"--replicas={part.replicas}"] if part.replicas else []),
-        *(["--tied"] if options.tied else []),
+        *(["--tied"] if tied else []),
         *([f"--launch={launch}"] if launch else []),
         f"run_dir={run_dir}",
         *settings,
@@ -134,7 +101,7 @@ def command_of(
         "-T",
         *_OPEN,
         *_ALIVE,
-        *options.ssh,
+        *ssh,
         part.host.name,
         f"cd {shlex.quote(os.getcwd())} && exec {start}",
     ]

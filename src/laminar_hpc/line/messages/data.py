@@ -29,8 +29,7 @@ class PromptGroup(msgspec.Struct):
 
 
 class VersionSpan(msgspec.Struct):
-    """Tokens [start, end) of a response were generated with weights `weight_id`, by the engine's own
-    report."""
+    """Tokens [start, end) of a response came from weights `weight_id`, by the engine's own report."""
 
     weight_id: int
     start: int
@@ -71,8 +70,7 @@ class Partial(msgspec.Struct):
 
 
 class ResponsePlace(msgspec.Struct, frozen=True):
-    """Where a response lies (store/payload/layout.py): `size` bytes from `offset` in a file of
-    RUN_DIR/payloads."""
+    """Where a response lies (store/payload/layout.py): `size` bytes from `offset` in a file of payloads/."""
 
     file: str
     offset: int
@@ -116,8 +114,7 @@ class ScorePart(msgspec.Struct, omit_defaults=True):
 
 
 class ReplicaLoad(msgspec.Struct, omit_defaults=True):
-    """What a replica is doing, as seen when it was last heard. The engine's own numbers are at most a second
-    old."""
+    """What a replica does, as last heard. The engine's own numbers are at most a second old."""
 
     phase: str  # of rollout/state.py
     weight_id: int | None  # None = no verified weights yet
@@ -135,6 +132,5 @@ class ReplicaLoad(msgspec.Struct, omit_defaults=True):
 
     @property
     def held_tokens(self) -> int:
-        """KV tokens of all that it generates: what waits for a tool has them in the prefix cache, or will
-        again."""
+        """KV tokens of all that it generates: what waits for a tool has them in the prefix cache, or will."""
         return self.kv_tokens + self.waiting_tokens

@@ -81,8 +81,7 @@ class TrainerProgress(msgspec.Struct):
 
 
 class Ping(Message):
-    """A worker's sign of life, once a second; a rollout's says how loaded it is, a trainer's how far it
-    is."""
+    """A worker's sign of life, each second; a rollout's says how loaded it is, a trainer's how far."""
 
     load: ReplicaLoad | None = None
     progress: TrainerProgress | None = None
@@ -101,8 +100,7 @@ class Failure(Message):
 
 
 class TrainersEnded(Message):
-    """To a trainer rank: its trainer generation has ended, and others take its place. It ends at once,
-    whatever it does."""
+    """To a trainer rank: others take the place of its trainer generation. It ends at once."""
 
     reason: str
 
@@ -112,8 +110,7 @@ class Goodbye(Message):
 
 
 class Stop(Message):
-    """Controller to workers: leave now. Trainers get it only after they have said that their checkpoint is on
-    disk."""
+    """Controller to workers: leave now. Trainers get it only after their checkpoint is on disk."""
 
     reason: str
 

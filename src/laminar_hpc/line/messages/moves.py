@@ -5,8 +5,7 @@ from laminar_hpc.line.messages.data import Message, Partial, PromptGroup
 
 
 class Reserve(Message):
-    """To the destination: make room for this trajectory. Answer: Reserved or MoveFailed. A reserved replica
-    may not pull."""
+    """To the destination: make room for this trajectory, and do not pull. Answer: Reserved or MoveFailed."""
 
     move_id: str
     trajectory_id: int
@@ -38,8 +37,7 @@ class MoveOrder(Message):
 
 
 class MoveReady(Message):
-    """From the source: the request stands still and all is sent. Said again until MoveCommit or MoveAbort
-    comes."""
+    """From the source: the request stands still and all is sent. Said until MoveCommit or MoveAbort comes."""
 
     move_id: str
     partial: Partial

@@ -27,8 +27,7 @@ class WeightId(Message):
 
 
 class Published(Message):
-    """The weights have left the trainer. `probe_logprobs`: the trainer's log-probs of the fixed probe at this
-    id."""
+    """The weights have left the trainer. `probe_logprobs`: its log-probs of the fixed probe at this id."""
 
     weight_id: int
     step: int

@@ -15,8 +15,7 @@ from laminar_hpc.line.messages.data import (
 
 
 class WeightsOpened(Message):
-    """A replica has loaded and verified these weights. `probe_logprobs`: its log-probs of the run's fixed
-    probe at this id."""
+    """A replica has loaded and verified these weights. `probe_logprobs`: its log-probs of the fixed probe."""
 
     weight_id: int
     weight_step: int
@@ -57,8 +56,7 @@ class Grant(Message):
 
 
 class NotLoaded(Message):
-    """The weights of this grant are in no slot any more; nothing of it was begun, and the replica asks for
-    work again."""
+    """The weights of this grant are in no slot any more; nothing was begun, and the replica asks again."""
 
     batch_id: int
     reason: str

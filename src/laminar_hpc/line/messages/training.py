@@ -87,8 +87,7 @@ class Leave(Message):
 
 
 class Checkpointed(Message):
-    """The checkpoint of `step` is on the disk; `seconds`: that it took, of which training stood still for
-    `stalled`."""
+    """The checkpoint of `step` is on the disk; it took `seconds`, training stood still for `stalled`."""
 
     step: int
     path: str

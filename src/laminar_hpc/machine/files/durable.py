@@ -1,5 +1,4 @@
-"""Files that outlive a power cut, and files that can be told from damaged ones. Used for checkpoints; imports
-no torch."""
+"""Files that outlive a power cut, and files that can be told from damaged ones. Imports no torch."""
 
 import errno
 import hashlib

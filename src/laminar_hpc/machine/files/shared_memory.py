@@ -19,8 +19,7 @@ NOTE_FILE = "shared-memory"
 
 @dataclass(frozen=True)
 class SharedSegment:
-    """A file of /dev/shm; with its inode the name stands for this one, not for another of the same name
-    later."""
+    """A file of /dev/shm; its inode tells it from another of the same name later."""
 
     name: str
     inode: int
@@ -48,8 +47,7 @@ def session(leader: int) -> Iterator[int]:
 
 
 def held(pids: Iterable[int]) -> set[int]:
-    """Inodes under /dev/shm that these processes have mapped or open; none of a process that we may not look
-    into."""
+    """Inodes under /dev/shm that these processes have mapped or open, as far as we may look into them."""
     inodes = set()
     for pid in pids:
         try:

@@ -105,8 +105,7 @@ class RunLock:
         self.lost = self.lost or why
 
     def moved(self, folder: Path, to: Path) -> None:
-        """`folder` was renamed with its lock inside: releases that one and takes the lock of a new
-        `folder`."""
+        """`folder` was renamed with its lock inside: releases that one and locks a new `folder`."""
         with self._renewing:
             _release(to, self._held.pop(folder).owner)
             self._held[folder] = self._take(folder)

@@ -81,8 +81,7 @@ def setup_line(what: str, seconds: float | None = None) -> str:
 
 
 def step_line(step: Mapping, steps: int, eta_seconds: float | None) -> str:
-    """One trainer step. `step`: the fields of a metrics line of kind step; `steps`: how many there shall be;
-    see `eta`."""
+    """One trainer step. `step`: a metrics line of kind step; `steps`: how many there shall be; see `eta`."""
     width, errors = len(str(steps)), step.get("reward_error_count")
     lengths = f"len {step['response_length_mean']:4.0f} (max {step['response_length_max']:4.0f})"
     if errors:  # they matter more than lengths

@@ -7,8 +7,7 @@ from laminar_hpc.machine.files import jsonl
 
 
 class Durations(NamedTuple):
-    """In seconds, the newest last. `steps`: without the first of each life, which holds the start of the
-    engines."""
+    """In seconds, the newest last. `steps`: without the first of each life, which starts the engines."""
 
     steps: list[float]
     saves: list[float]

@@ -73,8 +73,7 @@ class Trace:
 
 
 def read_spans(run_dir: Path) -> dict[str, list[TraceSpan]]:
-    """Process name (trainer0, rollout1, ...) -> its spans in order of their starts. Empty where nothing was
-    traced."""
+    """Process name (trainer0, rollout1, ...) -> its spans in order of their starts."""
     spans = {}
     for path in sorted((Path(run_dir) / "trace").glob("*.jsonl")):
         records = [r for r in jsonl.read(path) if {"kind", "t0", "t1"} <= r.keys()]

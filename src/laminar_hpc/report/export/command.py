@@ -1,5 +1,4 @@
-"""`laminar export RUN_DIR [--format jsonl|parquet] [--steps A:B] --out PATH`. The file has its name when
-it is complete."""
+"""`laminar export RUN_DIR [--format jsonl|parquet] [--steps A:B] --out PATH`. OUT appears when complete."""
 
 import json
 import os

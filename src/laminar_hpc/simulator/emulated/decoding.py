@@ -36,8 +36,7 @@ _ALMOST = 1e-7  # steps before its end at which the replica ends a request
 
 @dataclasses.dataclass
 class EmulatedRequest:
-    """A request in the engine. `first`: response tokens that came with it; `wanted`: response tokens at its
-    end."""
+    """A request in the engine. `first`: response tokens that came with it; `wanted`: those at its end."""
 
     trajectory_id: int
     first: int

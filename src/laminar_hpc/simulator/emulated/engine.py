@@ -133,8 +133,7 @@ class EmulatedEngine(EmulatedDecoding):
         return job
 
     async def _ship(self, move_id: str, context: int) -> None:
-        """Tokens that have not gone yet: their bytes cross the socket, their time passes on this engine's
-        network card."""
+        """Tokens that have not gone yet: bytes cross the socket, time passes on this engine's network."""
         address, trajectory_id, first = self._sent[move_id]
         count = context - first
         if count <= 0:

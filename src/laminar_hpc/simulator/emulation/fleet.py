@@ -34,8 +34,7 @@ def new_worker(context: RoleContext, pool: RewardPool) -> RolloutWorker:
 
 @dataclass
 class EmulatedReplica:
-    """One worker of the fleet and its line to the controller. With `index` UNNUMBERED the controller numbers
-    it."""
+    """One worker of the fleet and its line; with `index` UNNUMBERED the controller numbers it."""
 
     config: RunConfig
     index: int

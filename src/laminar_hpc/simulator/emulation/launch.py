@@ -90,8 +90,7 @@ class Emulation:
             return None
 
     def stop(self, patience: float = _STOP_SECONDS) -> None:
-        """Ends what is left: the controller asks everybody to leave; after `patience` seconds all are
-        killed."""
+        """Ends what is left: the controller asks all to leave; after `patience` seconds they are killed."""
         everyone = [self.controller, self.stage, *self.fleets.values()]
         if self.controller.poll() is None and patience:
             self.controller.send_signal(signal.SIGTERM)

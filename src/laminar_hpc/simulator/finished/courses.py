@@ -19,8 +19,7 @@ _CUT_OFF = 0.98  # of environment.timeout_seconds: what takes as long was given 
 
 @dataclass(frozen=True)
 class Played:
-    """One trajectory. `turns`: begin and end of each, seconds since the epoch; empty where they are not
-    known."""
+    """One trajectory. `turns`: begin and end of each, seconds since the epoch; empty where unknown."""
 
     id: int
     group_id: int

@@ -63,8 +63,7 @@ class DecodeCurve:
 
 @dataclass(frozen=True)
 class Queue:
-    """What decides when an engine takes a request: tokens of a prompt, of the KV cache, and requests at
-    once."""
+    """What decides when an engine takes a request: tokens of prompt and KV cache, requests at once."""
 
     prompt_tokens: int
     kv_cache_tokens: int
@@ -105,8 +104,7 @@ def local_batches(run: Run, begin: float, end: float) -> list[MeasuredBatch]:
 
 
 def _begun(replica: int, ended: set[int], moves: Sequence[dict]) -> set[int]:
-    """The trajectories that a local batch began with: those that ended here and that left, without those that
-    came."""
+    """The trajectories that a local batch began with: those that ended here or left, none that came."""
     first: dict[int, dict] = {}
     for move in moves:
         first.setdefault(move["trajectory_id"], move)
@@ -115,8 +113,7 @@ def _begun(replica: int, ended: set[int], moves: Sequence[dict]) -> set[int]:
 
 
 def work_before(lengths: Sequence[int], queue: Queue) -> list[tuple[float, float, float]]:
-    """Of each response of a local batch: decode steps, generated tokens and token-steps of KV until its
-    end."""
+    """Of each response of a local batch: decode steps, generated tokens and KV token-steps until its end."""
     replica = SimulatedReplica(0, _STEPS, queue.kv_cache_tokens, queue.max_concurrent, queue.admission, 1)
     replica.waiting.extend(
         SimulatedRequest(i, None, [n], queue.prompt_tokens, 0) for i, n in enumerate(lengths)

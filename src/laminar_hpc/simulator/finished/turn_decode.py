@@ -36,8 +36,7 @@ _Column = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class _Turns:
-    """Of one local batch, a row each: begin and end in seconds, drawn tokens, mean context, prefilled
-    tokens."""
+    """Of a local batch, a row each: begin and end in s, drawn tokens, mean context, prefilled tokens."""
 
     begin: _Column
     end: _Column

@@ -111,8 +111,7 @@ class Environments:
         return self._takes(play, replica, _RESET, now, play.course.reset)
 
     def turned(self, play: Play, replica: int, turn: int, drawn: int, now: float) -> Took | None:
-        """Turn `turn`, from 1, has ended with so many drawn tokens: what its calls take, or None when it was
-        the last."""
+        """Turn `turn`, from 1, has ended with so many tokens: what its calls take; None for the last."""
         play.tokens += drawn
         play.drawn += drawn
         placed = play.asked if play.placed is None else play.placed
@@ -152,8 +151,7 @@ class Environments:
         return max(1, self.longest - play.tokens)
 
     def failed(self, play: Play, young: bool) -> bool:
-        """The environment failed. Gives whether the trajectory begins again at its replica; the new try takes
-        other times."""
+        """The environment failed. Whether the trajectory begins again here; the new try takes other times."""
         here = begins_again(play.tries, young)
         play.failures += 1
         play.tries = play.tries + 1 if here else 1

@@ -15,8 +15,7 @@ class HandOver:
         self.handed_over = 0
 
     def begin(self, leaving: SimulatedReplica) -> None:
-        """Grants the replica nothing more and moves its trajectories, the longest first, one after the
-        other."""
+        """Grants the replica nothing more and moves its trajectories one by one, the longest first."""
         r, now = self.rollouts, self.rollouts.clock.now
         self.notices += 1
         r.leaving.add(leaving.index)

@@ -1,5 +1,4 @@
-"""What a wide-area link carries, how long weights take that sites pass on to one another, and when they are
-there."""
+"""What a wide-area link carries, and how long weights take that sites pass on to one another."""
 
 import dataclasses
 import math

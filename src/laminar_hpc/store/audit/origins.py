@@ -6,8 +6,7 @@ from laminar_hpc.store.audit.records import Records, StoreRecords
 
 
 def weight_ids_rise(_: Records, store: StoreRecords) -> Iterator[str | None]:
-    """Ids rise with restore epochs. Time is no measure: a clock may be set back, another machine's be
-    behind."""
+    """Ids rise with restore epochs. Time is no measure: clocks are set back or differ."""
     epoch = 0
     for weights in store.weights:
         if weights.restore_epoch < epoch:

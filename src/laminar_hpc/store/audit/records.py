@@ -1,5 +1,4 @@
-"""What the records of a run say: metrics.jsonl, the checkpoints and one snapshot of the store, as the checks
-want them."""
+"""What the records of a run say: metrics.jsonl, the checkpoints and one snapshot of the store."""
 
 import contextlib
 import json

@@ -149,8 +149,7 @@ def figures_agree(records: Records, store: StoreRecords) -> Iterator[str | None]
 
 
 def staleness_is_bounded(records: Records, store: StoreRecords) -> Iterator[str | None]:
-    """By pipeline.max_staleness of the launch that trained it, or of an earlier one by which it was
-    granted."""
+    """By pipeline.max_staleness of the launch that trained it, or of an earlier one that granted it."""
     bounds, bound = dict[int, float](), 0.0
     for launch in records.launches:
         if "max_staleness" not in launch.derived:  # of a version that did not say

@@ -53,8 +53,7 @@ def _sums_wrong(store: StoreRecords) -> str | None:
 
 
 def one_state_each(_: Records, store: StoreRecords) -> Iterator[str | None]:
-    """Trained, waiting, without a score, in progress or given up; its response, score and step say the
-    same."""
+    """Trained, waiting, without a score, in progress or given up; response, score and step say the same."""
     archived = int(store.meta.get("archived_steps", 0))
     ungraded = {g.id for g in store.groups.values() if (g.reason or "").startswith(UNGRADED)}
     for t in store.trajectories:

@@ -1,2 +1,1 @@
-"""Responses as columns: one binary layout (layout.py), the files that hold it (writer.py, reader.py). No
-torch, no role."""
+"""Responses as columns: a binary layout (layout.py), files that hold it (writer.py, reader.py)."""

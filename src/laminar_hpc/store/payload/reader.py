@@ -91,8 +91,7 @@ def _read(
 
 
 def _fill(path: Path, offset: int, into: np.ndarray) -> bool:
-    """Whether all bytes were there. The file is opened anew each time: only so a network file system looks
-    again."""
+    """Whether all bytes were there. Opens the file anew: only so a network file system looks again."""
     try:
         file = os.open(path, os.O_RDONLY)
     except FileNotFoundError:

@@ -23,8 +23,7 @@ ROOM = 64  # decoding steps for which a bucket has columns in store
 
 @dataclass
 class Bucket:
-    """Requests attended together. b requests, Lq queries and Lk keys each (padded), G query heads per KV
-    head."""
+    """Requests attended together: b requests, Lq queries, Lk keys each (padded), G heads per KV head."""
 
     # [b * Lq] rows of `query`; where Lq is 1 these are the requests' positions in the batch
     queries: torch.Tensor
@@ -37,8 +36,7 @@ class Bucket:
 
 
 def buckets_of(lengths: list[int]) -> list[list[int]]:
-    """Positions in `lengths`, grouped so that lengths in a group are similar; each group keeps the order of
-    the batch."""
+    """Positions in `lengths`, in groups of similar length; each group keeps the order of the batch."""
     groups: list[list[int]] = []
     longest = 0
     for position in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
@@ -85,8 +83,7 @@ def attend(
     buckets: list[Bucket],
     scaling: float | None,
 ) -> torch.Tensor:
-    """query, output: [tokens, heads, dim]; k_cache, v_cache: [slots, KV heads, dim]. Fills and returns
-    `output`."""
+    """query, output: [tokens, heads, dim]; k_cache, v_cache: [slots, KV heads, dim]. Returns `output`."""
     kv_heads, heads, dim, out_dim = k_cache.shape[1], query.shape[1], query.shape[2], v_cache.shape[2]
     group = heads // kv_heads
     for bucket in buckets:
@@ -118,12 +115,10 @@ def attend(
 
 
 class Decoding:
-    """The buckets of requests that decode step after step: wide tables from which each step takes its
-    columns."""
+    """Buckets of requests that decode step after step: wide tables from which each step takes its columns."""
 
     def __init__(self, buckets: list[Bucket], requests: torch.Tensor, totals: torch.Tensor) -> None:
-        """`buckets` are those of the first step; requests, totals: [all requests] pool index and length of
-        each."""
+        """`buckets`: of the first step; requests, totals: [all requests] pool index and length of each."""
         self.buckets = buckets
         self.requests = requests.clone()
         self.totals = totals.clone()
@@ -159,8 +154,7 @@ class Decoding:
 
 
 class BatchedAttention(TorchNativeAttnBackend):
-    """torch_native with the loops over requests replaced. The buckets of a step are made once and serve all
-    layers."""
+    """torch_native without its loops over requests. A step's buckets are made once and serve all layers."""
 
     def __init__(self, model_runner: Any) -> None:
         super().__init__(model_runner)

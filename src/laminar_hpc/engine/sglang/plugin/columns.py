@@ -25,8 +25,7 @@ def wants_columns(request: Any) -> bool:
 def collect(
     original: Callable, manager: Any, meta_info: dict, state: Any, top: int, ids: Any, text: bool, *new: Any
 ) -> None:
-    """Around TokenizerManager.convert_logprob_style: takes what is new of a request out of a message of the
-    scheduler."""
+    """Around TokenizerManager.convert_logprob_style: takes what is new of a request out of a message."""
     if not wants_columns(state.obj):
         original(manager, meta_info, state, top, ids, text, *new)
         return

@@ -71,8 +71,7 @@ class CpuPlatform(SRTPlatform):
         from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
 
         class PageOfOneToken(TokenToKVPoolAllocator):
-            """SGLang asks for a paged allocator; torch_native reads single tokens, so pages are of one
-            token."""
+            """SGLang asks for a paged allocator; torch_native reads single tokens: pages have one token."""
 
             def __init__(self, size: int, page_size: int = 1, **rest: object) -> None:
                 assert page_size == 1, f"the CPU platform has pages of one token, not {page_size}"

@@ -1,5 +1,4 @@
-"""The API key of an engine's server: in a file that only this user can read, and gone with its first
-reading."""
+"""The API key of an engine's server: a file that only this user can read, gone with its first reading."""
 
 import os
 import secrets

@@ -74,8 +74,7 @@ RECEIVER = "sglang.srt.managers.scheduler_components.request_receiver"  # not in
 
 
 class EnginePort:
-    """Answers requests in the scheduler's thread, and never blocks it. `base` is what SOCKET_VARIABLE
-    says."""
+    """Answers requests in the scheduler's thread, and never blocks it. `base`: what SOCKET_VARIABLE says."""
 
     def __init__(self, scheduler: Any, base: str, rank: int, ranks: int) -> None:
         self.scheduler = scheduler

@@ -51,8 +51,7 @@ class GetSums(PortRequest):
 
 
 class LiveSums(PortReply):
-    """Hugging Face name -> what this rank adds to (sum_words, sum_indexed) of the whole tensor, see
-    weights/kernels/sums.py."""
+    """Hugging Face name -> what this rank adds to the tensor's sums; see weights/kernels/sums.py."""
 
     sums: dict[str, tuple[int, int]]
 
@@ -123,8 +122,7 @@ class KvEnd(KvRequest):
 
 
 class KvDone(PortReply):
-    """`tokens`: whose KV was sent, or is held. `stalled`: seconds that the scheduler stood still for the
-    operation."""
+    """`tokens`: whose KV was sent, or is held. `stalled`: seconds that the scheduler stood still for it."""
 
     tokens: int
     stalled: float = 0.0
