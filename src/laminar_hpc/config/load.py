@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,6 +25,7 @@ from laminar_hpc.config.errors import LaminarError, Refused, first_line
 from laminar_hpc.config.options import take_config_dir
 from laminar_hpc.config.schema import RENAMED, RunConfig
 from laminar_hpc.config.words import Keys, Words
+from laminar_hpc.config.yaml_text import load_yaml
 
 _REFERENCE = "a reference is ${KEY}, or ${oc.env:NAME} for a variable of the environment"
 _GROUPS = ("experiment", "pipeline")  # folders of conf/
@@ -89,11 +91,23 @@ def _expand_home(config: RunConfig) -> None:
     config.source = kind + colon + os.path.expanduser(folder)
 
 
+@cache
+def _name_schema(node: str, schema: type) -> None:
+    """Once a process: it takes a quarter of the time of a composition."""
+    ConfigStore.instance().store(name=node, node=schema)
+
+
+@cache
+def _empty() -> Any:
+    """A run's configuration with its defaults, into which others are merged as copies."""
+    return OmegaConf.structured(RunConfig)
+
+
 @contextmanager
 def hydra_over(directory: Path, node: str, schema: type) -> Iterator[None]:
     """Hydra at work on a folder of configurations, with the schema under its name there."""
     OmegaConf.register_new_resolver("examples", examples_directory, replace=True)
-    ConfigStore.instance().store(name=node, node=schema)
+    _name_schema(node, schema)
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(directory), version_base="1.3"):
         yield
@@ -201,12 +215,12 @@ def dump_config(config: RunConfig) -> str:
 def read_config(path: Path) -> RunConfig:
     """A run's own `config.yaml`. Raises LaminarError when the file is not one."""
     try:
-        written = DictConfig(yaml.safe_load(path.read_text()))
+        written = DictConfig(load_yaml(path.read_text()))
         for earlier, now in RENAMED.items():
             section, _, name = earlier.partition(".")
             if name in written.get(section, {}):
                 OmegaConf.update(written, now, written[section].pop(name))
-        merged: Any = OmegaConf.merge(OmegaConf.structured(RunConfig), written)
+        merged: Any = OmegaConf.merge(_empty(), written)
         config = OmegaConf.to_object(merged)
     except (OSError, yaml.YAMLError, OmegaConfBaseException) as error:
         raise LaminarError(f"{path} is not a run's configuration: {str(error).splitlines()[0]}") from None

@@ -11,10 +11,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.system_schema import TrainerConfig
+from laminar_hpc.config.yaml_text import load_yaml
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -43,7 +42,7 @@ def _table() -> dict[str, dict]:
     text = (conf_directory() / "simulation" / "tables" / "models.yaml").read_text()
     return {
         path: {"architectures": [TRAINED.get(kind := entry["config"]["model_type"], kind)], **entry["config"]}
-        for entry in yaml.safe_load(text).values()
+        for entry in load_yaml(text).values()
         for path in (entry["path"], *entry.get("also", ()))
     }
 

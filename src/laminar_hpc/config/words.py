@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
 
-import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
@@ -24,6 +23,7 @@ from laminar_hpc.config import peers
 from laminar_hpc.config.bounds import Choices, all_fields, allowed, plain_type, requirement
 from laminar_hpc.config.errors import did_you_mean
 from laminar_hpc.config.schema import RENAMED
+from laminar_hpc.config.yaml_text import load_yaml
 
 _QUOTED = re.compile(r"'[^']*'|\"[^\"]*\"")
 _SCALAR = re.compile(r"true|false|null|-?\d+(\.\d+)?")  # of a table whose values may be anything
@@ -197,7 +197,7 @@ class Keys:
         elif kind[0] in _NUMBERS and (cast := _parsed(word)) is not None:
             parsed.settings.append((key, cast.value()))
         elif self.table_of(key) and kind[0] is Any and _SCALAR.fullmatch(text):
-            parsed.settings.append((key, yaml.safe_load(text)))
+            parsed.settings.append((key, load_yaml(text)))
         else:
             parsed.settings.append((key, text[1:-1] if _QUOTED.fullmatch(text) else text))
 

@@ -6,9 +6,8 @@ import json
 import math
 from dataclasses import dataclass
 
-import yaml
-
 from laminar_hpc.config.directories import conf_directory
+from laminar_hpc.config.yaml_text import load_yaml
 from laminar_hpc.simulator.constants import DEFAULT
 from laminar_hpc.simulator.plan import (
     Candidate,
@@ -78,7 +77,7 @@ def _yaml(value: object) -> str:
         return "true" if value else "false"
     text = f"{value:g}" if isinstance(value, float) else str(value)
     # a word that YAML reads as something else: off is false
-    return json.dumps(text) if isinstance(value, str) and yaml.safe_load(text) != value else text
+    return json.dumps(text) if isinstance(value, str) and load_yaml(text) != value else text
 
 
 def experiment(config: PlanConfig, candidate: Candidate, figures: dict) -> str:

@@ -6,10 +6,9 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-import yaml
-
 from laminar_hpc.config.directories import conf_directory
 from laminar_hpc.config.system_schema import PipelineConfig
+from laminar_hpc.config.yaml_text import load_yaml
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ class Rules:
 
 def preset(name: str, **changes: Any) -> Rules:
     """The pipeline of conf/pipeline/NAME.yaml, with changes and what only the simulator knows."""
-    live = PipelineConfig(**yaml.safe_load((conf_directory() / "pipeline" / f"{name}.yaml").read_text()))
+    live = PipelineConfig(**load_yaml((conf_directory() / "pipeline" / f"{name}.yaml").read_text()))
     shared = {field.name for field in dataclasses.fields(Rules)} & dataclasses.asdict(live).keys()
     return Rules(**{**{key: getattr(live, key) for key in shared}, **changes})
 

@@ -15,6 +15,7 @@ import yaml
 from laminar_hpc.config.directories import conf_directory
 from laminar_hpc.config.errors import LaminarError, did_you_mean
 from laminar_hpc.config.models import head_size, kv_heads, model_config
+from laminar_hpc.config.yaml_text import load_yaml
 
 _GIGA, _TERA, _MICRO = 1e9, 1e12, 1e-6
 _WIDTH = 2  # bytes of a bfloat16
@@ -164,7 +165,7 @@ def _gpu_of(entry: dict[str, Any]) -> Gpu:
 
 def _read(file: Path) -> dict[str, dict[str, Any]]:
     try:
-        found = yaml.safe_load(file.read_text()) or {}
+        found = load_yaml(file.read_text()) or {}
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise LaminarError(f"{file}: cannot be read ({str(error).splitlines()[0]})") from None
     if not isinstance(found, dict) or not all(isinstance(entry, dict) for entry in found.values()):

@@ -6,6 +6,7 @@ from pathlib import Path
 import yaml
 
 from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.config.yaml_text import load_yaml
 
 
 def metrics_of(run_dir: Path) -> Path:
@@ -22,7 +23,7 @@ def config_of(run_dir: Path) -> dict:
     """The resolved configuration; empty where the run has none. Raises LaminarError if it is unreadable."""
     path = run_dir / "config.yaml"
     try:
-        return yaml.safe_load(path.read_text()) or {}
+        return load_yaml(path.read_text()) or {}
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, yaml.YAMLError) as error:

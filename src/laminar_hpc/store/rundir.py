@@ -13,6 +13,7 @@ import yaml
 from laminar_hpc.config.errors import LaminarError, Refused
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.config.source import labels, parse_source
+from laminar_hpc.config.yaml_text import load_yaml
 from laminar_hpc.line.address import ADDRESS_FILE
 from laminar_hpc.line.waiting import SHOW_SECONDS, who_waits
 from laminar_hpc.machine.files import jsonl
@@ -82,7 +83,7 @@ def _refuse_if_roles_wait(run_dir: Path) -> None:
 def _were_apart(run_dir: Path) -> bool:
     """Whether the roles of the run there can outlive their controller."""
     try:
-        config = yaml.safe_load((run_dir / "config.yaml").read_text())
+        config = load_yaml((run_dir / "config.yaml").read_text())
     except (OSError, yaml.YAMLError):
         return True
     return not isinstance(config, dict) or config.get("role") != "all"

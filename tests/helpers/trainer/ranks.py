@@ -2,46 +2,30 @@
 
 A test calls `Ranks.run(world, "module:function", **arguments)` with a module of this folder. The first
 `world` processes form a fresh torch.distributed world, call the function and are torn down again; the results
-come back in the order of the ranks. Each process is this file, run as a script. No GPU is seen by them, so
-that the tests are the same everywhere.
+come back in the order of the ranks. The processes are forks of one that has imported torch and Megatron-core,
+which takes seconds of a processor. No GPU is seen by them, so that the tests are the same everywhere.
 """
 
 import contextlib
 import gc
 import importlib
-import pickle
-import socket
-import struct
-import subprocess
-import sys
+import multiprocessing
+import os
 import tempfile
 import time
 import traceback
+from multiprocessing.connection import Connection
 from pathlib import Path
+from unittest.mock import patch
 
 from helpers.paths import environment
+from laminar_hpc.machine.processes import die_with_parent
 
 _SECONDS = 280.0  # of one case, the start of its processes included; pytest's own limit is 300
 # of one set of processes: a gloo group that is destroyed leaves a thread behind that wakes 100 times a second
 _CASES = 16
-
-
-def _send(line: socket.socket, content: object) -> None:
-    frame = pickle.dumps(content)
-    line.sendall(struct.pack("<Q", len(frame)) + frame)
-
-
-def _receive(line: socket.socket) -> object:
-    def exactly(n: int) -> bytes:
-        parts = bytearray()
-        while len(parts) < n:
-            part = line.recv(n - len(parts))
-            if not part:
-                raise EOFError("the other end has gone")
-            parts += part
-        return bytes(parts)
-
-    return pickle.loads(exactly(struct.unpack("<Q", exactly(8))[0]))
+_FORKS = multiprocessing.get_context("forkserver")
+_IMPORTED = ["laminar_hpc.trainer", "helpers.trainer.cases", "helpers.trainer.checkpointing"]
 
 
 class Ranks:
@@ -49,15 +33,18 @@ class Ranks:
     case starts new ones."""
 
     def __init__(self) -> None:
-        self._processes: list[tuple[subprocess.Popen, socket.socket]] = []
+        self._processes: list[tuple[multiprocessing.process.BaseProcess, Connection]] = []
         self._folder = tempfile.TemporaryDirectory(prefix="laminar-ranks-")
         self._jobs = 0
+        _FORKS.set_forkserver_preload(_IMPORTED)
 
     def _start(self) -> None:
-        ours, theirs = socket.socketpair()
+        ours, theirs = _FORKS.Pipe()
+        process = _FORKS.Process(target=_serve, args=(theirs,))
         here = environment(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", GLOO_SOCKET_IFNAME="lo")
-        command = [sys.executable, __file__, str(theirs.fileno())]
-        self._processes.append((subprocess.Popen(command, env=here, pass_fds=[theirs.fileno()]), ours))
+        with patch.dict(os.environ, here):  # the first start is also that of the process which is forked
+            process.start()
+        self._processes.append((process, ours))
         theirs.close()
 
     def run(self, world: int, function: str, seconds: float = _SECONDS, **arguments: object) -> list:
@@ -70,18 +57,14 @@ class Ranks:
         self._jobs += 1
         lines = [line for _, line in self._processes[:world]]
         for rank, line in enumerate(lines):
-            _send(
-                line, (str(Path(self._folder.name) / f"store{self._jobs}"), rank, world, function, arguments)
-            )
+            line.send((str(Path(self._folder.name) / f"store{self._jobs}"), rank, world, function, arguments))
         deadline, results, failed = time.monotonic() + seconds, [], []
         for rank, line in enumerate(lines):
-            line.settimeout(
-                max(
-                    0.01, (deadline if not failed else min(deadline, time.monotonic() + 5)) - time.monotonic()
-                )
-            )
+            until = deadline if not failed else min(deadline, time.monotonic() + 5)
             try:
-                good, result = _receive(line)
+                if not line.poll(max(0.01, until - time.monotonic())):
+                    raise TimeoutError("it has not answered")
+                good, result = line.recv()
             except (TimeoutError, EOFError, ConnectionError) as error:
                 good, result = False, f"{type(error).__name__}: {error}"
             results.append(result)
@@ -96,7 +79,7 @@ class Ranks:
         for process, line in self._processes:
             line.close()
             process.kill()
-            process.wait()
+            process.join()
         self._processes.clear()
 
 
@@ -115,20 +98,13 @@ def _one(store: str, rank: int, world: int, function: str, arguments: dict) -> o
         gc.collect()  # what holds a group holds its threads, of which one wakes 100 times a second
 
 
-def _serve(line: socket.socket) -> None:
+def _serve(line: Connection) -> None:
+    die_with_parent()
     with contextlib.suppress(EOFError):
         while True:
-            job = _receive(line)
+            job = line.recv()
             try:
                 answer = (True, _one(*job))
             except BaseException:
                 answer = (False, traceback.format_exc())
-            _send(line, answer)
-
-
-if __name__ == "__main__":
-    import laminar_hpc.trainer  # noqa: F401 (before torch compiles anything)
-    from laminar_hpc.machine.processes import die_with_parent
-
-    die_with_parent()
-    _serve(socket.socket(fileno=int(sys.argv[1])))
+            line.send(answer)

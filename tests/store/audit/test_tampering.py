@@ -15,7 +15,6 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import yaml
 
 from helpers import checkpoint_files
 from helpers.emulated import archive_run as emulated_run
@@ -69,7 +68,6 @@ def copy(run_dir, tmp_path) -> Path:
 @pytest.fixture(autouse=True)
 def the_configuration_is_parsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is most of what an audit of so small a run takes, and no test changes it."""
-    monkeypatch.setattr(yaml, "safe_load", cache(yaml.safe_load))
     monkeypatch.setattr(steps, "read_config", cache(steps.read_config))
 
 

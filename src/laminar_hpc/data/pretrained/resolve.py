@@ -11,6 +11,7 @@ import yaml
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.models import is_known
 from laminar_hpc.config.schema import RunConfig
+from laminar_hpc.config.yaml_text import load_yaml
 from laminar_hpc.data.pretrained import hub
 from laminar_hpc.data.pretrained.names import HubName, parse_name, recorded_name
 from laminar_hpc.machine.observability.console import line, size
@@ -98,7 +99,7 @@ def _begun_with(config: RunConfig) -> HubName | None:
     if config.resume != "auto" or not file.is_file():
         return None
     try:
-        return recorded_name(str(yaml.safe_load(file.read_text())["model"]["path"]))
+        return recorded_name(str(load_yaml(file.read_text())["model"]["path"]))
     except (OSError, yaml.YAMLError, KeyError, TypeError):
         return None  # torn by a crash: the run's own start-up judges it
 
