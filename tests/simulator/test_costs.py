@@ -2,6 +2,7 @@
 own scheduler does."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -19,12 +20,13 @@ from laminar_hpc.simulator.schema import WorkloadConfig
 from laminar_hpc.simulator.tables import GPUS, MODELS
 from laminar_hpc.simulator.trainer_cost import (
     Layout,
+    context_exchange_seconds,
     job_costs,
     only_training,
     trainer_layout,
     updates_seconds,
 )
-from laminar_hpc.simulator.trainer_fit import layout_of
+from laminar_hpc.simulator.trainer_fit import fitting_trainer, layout_of
 from laminar_hpc.simulator.workload import Workload
 
 JOB = job_costs(MODELS["32B"], GPUS["H800"], 64, Layout(8, 1, 8), 64, 16384, DEFAULT)
@@ -253,3 +255,35 @@ def test_the_last_stage_of_a_planned_trainer_has_the_output_layer_too():
     """Promise: as in a run, whose stages have equally many layers, and the others wait for it."""
     layout = layout_of(TrainerConfig(tensor_parallel=8, pipeline_parallel=2, data_parallel=2))
     assert layout.slowest_stage(MODELS["32B"]) == pytest.approx(1 + 0.778 / 31.98, rel=0.01)
+
+
+def test_a_layout_that_shares_micro_batches():
+    """Promise: a trainer with context parallelism is its layout in the simulator: twice the GPUs halve a
+    token's products and attention, and pay for exchanges; the parameters' gradients have twice the
+    holders."""
+    trainer = TrainerConfig(
+        tensor_parallel=4, context_parallel=2, data_parallel=4, tokens_per_microbatch=4096
+    )
+    shared, model, gpu = layout_of(trainer), MODELS["32B"], GPUS["H800"]
+    alone = replace(shared, context=1)
+    assert (shared.context, shared.tokens) == (2, 8192)
+    two, one = (job_costs(model, gpu, 32, each, 64, 16384, DEFAULT) for each in (shared, alone))
+    exchange = context_exchange_seconds(model, gpu, shared, DEFAULT)
+    assert context_exchange_seconds(model, gpu, alone, DEFAULT) == 0 < exchange < 0.05 * one.train_token
+    assert two.train_attention == pytest.approx(one.train_attention / 2)
+    across = context_exchange_seconds(model, gpu, Layout(8, 1, 4, context=2), DEFAULT)
+    assert across > exchange / 2, "beyond one machine it crosses the network"
+    assert two.update > one.update
+
+
+def test_a_plan_shares_micro_batches_where_nothing_else_fits():
+    """Promise: Qwen3-32B with trajectories of 250,000 tokens fits 32 GPUs by context parallelism alone; a
+    shorter one needs none."""
+    work = WorkloadConfig(prompts_per_step=64, samples_per_prompt=16, updates_per_step=4)
+    long, short = (
+        fitting_trainer(MODELS["Qwen3-32B"], GPUS["H100"], 32, replace(work, max_response_tokens=n))
+        for n in (250_000, 16_384)
+    )
+    assert long is not None and short is not None
+    assert long.context_parallel == 2 and long.pack_tokens > 250_000 and long.ranks == 32
+    assert short.context_parallel == 1

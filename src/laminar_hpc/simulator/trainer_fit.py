@@ -19,7 +19,7 @@ _REPEATED = {
 }  # the share of the forward pass that backward repeats; selective repeats no products
 _TENSOR = (8, 4, 2, 1)
 _STAGES = (1, 2, 4, 8)
-_CONTEXT = (1, 2, 4, 8)  # within a machine
+_CONTEXT = (1, 2, 4, 8)
 _PROMPT_MARGIN = 1024  # tokens: prompts are longer than their mean
 _PACK_MULTIPLE = 2048
 _FOUND: dict[Any, TrainerConfig | None] = {}  # the planner asks for the same again and again
@@ -70,9 +70,7 @@ def _fits(
     model: Model, gpu: Gpu, gpus: int, tensors: list[int], context: int, w: WorkloadConfig
 ) -> list[TrainerConfig]:
     heads = model.config["num_attention_heads"]
-    sizes = [
-        n for n in tensors if shards(model, n) and heads % (n * context) == 0 and n * context <= gpu.machine
-    ]
+    sizes = [n for n in tensors if shards(model, n) and heads % (n * context) == 0]
     return [found for n in sizes if (found := _fewest_stages(model, gpu, gpus, n, context, w))]
 
 

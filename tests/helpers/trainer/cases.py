@@ -249,7 +249,8 @@ def published_in_lanes(model: str, settings: dict, folder: str, steps: int = 2) 
     for number, lane in enumerate(policy.lanes):
         if lane.sender == rank:
             controller.link(*(controller.add_relay(machine * lanes + number) for machine in range(2)))
-    publishing.linked(publisher)
+    if rank in policy.publishing.ranks:  # what the others hold comes from its first holders
+        publishing.linked(publisher)
     dist.barrier()
     for step in range(steps):
         publisher.publish(step)
