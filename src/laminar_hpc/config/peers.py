@@ -61,6 +61,8 @@ optimizer.warmup_steps | ACTOR.optim.lr_warmup_steps | |
 optimizer.clip_grad | ACTOR.grad_clip | --clip-grad |
 trainer.tensor_parallel | ACTOR.megatron.tensor_model_parallel_size | --tensor-model-parallel-size |
 trainer.pipeline_parallel | ACTOR.megatron.pipeline_model_parallel_size | --pipeline-model-parallel-size |
+trainer.virtual_stages | ACTOR.megatron.virtual_pipeline_model_parallel_size \
+    | --num-layers-per-virtual-pipeline-stage | chunks of each stage, not layers of a chunk
 trainer.data_parallel | trainer.n_gpus_per_node trainer.nnodes | --actor-num-gpus-per-node --actor-num-nodes \
     | the trainer's GPUs over tensor_parallel x pipeline_parallel
 rollout.tensor_parallel | ROLLOUT.tensor_model_parallel_size | --rollout-num-gpus-per-engine |

@@ -26,7 +26,8 @@ class Layout:
     pass that backward repeats. `balanced`: ranks get trajectories by their tokens, as in a run of our own,
     else at random. `packed`: micro-batches are packs of whole trajectories (`packed`), of `logprob_tokens`
     in log-prob passes, 0 = as many. `experts`: GPUs that share a layer's experts. `even`: stages take
-    equally long; else the last one has the output layer beside as many layers as the others."""
+    equally long; else the last one has the output layer beside as many layers as the others. `chunks`: of a
+    stage, run in turns."""
 
     tensor: int
     stages: int
@@ -38,6 +39,7 @@ class Layout:
     logprob_tokens: int = 0
     experts: int = 1
     even: bool = True
+    chunks: int = 1
 
     def slowest_stage(self, model: Model) -> float:
         """Products of the slowest stage over their mean."""
@@ -143,8 +145,8 @@ def updates_seconds(
     help no more. Ranks that are balanced by tokens take the mean, or the longest trajectory alone through all
     stages.
 
-    m micro-batches through p pipeline stages take (m + p - 1) / m times as long (the bubble, Narayanan et
-    al., arXiv 2104.04473).
+    m micro-batches through p pipeline stages of v chunks take 1 + (p - 1) / (m v) times as long (the bubble,
+    Narayanan et al., arXiv 2104.04473, section 2.2).
     """
     if layout.packed:
         share = -(-len(tokens) // updates)
@@ -159,7 +161,7 @@ def updates_seconds(
     if layout.stages > 1:
         room = np.maximum(1.0, dealt.max(axis=2))
         microbatches = dealt.sum(axis=2) / (np.maximum(room, layout.tokens) if layout.tokens else room)
-        seconds *= 1.0 + (layout.stages - 1) / np.maximum(1.0, microbatches)
+        seconds *= 1.0 + (layout.stages - 1) / (layout.chunks * np.maximum(1.0, microbatches))
     if layout.balanced:
         longest = dealt.max(axis=(1, 2))
         alone = layout.stages * longest * (costs.train_token + longest * costs.train_attention)

@@ -98,4 +98,5 @@ def layout_of(trainer: TrainerConfig) -> Layout:
         _REPEATED.get(trainer.recompute_activations, 0.0),
         balanced=True,
         even=False,
+        chunks=trainer.virtual_stages,
     )

@@ -51,9 +51,27 @@ def pack(lengths: list[int], members: list[int], budget: int) -> list[list[int]]
     return packs
 
 
-def plan_microbatches(lengths: list[int], ranks: int, budget: int) -> list[list[list[int]]]:
-    """[rank][micro-batch] -> positions in `lengths`. Ranks that need fewer micro-batches than the others get
-    empty ones at the end."""
+def plan_microbatches(
+    lengths: list[int], ranks: int, budget: int, multiple: int = 1
+) -> list[list[list[int]]]:
+    """[rank][micro-batch] -> positions in `lengths`. All ranks have as many, a multiple of `multiple`: those
+    that need fewer deal theirs out evenly over all, which are smaller then, or get empty ones at the end."""
     plan = [pack(lengths, members, budget) for members in split_ranks(lengths, ranks)]
-    microbatches = max(map(len, plan))
-    return [packs + [[] for _ in range(microbatches - len(packs))] for packs in plan]
+    count = max(map(len, plan))
+    if multiple == 1:
+        return [_filled(packs, count) for packs in plan]
+    count += -count % multiple
+    return [_filled(_evenly(lengths, packs, count, budget), count) for packs in plan]
+
+
+def _filled(packs: list[list[int]], count: int) -> list[list[int]]:
+    return packs + [[] for _ in range(count - len(packs))]
+
+
+def _evenly(lengths: list[int], packs: list[list[int]], count: int, budget: int) -> list[list[int]]:
+    """The same members in at most `count` packs of about equal tokens, or as they are if one would exceed
+    the budget."""
+    members = [i for each in packs for i in each]
+    dealt = split_ranks([lengths[i] for i in members], count)
+    even = [[members[place] for place in part] for part in dealt if part]
+    return even if all(sum(lengths[i] for i in part) <= budget for part in even) else packs
