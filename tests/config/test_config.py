@@ -259,6 +259,12 @@ BAD = [
         "trainer.tensor_parallel=4 does not divide the model's num_key_value_heads=2",
     ),
     ("trainer.pipeline_parallel=3", "trainer.pipeline_parallel=3 exceeds the model's num_hidden_layers=2"),
+    ("trainer.virtual_stages=2", "trainer.virtual_stages=2: there is one stage; set it to 1, or"),
+    (
+        "trainer.pipeline_parallel=2 trainer.virtual_stages=2",
+        "trainer.virtual_stages=2: 2 chunks of 2 stages do not divide the model's num_hidden_layers=2; "
+        "it may be 1",
+    ),
     ("trainer.tokens_per_microbatch=100", "cannot hold a prompt"),
     (
         "trainer.tokens_per_microbatch=100 trainer.context_parallel=2",

@@ -197,6 +197,24 @@ def test_the_fullest_pipeline_stage_is_that_of_a_run():
     assert trainer_bytes(model, 2, replace(eight, pipeline_parallel=64)) > 0, "refused elsewhere"
 
 
+def test_virtual_stages_keep_more_activations():
+    """Promise: the fullest stage keeps 1 + (p - 1) / (p v) times the layers' activations of plain stages
+    (Narayanan et al., arXiv 2104.04473, section 2.2), and the last stage those of its first v - 1 turns."""
+    model = known_models()["Qwen2.5-72B"]
+    four = TrainerConfig(tensor_parallel=8, pipeline_parallel=4, tokens_per_microbatch=1)
+
+    def activations(virtual: int) -> int:
+        one = replace(four, virtual_stages=virtual)
+        return trainer_bytes(model, 2, replace(one, tokens_per_microbatch=30_001)) - trainer_bytes(
+            model, 2, one
+        )
+
+    layer = activations(1) / 81  # 80 are kept, and one more is on the GPU
+    for virtual in (2, 4, 20):
+        kept = 80 * (1 + 3 / (4 * virtual)) + 1
+        assert activations(virtual) == pytest.approx(kept * layer, rel=0.05)
+
+
 def test_activations_are_recomputed_where_the_estimate_does_not_fit():
     """Promise: trainer.recompute_activations=auto is the first of none, selective and full that fits the
     trainer's share of the GPU, beside an engine too; a choice of the user stands; unknown memory is none."""

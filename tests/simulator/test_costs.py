@@ -251,6 +251,19 @@ def test_a_trajectory_goes_through_all_stages_of_a_balanced_rank(tokens, ranks, 
     assert balanced <= dealt * (1 + 1e-9)
 
 
+def test_virtual_stages_make_the_bubble_smaller():
+    """Promise: with v chunks of each stage it is so many times smaller, also for the layout of a run."""
+    tokens = [1000] * 64
+    plain = TrainerConfig(pipeline_parallel=4, tokens_per_microbatch=4000)
+    chunks = TrainerConfig(pipeline_parallel=4, tokens_per_microbatch=4000, virtual_stages=4)
+    seconds = [
+        updates_seconds(tokens, 1, only_training(1.0), layout_of(trainer), np.random.default_rng(0))
+        for trainer in (replace(plain, pipeline_parallel=1), plain, chunks)
+    ]
+    assert (seconds[1] - seconds[0]) == pytest.approx(4 * (seconds[2] - seconds[0]))
+    assert seconds[1] == pytest.approx((1 + 3 / 16) * seconds[0])
+
+
 def test_the_last_stage_of_a_planned_trainer_has_the_output_layer_too():
     """Promise: as in a run, whose stages have equally many layers, and the others wait for it."""
     layout = layout_of(TrainerConfig(tensor_parallel=8, pipeline_parallel=2, data_parallel=2))

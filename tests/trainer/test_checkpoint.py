@@ -166,6 +166,7 @@ def test_a_half_written_checkpoint_is_never_seen(
         "skipped_in_a_row": 0,
         "tensor_parallel": 1,
         "pipeline_parallel": 1,
+        "virtual_stages": 1,
         "data_parallel": 1,
         "distributed_optimizer": False,
     }

@@ -253,6 +253,18 @@ def _kept_bytes(model: dict, width: int) -> tuple[float, float, float]:
     return 4 * hidden, stays + width * (2 * hidden + model["intermediate_size"]), stays
 
 
+def _layers_in_flight(model: dict, trainer: TrainerConfig) -> tuple[int, int]:
+    """Layers times micro-batches whose activations a stage keeps at once: of the fullest stage, and of the
+    last one. With chunks: Megatron's schedule (0.16.1, pipeline_parallel/schedules.py,
+    `get_pp_rank_microbatches`) has run so many chunks forward before it runs the first one backward."""
+    stages, chunks = trainer.pipeline_parallel, trainer.virtual_stages
+    if chunks > 1:
+        layers, turns = max(1, model["num_hidden_layers"] // (stages * chunks)), (chunks - 1) * stages + 1
+        return layers * (2 * (stages - 1) + turns), layers * turns
+    first, others = _stage_layers(model, stages)
+    return max(stages * first, (stages - 1) * others), others or first
+
+
 def trainer_bytes(model: dict, width: int, trainer: TrainerConfig) -> int:
     """Estimated bytes on the fullest trainer GPU. `width`: bytes of a served weight (2 for bfloat16).
 
@@ -263,10 +275,10 @@ def trainer_bytes(model: dict, width: int, trainer: TrainerConfig) -> int:
     parallelism). With full recomputation only a layer's input stays. Either way one more layer is on the GPU,
     recomputed, or as the gradients of the backward pass; and one whole pack of a layer's input, gathered from
     the ranks, with its gradient. The first of p pipeline stages keeps p micro-batches, so stages don't make
-    activations fewer; the second keeps one less. The last stage has the last hidden states of the whole pack,
-    and the logits and their gradient in float32, all at once or in chunks, whichever is less.
-    `recompute_activations=auto` counts as none. Context parallelism leaves a rank as many tokens as
-    `tokens_per_microbatch`, and attention as many values.
+    activations fewer; the second keeps one less, virtual stages keep more. The last stage has the last hidden
+    states of the whole pack, and the logits and their gradient in float32, all at once or in chunks,
+    whichever is less. `recompute_activations=auto` counts as none. Context parallelism leaves a rank as many
+    tokens as `tokens_per_microbatch`, and attention as many values.
 
     These are Megatron's own layers. Transformer Engine's keep the residual in the parameters' dtype and need
     less.
@@ -278,8 +290,8 @@ def trainer_bytes(model: dict, width: int, trainer: TrainerConfig) -> int:
     source, layer, selective = (nbytes / tensor for nbytes in _kept_bytes(model, width))
     gathered = 2 * width * hidden if tensor > 1 else 0
     stays = {"full": source, "selective": selective}.get(trainer.recompute_activations, layer)
-    first, others = _stage_layers(model, stages)
-    kept, last = stays * max(stages * first, (stages - 1) * others), stays * (others or first)
+    most, of_last = _layers_in_flight(model, trainer)
+    kept, last = stays * most, stays * of_last
     head = _head_bytes(tokens, math.ceil(model["vocab_size"] / tensor), hidden, width) + tokens * gathered
     return int(state + tokens * (layer + gathered) + max(tokens * kept, tokens * last + head))
 

@@ -63,6 +63,8 @@ trainer.tensor_parallel | ACTOR.megatron.tensor_model_parallel_size | --tensor-m
 trainer.pipeline_parallel | ACTOR.megatron.pipeline_model_parallel_size | --pipeline-model-parallel-size |
 trainer.context_parallel | ACTOR.megatron.context_parallel_size ACTOR.ulysses_sequence_parallel_size | \
     --context-parallel-size |
+trainer.virtual_stages | ACTOR.megatron.virtual_pipeline_model_parallel_size \
+    | --num-layers-per-virtual-pipeline-stage | chunks of each stage, not layers of a chunk
 trainer.data_parallel | trainer.n_gpus_per_node trainer.nnodes | --actor-num-gpus-per-node --actor-num-nodes \
     | the trainer's GPUs over tensor_parallel x context_parallel x pipeline_parallel
 rollout.tensor_parallel | ROLLOUT.tensor_model_parallel_size | --rollout-num-gpus-per-engine |

@@ -283,6 +283,19 @@ def _rewards(config: RunConfig) -> Iterator[str]:
         yield "@algorithm.overlong_buffer_tokens: must be at most @sampling.max_response_tokens"
 
 
+def _virtual_stages(config: RunConfig, layers: int) -> Iterator[str]:
+    stages, chunks = config.trainer.pipeline_parallel, config.trainer.virtual_stages
+    if chunks > 1 and stages == 1:
+        yield "@trainer.virtual_stages: there is one stage; set it to 1, or trainer.pipeline_parallel higher"
+    elif chunks > 1 and layers % (stages * chunks) != 0:
+        fits = [str(n) for n in range(1, layers // stages + 1) if layers % (stages * n) == 0]
+        able = f"it may be {', '.join(fits)}" if fits else "set it to 1, or choose other stages"
+        yield (
+            f"@trainer.virtual_stages: {chunks} chunks of {stages} stages do not divide the model's "
+            f"num_hidden_layers={layers}; {able}"
+        )
+
+
 def _model(config: RunConfig, model: dict) -> Iterator[str]:
     tensor, ranks = config.trainer.tensor_parallel, config.rollout.tensor_parallel
     heads, layers = model["num_attention_heads"], model["num_hidden_layers"]
@@ -303,6 +316,7 @@ def _model(config: RunConfig, model: dict) -> Iterator[str]:
     if layers < config.trainer.pipeline_parallel:
         exceeds = f"exceeds the model's num_hidden_layers={layers}"
         yield f"@trainer.pipeline_parallel {exceeds}; use fewer stages"
+    yield from _virtual_stages(config, layers)
     # SGLang gives each rank whole query heads, whole KV heads (or several ranks the same one), and whole
     # columns of the MLP.
     if heads % ranks != 0 or max(kv, ranks) % min(kv, ranks) != 0 or width % ranks != 0:

@@ -19,6 +19,9 @@ class TrainerConfig:
     context_parallel: int = number(1, at_least=1, at_most=RANKS_MAX)
     """ranks over which the tokens of every micro-batch are split; with tensor_parallel it divides the model's
     heads"""
+    virtual_stages: int = number(1, at_least=1, at_most=1024)
+    """chunks of layers of each pipeline stage, run in turns: the pipeline idles so many times less and keeps
+    more activations; with pipeline_parallel they divide the number of layers"""
     data_parallel: int = number(1, at_least=1, at_most=RANKS_MAX)
     """replicas of the trainer (tensor_parallel x context_parallel x pipeline_parallel ranks); each takes its
     share of every batch"""

@@ -27,7 +27,8 @@ class Layout:
     else at random. `packed`: micro-batches are packs of whole trajectories (`packed`), of `logprob_tokens`
     in log-prob passes, 0 = as many. `experts`: GPUs that share a layer's experts. `even`: stages take
     equally long; else the last one has the output layer beside as many layers as the others. `context`: GPUs
-    over which each micro-batch is split, beside those of `tensor` and `stages`."""
+    over which each micro-batch is split, beside those of `tensor` and `stages`. `chunks`: of a stage, run in
+    turns."""
 
     tensor: int
     stages: int
@@ -40,6 +41,7 @@ class Layout:
     experts: int = 1
     even: bool = True
     context: int = 1
+    chunks: int = 1
 
     def slowest_stage(self, model: Model) -> float:
         """Products of the slowest stage over their mean."""
@@ -159,8 +161,8 @@ def updates_seconds(
     help no more. Ranks that are balanced by tokens take the mean, or the longest trajectory alone through all
     stages.
 
-    m micro-batches through p pipeline stages take (m + p - 1) / m times as long (the bubble, Narayanan et
-    al., arXiv 2104.04473).
+    m micro-batches through p pipeline stages of v chunks take 1 + (p - 1) / (m v) times as long (the bubble,
+    Narayanan et al., arXiv 2104.04473, section 2.2).
     """
     if layout.packed:
         share = -(-len(tokens) // updates)
@@ -175,7 +177,7 @@ def updates_seconds(
     if layout.stages > 1:
         room = np.maximum(1.0, dealt.max(axis=2))
         microbatches = dealt.sum(axis=2) / (np.maximum(room, layout.tokens) if layout.tokens else room)
-        seconds *= 1.0 + (layout.stages - 1) / np.maximum(1.0, microbatches)
+        seconds *= 1.0 + (layout.stages - 1) / (layout.chunks * np.maximum(1.0, microbatches))
     if layout.balanced:
         longest = dealt.max(axis=(1, 2))
         alone = layout.stages * longest * (costs.train_token + longest * costs.train_attention)

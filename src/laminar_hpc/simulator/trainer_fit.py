@@ -112,4 +112,5 @@ def layout_of(trainer: TrainerConfig) -> Layout:
         balanced=True,
         even=False,
         context=trainer.context_parallel,
+        chunks=trainer.virtual_stages,
     )

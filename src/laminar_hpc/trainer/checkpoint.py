@@ -318,7 +318,7 @@ class Checkpointer:
         launch's configuration. Raises Damaged, on all ranks."""
         path = checkpoint_path(self._run_dir, step)
         state, mine = read_state(path), layout_of(self._config)
-        same_layout = {key: state.get(key) for key in mine} == mine
+        same_layout = {key: state.get(key, 1) for key in mine} == mine  # older ones name no virtual stages
         try:
             with checkpoints.reading(path), cuda_as_cpu():
                 self._live.load(path, same_layout, f"{self._rank:05d}.pt")

@@ -6,6 +6,7 @@ shard, so one table serves both ways: loading copies into the views, writing cop
 of torch.distributed; a tensor-parallel shard is (rank, size).
 """
 
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -105,6 +106,14 @@ TIED_LAST: tuple[tuple[str, str, Layout], ...] = (
     LAST[0],
     (EMBEDDING, "output_layer.weight", vocabulary),
 )
+
+
+def depth(name: str) -> int:
+    """Where in the model a Hugging Face tensor is, in whole layers: an order of tensors."""
+    if name == EMBEDDING:
+        return -1
+    parts = name.split(".")
+    return int(parts[2]) if parts[:2] == ["model", "layers"] else sys.maxsize
 
 
 def local_slices(

@@ -11,6 +11,7 @@ from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.weights.kernels.slices import Slice
 from laminar_hpc.weights.lanes import Lane, borders
 from laminar_hpc.weights.manifest import ITEM_BYTES, Manifest
+from laminar_hpc.weights.mapping import depth
 
 _ALIKE = 0.9  # ranks that hold so much of what the best one holds of a lane take turns in sending
 
@@ -24,10 +25,10 @@ class HeldSlice(Slice):
 
 def plan(held: Iterable[HeldSlice]) -> dict[str, list[HeldSlice]]:
     """Slices by tensor that make it up without overlap, the first holder's of equal ones; tensors in the
-    order of first mention.
+    order of the model's layers, those of one layer in the order of first mention.
 
-    `held` in the order of the ranks, so the order is that of the pipeline's stages. Raises LaminarError when
-    a tensor has a gap.
+    `held` in the order of the ranks; a rank may hold layers of several places. Raises LaminarError when a
+    tensor has a gap.
     """
     tensors: dict[str, list[HeldSlice]] = {}
     for s in held:
@@ -42,7 +43,7 @@ def plan(held: Iterable[HeldSlice]) -> dict[str, list[HeldSlice]]:
                 f"the trainer ranks' slices of {name} do not make it up: "
                 f"{[(s.rank, s.start, s.length) for s in slices]}"
             )
-    return tensors
+    return dict(sorted(tensors.items(), key=lambda item: depth(item[0])))
 
 
 def plan_lanes(

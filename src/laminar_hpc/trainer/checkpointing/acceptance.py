@@ -86,6 +86,7 @@ def layout_of(config: RunConfig) -> dict[str, int | bool]:
         "tensor_parallel": t.tensor_parallel,
         "context_parallel": t.context_parallel,
         "pipeline_parallel": t.pipeline_parallel,
+        "virtual_stages": t.virtual_stages,
         "data_parallel": t.data_parallel,
         "distributed_optimizer": t.distributed_optimizer,
     }

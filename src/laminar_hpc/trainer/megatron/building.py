@@ -34,6 +34,7 @@ from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.trainer.megatron.activation import use_own_activation
 from laminar_hpc.trainer.megatron.adam import fuse, prime
 from laminar_hpc.trainer.megatron.attention import PackedCausalAttention
+from laminar_hpc.trainer.megatron.chunks import schedule_settings
 from laminar_hpc.trainer.megatron.linear import bias_before_rounding, float32_output
 from laminar_hpc.trainer.megatron.recompute import Forgetting
 from laminar_hpc.trainer.megatron.residual import Norm, SumNorm, sum_in_float32
@@ -101,6 +102,7 @@ def transformer_config(shape: ModelShape, config: RunConfig, dtype: torch.dtype)
         context_parallel_size=config.trainer.context_parallel,
         sequence_parallel=config.trainer.tensor_parallel > 1,
         num_layers_in_first_pipeline_stage=first_stage_layers(shape.layers, config.trainer.pipeline_parallel),
+        **schedule_settings(config.trainer),
         **_recomputed_by_megatron(derive(config).recompute_activations),
         # gradients are sums over tokens, divided once by the mini-batch's tokens over all ranks
         calculate_per_token_loss=True,
@@ -115,8 +117,10 @@ def transformer_config(shape: ModelShape, config: RunConfig, dtype: torch.dtype)
     )
 
 
-def _block_spec(transformer: TransformerConfig, shape: ModelShape) -> ModuleSpec | TransformerBlockSubmodules:
-    """This stage's layers and the norm behind the last one."""
+def _block_spec(
+    transformer: TransformerConfig, shape: ModelShape, chunk: int | None
+) -> ModuleSpec | TransformerBlockSubmodules:
+    """The layers of this stage, or of a chunk of it, and the norm behind the last one."""
     if installed("transformer_engine"):
         from laminar_hpc.trainer.megatron.te_attention import TransformerEngineAttention
 
@@ -134,7 +138,7 @@ def _block_spec(transformer: TransformerConfig, shape: ModelShape) -> ModuleSpec
     sums = _rounds_as_sglang(transformer.params_dtype)
     if sums:
         sum_in_float32(spec)
-    layers = get_num_layers_to_build(transformer)
+    layers = get_num_layers_to_build(transformer, chunk)
     return TransformerBlockSubmodules([spec] * layers, layer_norm=SumNorm if sums else Norm)
 
 
@@ -143,19 +147,28 @@ def has_float32_head(config: RunConfig, dtype: torch.dtype) -> bool:
     return config.model.float32_head and dtype is torch.bfloat16
 
 
-def build_gpt(transformer: TransformerConfig, shape: ModelShape, config: RunConfig) -> GPTModel:
-    """This rank's part of the model, its weights yet to be loaded. It has no RoPE of its own:
-    trainer/megatron/attention.py's is used."""
+def build_chunks(transformer: TransformerConfig, shape: ModelShape, config: RunConfig) -> list[GPTModel]:
+    """This rank's parts of the model, see chunks.py."""
+    numbers = [None] if config.trainer.virtual_stages == 1 else range(config.trainer.virtual_stages)
+    return [build_gpt(transformer, shape, config, number) for number in numbers]
+
+
+def build_gpt(
+    transformer: TransformerConfig, shape: ModelShape, config: RunConfig, chunk: int | None = None
+) -> GPTModel:
+    """This rank's part of the model, or a chunk of it, its weights yet to be loaded. It has no RoPE of its
+    own: trainer/megatron/attention.py's is used."""
     gpt = GPTModel(
         transformer,
-        _block_spec(transformer, shape),
+        _block_spec(transformer, shape, chunk),
         vocab_size=math.ceil(shape.vocab / _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE,
         max_sequence_length=shape.max_positions,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=chunk),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=chunk),
         position_embedding_type="none",
         share_embeddings_and_output_weights=shape.tied,
         parallel_output=True,
+        vp_stage=chunk,
     )
     if not installed("transformer_engine"):
         _finish_layers(gpt, derive(config).recompute_activations == "selective")
@@ -217,27 +230,31 @@ def scaled_frequencies(frequencies: torch.Tensor, scaling: RopeScaling) -> torch
     return kept * frequencies + (1 - kept) * frequencies / scaling.factor
 
 
-def wrap(transformer: TransformerConfig, gpt: GPTModel, config: RunConfig) -> DistributedDataParallel:
+def wrap(
+    transformer: TransformerConfig, chunks: list[GPTModel], config: RunConfig
+) -> list[DistributedDataParallel]:
     """Gradient buffers, summed over the data-parallel ranks in float32, each bucket as soon as its last
     micro-batch has given it; the distributed optimizer moves the parameters into buffers too.
 
     The parameters are gathered at once after an update, and not beside the next forward pass: their
     publication reads them then.
     """
-    module = Float16Module(transformer, gpt) if transformer.bf16 else gpt
+    modules = [Float16Module(transformer, chunk) if transformer.bf16 else chunk for chunk in chunks]
     overlap = config.trainer.data_parallel * config.trainer.context_parallel > 1
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=config.trainer.distributed_optimizer,
         overlap_grad_reduce=overlap,
     )
-    wrapped = DistributedDataParallel(transformer, ddp, module)
-    transformer.no_sync_func = wrapped.no_sync if overlap else None
+    wrapped = [DistributedDataParallel(transformer, ddp, module) for module in modules]
+    if overlap:
+        waiting = [each.no_sync for each in wrapped]
+        transformer.no_sync_func = waiting if len(waiting) > 1 else waiting[0]
     return wrapped
 
 
 def build_optimizer(
-    config: RunConfig, model: DistributedDataParallel, dtype: torch.dtype
+    config: RunConfig, models: list[DistributedDataParallel], dtype: torch.dtype
 ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
     """AdamW, and its schedule: linear warm-up over optimizer.warmup_steps, then constant."""
     c, updates = config.optimizer, config.algorithm.minibatches_per_step
@@ -254,7 +271,7 @@ def build_optimizer(
             params_dtype=dtype,
             use_distributed_optimizer=config.trainer.distributed_optimizer,
         ),
-        [model],
+        models,
     )
     prime(optimizer)
     fuse(optimizer)

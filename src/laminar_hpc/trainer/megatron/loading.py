@@ -1,6 +1,6 @@
 """What a rank holds of a Hugging Face directory's tensors, and how it reads just that."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -14,15 +14,18 @@ from laminar_hpc.weights.kernels.slices import LocalSlice
 from laminar_hpc.weights.mapping import EMBEDDING, HEAD, Shard, check_names, local_slices
 
 
-def own_slices(gpt: GPTModel, shape: ModelShape) -> list[LocalSlice]:
+def own_slices(chunks: Sequence[GPTModel], shape: ModelShape) -> list[LocalSlice]:
     """Of the parameters of this rank's stage, as they are now: each is a view."""
     shard = Shard(
         parallel_state.get_tensor_model_parallel_rank(),
         parallel_state.get_tensor_model_parallel_world_size(),
     )
-    layers = gpt.decoder.layers
-    first = layers[0].layer_number - 1 if len(layers) else 0
-    return local_slices(dict(gpt.named_parameters()), shape, first, shard)
+    found: list[LocalSlice] = []
+    for gpt in chunks:
+        layers = gpt.decoder.layers
+        first = layers[0].layer_number - 1 if len(layers) else 0
+        found += local_slices(dict(gpt.named_parameters()), shape, first, shard)
+    return found
 
 
 @torch.no_grad()

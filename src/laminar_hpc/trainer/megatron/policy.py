@@ -7,7 +7,6 @@ on the CPU. Needs the trainer world (trainer/world.py) to be there.
 """
 
 import functools
-import itertools
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +19,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import finalize_model_grads
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
 from laminar_hpc.config.errors import LaminarError
@@ -31,7 +29,7 @@ from laminar_hpc.trainer.canonical.gather import Canonical
 from laminar_hpc.trainer.canonical.plan import HeldSlice
 from laminar_hpc.trainer.megatron.attention import rotation_of, takes_packs
 from laminar_hpc.trainer.megatron.building import (
-    build_gpt,
+    build_chunks,
     build_optimizer,
     has_float32_head,
     installed,
@@ -40,6 +38,7 @@ from laminar_hpc.trainer.megatron.building import (
     transformer_config,
     wrap,
 )
+from laminar_hpc.trainer.megatron.chunks import run_schedule, stage_module, virtual_size
 from laminar_hpc.trainer.megatron.context import context_ranks, heads_in_attention, joined
 from laminar_hpc.trainer.megatron.cpu import cuda_as_cpu, native_calls
 from laminar_hpc.trainer.megatron.flash import use_fastest_attention
@@ -65,7 +64,6 @@ class Packed(Protocol):
 
 Batch = TypeVar("Batch", bound=Packed)
 Collected = TypeVar("Collected")
-T = TypeVar("T")
 
 
 def local_device() -> torch.device:
@@ -92,6 +90,7 @@ class MegatronPolicy:
                 parallel_state.initialize_model_parallel(
                     config.trainer.tensor_parallel,
                     config.trainer.pipeline_parallel,
+                    virtual_size(config.trainer),
                     context_parallel_size=config.trainer.context_parallel,
                     distributed_timeout_minutes=math.ceil(config.cluster.join_timeout_seconds / 60),
                 )
@@ -104,14 +103,16 @@ class MegatronPolicy:
 
     def _build_model(self) -> None:
         self.transformer = transformer_config(self.shape, self.config, self.dtype)
-        self.gpt = build_gpt(self.transformer, self.shape, self.config)
+        chunks = build_chunks(self.transformer, self.shape, self.config)
+        self.gpt = stage_module(chunks)
         self._frequencies = rope_frequencies(self.shape).to(self.device)
         self._selected: torch.Tensor | None = None
-        if self.gpt.post_process:
-            self._head = HeadSwitch(self.gpt.output_layer)
-            self.gpt.output_layer.register_forward_pre_hook(self._keep_selected)
+        self._last = chunks[-1]
+        if self._last.post_process:
+            self._head = HeadSwitch(self._last.output_layer)
+            self._last.output_layer.register_forward_pre_hook(self._keep_selected)
         self.gpt.to(self.device)
-        local = own_slices(self.gpt, self.shape)
+        local = own_slices(chunks, self.shape)
         relay = self.config.relay
         self._canonical = Canonical(
             local,
@@ -126,12 +127,12 @@ class MegatronPolicy:
             heads = heads_in_attention(*own, context_ranks())
             use_fastest_attention(self.device, heads, self.shape.head_dim)
         self._load_hf(Path(self.config.model.path), local)
-        self.model = wrap(self.transformer, self.gpt, self.config)
+        self.models = wrap(self.transformer, chunks, self.config)
         # anew, because the distributed optimizer moves parameters into its buffers
-        self.slices = own_slices(self.gpt, self.shape)
+        self.slices = own_slices(chunks, self.shape)
 
     def _build_optimizer(self) -> None:
-        self.optimizer, self.scheduler = build_optimizer(self.config, self.model, self.dtype)
+        self.optimizer, self.scheduler = build_optimizer(self.config, self.models, self.dtype)
         self.transformer.finalize_model_grads_func = finalize_model_grads
         self.transformer.grad_scale_func = self.optimizer.scale_loss
 
@@ -147,20 +148,22 @@ class MegatronPolicy:
 
     def _in_chunks(self, pack: Pack) -> bool:
         """Whether the last stage hands on hidden states of this pack, and its logits come in chunks."""
-        layer = self.gpt.output_layer
+        layer = self._last.output_layer
         return head_in_chunks(
             len(pack.selected), layer.output_size_per_partition, layer.input_size, self.dtype.itemsize
         )
 
-    def _forward(self, pack: Pack, whole: bool = False) -> torch.Tensor:
-        """The last stage's logits [1, selected, vocabulary / TP] float32, or unless `whole`, where
-        `_in_chunks`, its hidden states [1, selected, hidden]; another stage's hidden states."""
+    def _forward(self, pack: Pack, whole: bool = False, model: torch.nn.Module | None = None) -> torch.Tensor:
+        """Through one of `models`, by default the first. The last stage's logits [1, selected,
+        vocabulary / TP] float32, or unless `whole`, where `_in_chunks`, its hidden states [1, selected,
+        hidden]; another stage's or chunk's hidden states."""
         self._selected = pack.selected
-        if self.gpt.post_process:
+        if self._last.post_process:
             self._head.hands_on = not whole and self._in_chunks(pack)
         with native_calls():
             layout = replace(pack.layout, rotation=rotation_of(self._frequencies, pack.positions))
-            return self.model(pack.tokens[None], pack.positions[None], None, packed_seq_params=layout)
+            run = model or self.models[0]
+            return run(pack.tokens[None], pack.positions[None], None, packed_seq_params=layout)
 
     def _logprobs(
         self, output: torch.Tensor, pack: Pack, temperature: float
@@ -176,9 +179,9 @@ class MegatronPolicy:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if self._in_chunks(pack):
             weight = (
-                self.gpt.shared_embedding_or_output_weight()
+                self._last.shared_embedding_or_output_weight()
                 if self.shape.tied
-                else self.gpt.output_layer.weight
+                else self._last.output_layer.weight
             )
             product = float32_product if has_float32_head(self.config, self.dtype) else F.linear
             hidden = output[0].to(weight.dtype)
@@ -186,32 +189,13 @@ class MegatronPolicy:
         # `output[0]` would copy the gradient, which is gigabytes
         return whole_logprobs(output.squeeze(0), pack.targets, temperature, self.shape.vocab)
 
-    def _schedule(
-        self, step: Callable, data: Sequence[T], pack_of: Callable[[T], Pack], forward_only: bool
-    ) -> list:
-        """Megatron's schedule (pipelined or not) over micro-batches, with pipeline stages of equal size in
-        tokens; what the last stage collected of each, else nothing. Each is asked for once."""
-        with cuda_as_cpu():
-            each = iter(data)
-            first = next(each)
-            return get_forward_backward_func()(
-                forward_step_func=step,
-                data_iterator=itertools.chain((first,), each),
-                model=[self.model],
-                num_microbatches=len(data),
-                seq_length=pack_of(first).size,  # Megatron divides it by the context-parallel ranks
-                micro_batch_size=1,
-                forward_only=forward_only,
-                collect_non_loss_data=forward_only,
-            )
-
     def accumulate(
         self,
         micro_batches: Sequence[Batch],
         loss: Callable[[Batch, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor, Collected]],
     ) -> list[Collected]:
         """Gradients of the summed loss over the summed count, of all micro-batches of all data-parallel
-        ranks. All ranks bring as many; with pipeline stages, of equal size in tokens.
+        ranks. All ranks bring as many, see chunks.py; with pipeline stages, of equal size in tokens.
 
         `loss` of a micro-batch, its log-probs with gradient and its entropies, each [trained], gives the
         summed loss, its part of the denominator (int32), and what is to be collected. Returns what was
@@ -220,7 +204,7 @@ class MegatronPolicy:
 
         def step(batches: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, Callable]:
             batch = next(batches)
-            return self._forward(batch.pack), functools.partial(finish, batch)
+            return self._forward(batch.pack, model=model), functools.partial(finish, batch)
 
         def finish(batch: Batch, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Collected]:
             with native_calls():
@@ -229,9 +213,11 @@ class MegatronPolicy:
             # each context-parallel rank has the whole loss, and Megatron adds their counts up
             return total, count * (parallel_state.get_context_parallel_rank() == 0), collected
 
-        self.model.zero_grad_buffer()
+        for model in self.models:
+            model.zero_grad_buffer()
         self.optimizer.zero_grad()
-        return self._schedule(step, micro_batches, lambda batch: batch.pack, forward_only=False)
+        with cuda_as_cpu():
+            return run_schedule(step, self.models, micro_batches, lambda batch: batch.pack.size, False)
 
     def update(self) -> float | None:
         """One optimizer update with the gradients at hand. Returns their norm before clipping; None, and no
@@ -261,9 +247,10 @@ class MegatronPolicy:
 
         def step(left: Iterator[Pack], model: torch.nn.Module) -> tuple[torch.Tensor, Callable]:
             pack = next(left)
-            return self._forward(pack, whole), lambda output, non_loss_data: read(output, pack)
+            return self._forward(pack, whole, model), lambda output, non_loss_data: read(output, pack)
 
-        return self._schedule(step, packs, lambda pack: pack, forward_only=True)
+        with cuda_as_cpu():
+            return run_schedule(step, self.models, packs, lambda pack: pack.size, True)
 
     def read_logits(
         self, sequences: list[list[int]], read: Callable[[torch.Tensor, Pack], torch.Tensor]

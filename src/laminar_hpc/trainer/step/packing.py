@@ -73,11 +73,12 @@ def spread(lengths: list[int], members: list[int], budget: int, packs: int) -> l
 
 
 def plan_microbatches(
-    lengths: list[int], ranks: int, budget: int, even: float = math.inf
+    lengths: list[int], ranks: int, budget: int, even: float = math.inf, multiple: int = 1
 ) -> list[list[list[int]]]:
-    """[rank][micro-batch] -> positions in `lengths`; `even` as in `work`. As many micro-batches
-    on every rank as the rank needs that needs most; a rank with fewer trajectories gets empty ones at the
-    end."""
+    """[rank][micro-batch] -> positions in `lengths`; `even` as in `work`. As many micro-batches on every rank
+    as the rank needs that needs most, and a multiple of `multiple`; a rank with fewer trajectories gets
+    empty ones at the end."""
     of_ranks = split_ranks([work(n, even) for n in lengths], ranks)
     packs = max(len(pack(lengths, members, budget)) for members in of_ranks)
+    packs += -packs % multiple
     return [spread(lengths, members, budget, packs) for members in of_ranks]

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from laminar_hpc.trainer.megatron.chunks import multiple_of_microbatches
 from laminar_hpc.trainer.step.packing import plan_microbatches
 
 
@@ -25,7 +26,8 @@ def own_share(
     """Of the mini-batch of these members of a batch; `lengths`: tokens of each sequence of the batch; `even`
     as in packing.py's `work`. Context-parallel ranks have the same share."""
     ranks, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
-    own = plan_microbatches([lengths[i] for i in members], ranks, tokens_per_microbatch, even)[rank]
+    of_members, multiple = [lengths[i] for i in members], multiple_of_microbatches()
+    own = plan_microbatches(of_members, ranks, tokens_per_microbatch, even, multiple)[rank]
     plan = [[members[place] for place in part] for part in own]
     if parallel_state.get_pipeline_model_parallel_world_size() == 1:
         return RankShare(plan, 0)
