@@ -12,6 +12,7 @@ once, behind prompts of 8 to 192 tokens, each of exactly 128 tokens, so that all
 are returned as in training. Tokens per second are response tokens over the time from the first request to the
 last reply, prefill included.
 
+`ours_start_seconds` and `stock_start_seconds`: from a process's beginning until it answers, both at once.
 Goal: `decode_over_stock_at_32` at least 1.7. At 128, and in tokens per second, it is reported as it is.
 """
 
@@ -88,7 +89,8 @@ async def compare(stock: SglangServer, ours: SglangServer, config: RunConfig) ->
             )
 
 
-async def measure(options: argparse.Namespace, folder: Path) -> list[dict]:
+async def measure(options: argparse.Namespace, folder: Path, starts: dict[str, float]) -> list[dict]:
+    """`starts` gets the seconds until each engine answered; both start at once."""
     config = load_config(
         [f"experiment={options.experiment}", "rollout.engine_start_seconds=600", *options.overrides]
     )
@@ -96,7 +98,8 @@ async def measure(options: argparse.Namespace, folder: Path) -> list[dict]:
     stock, ours = StockServer(config, 0, folder), SglangServer(config, 1, folder)
     rows = []
     try:
-        await asyncio.gather(*(server.start(model, 0, seed=1) for server in (stock, ours)))
+        started = await asyncio.gather(*(server.start(model, 0, seed=1) for server in (stock, ours)))
+        starts.update(zip(("stock", "ours"), started, strict=True))
         await compare(stock, ours, config)
         for concurrent in options.concurrent:
             for repeat in range(options.repeats + 1):  # the first pair warms up
@@ -121,8 +124,9 @@ def main() -> None:
     )
     options = options.parse_args()
     with common.run_folder(options) as folder:
-        rows = asyncio.run(measure(options, folder))
-    figures = {}
+        starts: dict[str, float] = {}
+        rows = asyncio.run(measure(options, folder, starts))
+    figures = {f"{name}_start_seconds": seconds for name, seconds in starts.items()}
     for concurrent in options.concurrent:
         mine = [row for row in rows if row["concurrent"] == concurrent]
         figures[f"decode_over_stock_at_{concurrent}"] = common.median([row["ratio"] for row in mine])

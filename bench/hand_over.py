@@ -11,6 +11,9 @@ Link, stream, slot and load are those of a run; sums are compared at either end.
 is killed when a third has left: the sender must leave its link, as it would when the controller proposes
 another one, and hand over all of it to the next relay.
 
+Stages of a hand-over, which overlap: the copies from the GPU to host memory, the sender's waits for the relay,
+and the relay's copies into its slot, which take the sums on the way (`--relay-threads`).
+
 Figures: `pull_over_pinned_copy`, the load's rate over that of a plain copy of as many bytes from pinned
 memory (goal: at least 0.8); `hand_over_gb_per_second`; `leave_seconds`, from the kill until the sender has
 left the link; `next_relay_seconds`, until the next one has all of it.
@@ -27,6 +30,7 @@ from collections import deque
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import common
 import torch
@@ -40,6 +44,7 @@ from laminar_hpc.weights.links.meeting import LinkBroken, host_store, reach_stor
 from laminar_hpc.weights.links.streams import settle, streams_of
 from laminar_hpc.weights.links.window import Window
 from laminar_hpc.weights.manifest import Manifest, layout
+from laminar_hpc.weights.relay.arriving import ArrivingSums
 from laminar_hpc.weights.relay.chain import WeightStream, receive_stream
 from laminar_hpc.weights.slots import SlotWriter
 from laminar_hpc.weights.stream import decode_header, encode_header, encode_sums
@@ -78,9 +83,19 @@ def tensors(layers: int, vocabulary: int) -> list[tuple[str, tuple[int, ...], to
     return [(name, shape, torch.bfloat16) for name, shape in [*names, *outer]]
 
 
-def relay(index: int, device: str, folder: Path, pipe: Connection) -> None:
-    """Takes ports of stores; receives what comes over the link into a slot, and says where it is."""
+def relay(index: int, device: str, folder: Path, threads: int, pipe: Connection) -> None:
+    """Takes ports of stores; receives what comes over the link into a slot, and says where it is and how long
+    it has copied."""
     die_with_parent()
+    torch.set_num_threads(threads)
+    copied, put = [0.0], ArrivingSums.put
+
+    def timed(*arguments: Any) -> None:
+        began = time.monotonic()
+        put(*arguments)
+        copied[0] += time.monotonic() - began
+
+    ArrivingSums.put = timed
     writer = SlotWriter(str(folder), f"{RUN_ID}{index}", 1, folder)
     link = Link(
         reach_store(HOST, pipe.recv(), SECONDS),
@@ -96,8 +111,9 @@ def relay(index: int, device: str, folder: Path, pipe: Connection) -> None:
     while True:
         manifest, chunk, _ = decode_header(link.receive_bytes(idle_seconds=SECONDS * 10))
         stream = WeightStream(manifest, torch.from_numpy(writer.begin(manifest)), chunk)
+        copied[0] = 0.0
         receive_stream(link, stream)
-        pipe.send(writer.commit(manifest))
+        pipe.send((writer.commit(manifest), copied[0]))
 
 
 def start(
@@ -106,7 +122,7 @@ def start(
     """A relay, and the sender's link to it."""
     ours, theirs = multiprocessing.get_context("spawn").Pipe()
     process = multiprocessing.get_context("spawn").Process(
-        target=relay, args=(index, options.relay_device or str(device), folder, theirs)
+        target=relay, args=(index, options.relay_device or str(device), folder, options.relay_threads, theirs)
     )
     process.start()
     theirs.close()
@@ -122,25 +138,32 @@ def send(
     image: torch.Tensor,
     window: Window,
     killer: threading.Thread | None = None,
-) -> None:
-    """The whole stream, as a lane's sender does it; `killer` is started when a third of it has left."""
+) -> tuple[float, float]:
+    """The whole stream, as a lane's sender does it; `killer` is started when a third of it has left. Returns
+    the seconds of copies to the window, and of waits for the relay."""
+    copying = waiting = 0.0
     streams, leaving = streams_of(image.device), deque[tuple[Posted, torch.Tensor]]()
     link.send_bytes(encode_header(manifest, CHUNK))
     for number, first in enumerate(range(0, len(image), CHUNK)):
         if killer is not None and 3 * first >= len(image) and killer.ident is None:
             killer.start()
+        began = time.monotonic()
         if len(leaving) == 2:
             link.finish(*leaving.popleft())
+        free = time.monotonic()
+        waiting += free - began
         part = image[first : first + CHUNK]
         if link.device_end is None:
             begin = number % 2 * CHUNK
             streams.copy(window.tensor[begin : begin + len(part)], part)
             settle(streams, SECONDS, "a copy to host memory")
             part = window.tensor[begin : begin + len(part)]
+            copying += time.monotonic() - free
         leaving.append((link.give(part), part))
     while leaving:
         link.finish(*leaving.popleft())
     link.send_bytes(encode_sums((entry.sum_words, entry.sum_indexed) for entry in manifest.tensors))
+    return copying, waiting
 
 
 def seconds(device: torch.device, work: Callable[[], object]) -> float:
@@ -196,6 +219,7 @@ def main() -> None:
     options.add_argument("--device", default="cuda:0", help="default cuda:0")
     options.add_argument("--relay-device", default="", help="default: the same")
     options.add_argument("--transport", choices=("auto", "nccl", "host"), default="auto", help="default auto")
+    options.add_argument("--relay-threads", type=int, default=8, help="default 8")
     options.add_argument("--layers", type=int, default=28, help="default 28")
     options.add_argument("--vocabulary", type=int, default=VOCABULARY, help=f"default {VOCABULARY}")
     options = options.parse_args()
@@ -217,12 +241,13 @@ def main() -> None:
         streams_of(device).pin(window.tensor)
         process, pipe, link = start(0, device, options, Path(folder), window)
         print(f"  transport: {link.transport}", flush=True)
-        handed = []
+        handed, stages = [], []
         for _ in range(options.repeats + 1):
             began = time.monotonic()
-            send(link, manifest, image, window)
-            slot = pipe.recv()
+            copying, waiting = send(link, manifest, image, window)
+            slot, copied = pipe.recv()
             handed.append(time.monotonic() - began)
+            stages.append((copying, waiting, copied))
         loads, copies = pull(manifest, slot, device, options.repeats)
         left = killed_meanwhile(process, link, manifest, image, window)
         began = time.monotonic()
@@ -233,13 +258,17 @@ def main() -> None:
         for each in (process, other):
             each.kill()
             each.join(10)
+    of_stages = [common.median(list(each)) for each in zip(*stages[1:], strict=True)]
     times = {
         "hand-over": common.median(handed[1:]),
+        "its copies to host memory": of_stages[0],
+        "its copies into the slot, with sums": of_stages[2],
         "pull, verified": common.median(loads),
         "copy from pinned memory": common.median(copies),
     }
-    rows = [{"what": what, "seconds": took, "GB/s": gigabytes / took} for what, took in times.items()]
+    rows = [{"what": what, "seconds": took, "GB/s": gigabytes / took} for what, took in times.items() if took]
     rows += [
+        {"what": "the sender waits for the relay", "seconds": of_stages[1]},
         {"what": "from the kill until the link is left", "seconds": left},
         {"what": "a new relay's process, link and all bytes", "seconds": recovered},
     ]

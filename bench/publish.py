@@ -12,7 +12,11 @@ the same steps, into memory that is mapped already; both are medians. The probe'
 engine compute for each id, are a forward pass and no part of the way: they are listed apart and left out of
 the ratios.
 
-Figures, overlapped publishing of the largest model: `stall_over_memcpy`, the trainer stands still (goal: at
+Copy: what a relay does with a chunk, copy and sums in one pass, beside a memcpy of as many bytes by as many
+threads.
+
+Figures, overlapped publishing of the largest model: `one_pass_over_memcpy`, memcpy's time over that of copy
+and sums, two threads each (goal: at least 0.8); `stall_over_memcpy`, the trainer stands still (goal: at
 most 0.3), `step_inflation`, how much longer a step takes (goal: at most 2.5), both in memcpys;
 `pull_over_memcpy`, memcpy's time over the pull's (goal: at least 0.3).
 """
@@ -25,6 +29,7 @@ import statistics
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import common
@@ -35,6 +40,7 @@ SHAPES = {  # name -> hidden, intermediate, layers, heads, vocabulary; 2 KV head
     "1GB": (1536, 4864, 8, 12, 16_384),
 }
 GROUPS, SAMPLES, TOKENS = 2, 2, 24  # of a step's batch
+CHUNK, COPIES = 64 << 20, 20
 COLUMNS = ("size", "what", "seconds", "memcpy seconds", "in memcpys", "parts")
 
 
@@ -44,13 +50,17 @@ def main() -> None:
         "--sizes", type=lambda text: text.split(","), default=list(SHAPES), help="default 100MB,1GB"
     )
     options.add_argument(
-        "--parts", type=lambda text: text.split(","), default=["publish", "pull"], help="default publish,pull"
+        "--parts",
+        type=lambda text: text.split(","),
+        default=["copy", "publish", "pull"],
+        help="default copy,publish,pull",
     )
     options.add_argument("--child", help=argparse.SUPPRESS)
     options = options.parse_args()
     if options.child:
         part, size = options.child.split(":")
-        print(json.dumps({"publish": measure_publish, "pull": measure_pull}[part](options, size)))
+        measure = {"copy": measure_copy, "publish": measure_publish, "pull": measure_pull}[part]
+        print(json.dumps(measure(options, size)))
         return
     rows, figures = [], {}
     with common.run_folder(options) as folder:
@@ -135,6 +145,35 @@ def row(size: str, what: str, seconds: float, memcpy: float, parts: object = "")
         "in memcpys": seconds / memcpy,
         "parts": parts,
     }
+
+
+# ---- copy and sums -----------------------------------------------------------------------------------------
+
+
+def measure_copy(options: argparse.Namespace, size: str) -> dict:
+    """A chunk's copy with sums and a memcpy, in turns, in memory that is mapped already."""
+    import torch
+
+    from laminar_hpc.weights.kernels.host import move
+
+    source = torch.randint(0, 255, (CHUNK,), dtype=torch.uint8)
+    target, threads = torch.zeros_like(source), 2
+    torch.set_num_threads(threads)
+    halves = list(zip(target.chunk(threads), source.chunk(threads), strict=True))
+    copies, passes = [], []
+    with ThreadPoolExecutor(threads) as pool:
+        for _ in range(COPIES + 1):
+            started = time.perf_counter()
+            list(pool.map(lambda pair: torch.Tensor.copy_(*pair), halves))
+            copied = time.perf_counter()
+            both = move(target, source)
+            copies.append(copied - started)
+            passes.append(time.perf_counter() - copied)
+    if both is None:
+        raise SystemExit("there is no laminar_hpc._sums: apt-get install g++, then make setup")
+    ratios = [copy / one for copy, one in zip(copies[1:], passes[1:], strict=True)]
+    rows = [row(size, "copy and sums of 64 MB", statistics.median(passes[1:]), statistics.median(copies[1:]))]
+    return {"rows": rows, "figures": {"one_pass_over_memcpy": statistics.median(ratios)}}
 
 
 # ---- publishing --------------------------------------------------------------------------------------------
