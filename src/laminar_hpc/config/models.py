@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.config.experts import expert_replicas, expert_shards, experts_of, routed_activations
 from laminar_hpc.config.system_schema import TrainerConfig
 
 WEIGHTS_FILE = "model.safetensors"
@@ -32,7 +33,15 @@ SHAPE = (  # of a config.json: what makes weights fit into a model
     "vocab_size",
 )
 # by model_type
-TRAINED = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
+TRAINED = {
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "qwen2_moe": "Qwen2MoeForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+}
+WIDE_HEADS = ("qwen3", "qwen3_moe")  # families whose heads are 128 wide unless config.json says otherwise
 
 
 @cache
@@ -133,7 +142,7 @@ def missing_files(path: str) -> list[str]:
 def head_size(model: dict) -> int:
     """Width of an attention head."""
     return model.get("head_dim") or (
-        128 if model.get("model_type") == "qwen3" else model["hidden_size"] // model["num_attention_heads"]
+        128 if model.get("model_type") in WIDE_HEADS else model["hidden_size"] // model["num_attention_heads"]
     )
 
 
@@ -148,12 +157,15 @@ def kv_heads(model: dict) -> int:
 
 
 def count_parameters(model: dict) -> int:
-    """Parameters of a Llama, Qwen2 or Qwen3 model, from its config.json."""
+    """Parameters of a model of a family that is trained, from its config.json."""
     hidden, layers, vocab = model["hidden_size"], model["num_hidden_layers"], model["vocab_size"]
     family = model.get("model_type", "qwen2")
     q, kv = model["num_attention_heads"] * head_size(model), kv_heads(model) * head_size(model)
-    biases, norms = q + 2 * kv if family == "qwen2" else 0, 2 * head_size(model) if family == "qwen3" else 0
-    layer = 2 * hidden * (q + kv) + biases + norms + 3 * hidden * model["intermediate_size"] + 2 * hidden
+    biases = q + 2 * kv if family in ("qwen2", "qwen2_moe") else 0
+    norms = 2 * head_size(model) if family in ("qwen3", "qwen3_moe") else 0
+    experts = experts_of(model)
+    feed_forward = experts.layer_parameters(hidden) if experts else 3 * hidden * model["intermediate_size"]
+    layer = 2 * hidden * (q + kv) + biases + norms + feed_forward + 2 * hidden
     return vocab * hidden * (1 if model.get("tie_word_embeddings") else 2) + layers * layer + hidden
 
 
@@ -193,6 +205,13 @@ def _stage_layers(model: dict, stages: int) -> tuple[int, int]:
     return first, (layers - first) // max(1, stages - 1)
 
 
+def _stage_experts(model: dict, stages: int) -> int:
+    """Parameters of the fullest pipeline stage that lie in routed experts."""
+    experts = experts_of(model)
+    layers = max(_stage_layers(model, stages))
+    return layers * experts.routed_parameters(model["hidden_size"]) if experts else 0
+
+
 def _stage_parameters(model: dict, stages: int) -> float:
     """Parameters of the fullest pipeline stage: the first has the embedding, the last the output layer and
     the last norm."""
@@ -202,6 +221,10 @@ def _stage_parameters(model: dict, stages: int) -> float:
     layers = model["num_hidden_layers"]
     inner = total - embedding * (1 if model.get("tie_word_embeddings") else 2) - model["hidden_size"]
     return inner / layers * max(_stage_layers(model, stages)) + embedding + model["hidden_size"]
+
+
+def _query_width(model: dict) -> int:
+    return int(model["num_attention_heads"] * head_size(model))
 
 
 LOGITS_BYTES = 1 << 30  # of float32 logits that are there at once where the head is computed in chunks
@@ -237,21 +260,28 @@ def trainer_bytes(model: dict, width: int, trainer: TrainerConfig) -> int:
     parallelism), with attention that keeps no scores. All are split over the tensor-parallel ranks: the
     residual before each of the two norms, in float32 (trainer/megatron/residual.py), and the output of each
     norm; queries, keys and values repeated to as many heads, and attention's output; and four values of the
-    feed-forward width, which selective recomputation leaves out. With full recomputation only the float32
-    input of a layer stays. Either way one more layer is on the GPU, recomputed, or as the gradients of the
-    backward pass; and one whole pack of a layer's input, gathered from the ranks, with its gradient. The
-    first of p pipeline stages keeps p micro-batches, so stages don't make activations fewer; the second keeps
-    one less. The last stage has the last hidden states of the whole pack, and the logits and their gradient
-    in float32, all at once or in chunks, whichever is less. `recompute_activations=auto` counts as none.
+    feed-forward width, or what experts keep, which selective recomputation leaves out. With full
+    recomputation only the float32 input of a layer stays. Either way one more layer is on the GPU,
+    recomputed, or as the gradients of the backward pass; and one whole pack of a layer's input, gathered from
+    the ranks, with its gradient. The first of p pipeline stages keeps p micro-batches, so stages don't make
+    activations fewer; the second keeps one less. The last stage has the last hidden states of the whole pack,
+    and the logits and their gradient in float32, all at once or in chunks, whichever is less.
+    `recompute_activations=auto` counts as none.
 
     These are Megatron's own layers. Transformer Engine's keep the residual in the parameters' dtype and need
     less.
     """
     tensor, stages, tokens = trainer.tensor_parallel, trainer.pipeline_parallel, trainer.tokens_per_microbatch
     ranks = trainer.data_parallel if trainer.distributed_optimizer else 1
-    state = state_bytes(_stage_parameters(model, stages) / tensor, width + 4, 8 if width == 4 else 12, ranks)
-    hidden, queries = model["hidden_size"], model["num_attention_heads"] * head_size(model)
-    residual, feed_forward = 4 * hidden / tensor, 4 * width * model["intermediate_size"] / tensor
+    resident, moments, routed = width + 4, 8 if width == 4 else 12, _stage_experts(model, stages)
+    state = state_bytes((_stage_parameters(model, stages) - routed) / tensor, resident, moments, ranks)
+    copies = expert_replicas(trainer) if trainer.distributed_optimizer else 1
+    state += state_bytes(routed / expert_shards(trainer), resident, moments, copies)
+    hidden, queries, experts = model["hidden_size"], _query_width(model), experts_of(model)
+    of_token = 4 * width * model["intermediate_size"]
+    if experts:
+        of_token = routed_activations(experts, hidden, width)
+    residual, feed_forward = 4 * hidden / tensor, of_token / tensor
     layer = 2 * residual + width * (2 * hidden + 4 * queries) / tensor + feed_forward
     gathered = 2 * width * hidden if tensor > 1 else 0
     stays = {"full": residual, "selective": layer - feed_forward}.get(trainer.recompute_activations, layer)

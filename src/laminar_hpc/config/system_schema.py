@@ -19,6 +19,9 @@ class TrainerConfig:
     data_parallel: int = number(1, at_least=1, at_most=RANKS_MAX)
     """replicas of the trainer (tensor_parallel x pipeline_parallel ranks); each takes its share of every
     batch"""
+    expert_parallel: int = number(1, at_least=1, at_most=RANKS_MAX)
+    """ranks over which whole experts are divided, of the tensor_parallel x data_parallel ranks of a stage;
+    with 1 each expert is split over the tensor-parallel ranks as other layers are"""
     tokens_per_microbatch: int = number(4096, at_least=1)
     """packed; a longer trajectory is refused at start-up"""
     distributed_optimizer: bool = False
@@ -70,6 +73,8 @@ class RolloutConfig:
     """with roles apart: so many are awaited at the start; null = all"""
     tensor_parallel: int = number(1, at_least=1, at_most=RANKS_MAX)
     """processes per replica that share one copy of the weights; divides the model's heads"""
+    expert_parallel: int = number(1, at_least=1, at_most=RANKS_MAX)
+    """of these processes, so many divide whole experts; 1: each expert is split over all of them"""
     max_concurrent: int = number(256, at_least=1)
     """requests in flight per replica"""
     kv_cache_tokens: int = number(65536, at_least=1)

@@ -32,6 +32,7 @@ from laminar_hpc.config.models import first_stage_layers
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.trainer.megatron.adam import fuse, prime
 from laminar_hpc.trainer.megatron.attention import PackedCausalAttention
+from laminar_hpc.trainer.megatron.experts import expert_settings, is_router
 from laminar_hpc.trainer.megatron.linear import bias_before_rounding, float32_output
 from laminar_hpc.trainer.megatron.residual import Norm, SumNorm, sum_in_float32
 from laminar_hpc.weights.hf import ModelShape, RopeScaling
@@ -91,7 +92,9 @@ def transformer_config(shape: ModelShape, config: RunConfig, dtype: torch.dtype)
         recompute_granularity=None if recompute == "none" else recompute,
         recompute_method="uniform" if recompute == "full" else None,
         recompute_num_layers=1 if recompute == "full" else None,
-        recompute_modules=["mlp"],  # of selective: most of what is kept; attention keeps no scores
+        recompute_modules=[
+            "moe" if shape.experts else "mlp"
+        ],  # of selective: most of what is kept; attention keeps no scores
         # gradients are sums over tokens, divided once by the mini-batch's tokens over all ranks
         calculate_per_token_loss=True,
         use_cpu_initialization=True,
@@ -102,6 +105,7 @@ def transformer_config(shape: ModelShape, config: RunConfig, dtype: torch.dtype)
         apply_rope_fusion=False,
         bias_activation_fusion=torch.cuda.is_available(),
         bias_dropout_fusion=False,
+        **expert_settings(shape.experts, config),
     )
 
 
@@ -110,10 +114,18 @@ def _block_spec(transformer: TransformerConfig, shape: ModelShape) -> ModuleSpec
     if installed("transformer_engine"):
         from laminar_hpc.trainer.megatron.te_attention import TransformerEngineAttention
 
-        spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=shape.family.qk_norm)
+        spec = get_gpt_layer_with_transformer_engine_spec(
+            num_experts=transformer.num_moe_experts,
+            moe_grouped_gemm=transformer.moe_grouped_gemm,
+            qk_layernorm=shape.family.qk_norm,
+        )
         spec.submodules.self_attention.submodules.core_attention = TransformerEngineAttention
         return spec
-    spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=shape.family.qk_norm)
+    spec = get_gpt_layer_local_spec(
+        num_experts=transformer.num_moe_experts,
+        normalization="RMSNorm",
+        qk_layernorm=shape.family.qk_norm,
+    )
     attention = spec.submodules.self_attention.submodules
     attention.core_attention = PackedCausalAttention
     if shape.family.qk_norm:
@@ -160,10 +172,11 @@ def build_gpt(transformer: TransformerConfig, shape: ModelShape, config: RunConf
 def note_tensor_parallel(gpt: GPTModel) -> None:
     """What Megatron's initialization (0.16.1, tensor_parallel/layers.py) would note of each parameter, but we
     leave it out. Without the first note the gradient norm counts the first tensor-parallel rank's shards
-    only; without the second a norm's gradient is that of this rank's share of the tokens."""
+    only; without the second a norm's gradient, or a router's, is that of this rank's share of the tokens."""
     for name, parameter in gpt.named_parameters():
-        parameter.tensor_model_parallel = "norm" not in name
-        parameter.sequence_parallel = gpt.config.sequence_parallel and "norm" in name
+        replicated = "norm" in name or is_router(name)
+        parameter.tensor_model_parallel = not replicated
+        parameter.sequence_parallel = gpt.config.sequence_parallel and replicated
 
 
 def takes_whole_packs(output_layer: ColumnParallelLinear) -> None:

@@ -41,6 +41,7 @@ from laminar_hpc.trainer.megatron.building import (
     wrap,
 )
 from laminar_hpc.trainer.megatron.cpu import cuda_as_cpu, native_calls
+from laminar_hpc.trainer.megatron.experts import expert_tensor_parallel
 from laminar_hpc.trainer.megatron.flash import use_fastest_attention
 from laminar_hpc.trainer.megatron.head import HeadSwitch, chunked_logprobs, whole_logprobs
 from laminar_hpc.trainer.megatron.linear import float32_product
@@ -91,6 +92,8 @@ class MegatronPolicy:
                 parallel_state.initialize_model_parallel(
                     config.trainer.tensor_parallel,
                     config.trainer.pipeline_parallel,
+                    expert_model_parallel_size=config.trainer.expert_parallel,
+                    expert_tensor_parallel_size=expert_tensor_parallel(config),
                     distributed_timeout_minutes=math.ceil(config.cluster.join_timeout_seconds / 60),
                 )
             torch.manual_seed(config.seed)
