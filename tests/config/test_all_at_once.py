@@ -71,9 +71,9 @@ def test_a_public_model_that_no_run_can_train_is_known_without_a_network(tmp_pat
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    given = ["experiment=demo", "model.path=Qwen/Qwen3-30B-A3B", f"run_dir={tmp_path}/run"]
+    given = ["experiment=demo", "model.path=deepseek-ai/DeepSeek-V3", f"run_dir={tmp_path}/run"]
     _, line = refusal("train", *given)
-    assert "architecture qwen3_moe is not supported" in line and "none with experts" in line
+    assert "architecture deepseek_v3 is not supported" in line and "Qwen3MoeForCausalLM" in line
     assert refusal("train", *given, "dry_run=true") == [line]
 
 

@@ -326,9 +326,9 @@ def test_wrong_values_are_refused_in_one_line(words, word, text):
 
 def test_other_architectures_are_refused(words, tmp_path):
     """A model family that is not supported is refused by name, with those that are."""
-    (tmp_path / "config.json").write_text(json.dumps({**MODEL, "architectures": ["MixtralForCausalLM"]}))
+    (tmp_path / "config.json").write_text(json.dumps({**MODEL, "architectures": ["DeepseekV3ForCausalLM"]}))
     with pytest.raises(
-        LaminarError, match=r"MixtralForCausalLM is not supported; supported: Llama.*, none with experts"
+        LaminarError, match=r"DeepseekV3ForCausalLM is not supported; supported: Llama.*Qwen3Moe"
     ):
         check(load_config(words))
 

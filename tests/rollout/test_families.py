@@ -9,7 +9,7 @@ import torch
 
 from helpers.engines.pair import engine_config, file_sums, fill_slot, hf_logprobs
 from helpers.processes import LoopThread
-from helpers.trainer.tiny import FAMILIES, VOCAB, make_model, transformers_model
+from helpers.trainer.tiny import EXPERTS, FAMILIES, VOCAB, make_model, transformers_model
 from laminar_hpc.engine.interface import sampling_parameters
 from laminar_hpc.engine.sglang.server import SglangServer
 from laminar_hpc.machine.observability.trace import Trace
@@ -30,18 +30,37 @@ ENGINES = [  # family of trainer/tiny.py, tensor parallel
     pytest.param("llama3-gqa8", 2, marks=pytest.mark.slow),
     pytest.param("llama-tied", 1, marks=pytest.mark.slow),
 ]
+MIXTURES = [  # of trainer/tiny.py, tensor parallel, expert parallel
+    ("qwen3-moe", 1, 1),
+    pytest.param("qwen3-moe", 2, 1, marks=pytest.mark.slow),
+    pytest.param("qwen3-moe", 2, 2, marks=pytest.mark.slow),
+    pytest.param("qwen2-moe", 1, 1, marks=pytest.mark.slow),
+    pytest.param("qwen2-moe", 2, 1, marks=pytest.mark.slow),
+    pytest.param("mixtral", 1, 1, marks=pytest.mark.slow),
+    pytest.param("mixtral", 2, 2, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("family", "ranks", "experts"), MIXTURES)
+def test_an_engine_of_experts(family: str, ranks: int, experts: int, tmp_path: Path) -> None:
+    """As the next, of a mixture of experts: SGLang has all experts of a layer in two parameters."""
+    check_engine(EXPERTS[family], ranks, tmp_path, experts)
 
 
 @pytest.mark.parametrize(("family", "ranks"), ENGINES)
 def test_an_engine_of_each_family(family: str, ranks: int, tmp_path: Path) -> None:
     """Started on one model, it pulls another: names and shapes agree, sums are verified; log-probs of the
     probe and of sampled tokens are transformers' to 1e-4."""
+    check_engine(FAMILIES[family], ranks, tmp_path)
+
+
+def check_engine(shape: dict, ranks: int, tmp_path: Path, expert_parallel: int = 1) -> None:
     models = [
-        make_model(tmp_path / f"model{seed}", seed, **{"initializer_range": 0.3, **FAMILIES[family]})
-        for seed in (0, 1)
+        make_model(tmp_path / f"model{seed}", seed, **{"initializer_range": 0.3, **shape}) for seed in (0, 1)
     ]
     config, loop = engine_config(models[0]), LoopThread()
     config.rollout.tensor_parallel = ranks
+    config.rollout.expert_parallel = expert_parallel
     engine = SglangServer(config, 0, tmp_path)
     writer = SlotWriter(str(tmp_path), "run", 3, models[0])
     model, probe = transformers_model(models[1]).eval(), probe_sequences(VOCAB)

@@ -143,7 +143,7 @@ def test_wrong_tables_are_refused_in_one_line(tmp_path, file, text, wrong):
 
 def test_a_model_that_laminar_does_not_train_is_not_planned():
     """Promise: no plan for a family that a run would refuse."""
-    with pytest.raises(LaminarError, match="family deepseek_v3, which can be simulated but not trained"):
+    with pytest.raises(LaminarError, match="family deepseek_v3, which can be simulated but not planned"):
         load_plan("mixed", ["model=DeepSeek-V3"])
 
 

@@ -19,6 +19,8 @@ from megatron.core.extensions import transformer_engine
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.optim.optimizer import _default_to_fused_or_foreach
@@ -190,6 +192,15 @@ def test_megatrons_layers_round_the_product(tied_model: Path, monkeypatch: pytes
     assert logits.dtype is torch.bfloat16 and not torch.equal(product, once)
 
 
+OF_EXPERTS = ("Stream", "current_stream", "stream", "maybe_move_tensor_to_cpu")  # of their dispatcher alone
+
+
+def test_megatron_forgets_a_name_without_transformer_engine() -> None:
+    """experts: the router reads te_general_gemm, which is nothing where Transformer Engine is missing."""
+    source = inspect.getsource(moe_utils)
+    assert "te_general_gemm is not None" in source and "te_general_gemm = None" not in source
+
+
 @on_cpu
 @pytest.mark.parametrize("name", [name for _, name, _ in cpu.REPLACED])
 def test_megatron_calls_cuda(
@@ -200,8 +211,10 @@ def test_megatron_calls_cuda(
     calls: list[str] = []
     replaced = tuple((module, each, counting(calls, each, value)) for module, each, value in cpu.REPLACED)
     monkeypatch.setattr(cpu, "REPLACED", replaced)
+    monkeypatch.setattr(MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", None)
     settings = {"trainer__distributed_optimizer": True, "trainer__recompute_activations": "full"}
-    checkpointer = trained(tied_model, tmp_path, **settings)
+    mixture = tiny.make_model(tmp_path / "mixture", **tiny.EXPERTS["qwen3-moe"])
+    checkpointer = trained(mixture if name in OF_EXPERTS else tied_model, tmp_path, **settings)
     checkpointer.save(1)
     checkpointer.load(1)
     if "torch.cuda.synchronize()" in inspect.getsource(FullyParallelLoadStrategyWrapper.load):

@@ -2,13 +2,17 @@
 gap."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.config.experts import Experts
 from laminar_hpc.weights.hf import FAMILIES, ModelShape
-from laminar_hpc.weights.mapping import Shard, check_names, local_slices
+from laminar_hpc.weights.kernels.slices import LocalSlice
+from laminar_hpc.weights.layouts import Shard
+from laminar_hpc.weights.mapping import check_names, local_slices
 
 SHAPE = ModelShape(
     family=FAMILIES["qwen2"],
@@ -150,3 +154,51 @@ def test_names_of_a_directory_must_fit() -> None:
     for there in ({"a", "lm_head.weight"}, set(), {"a", "b"}):
         with pytest.raises(LaminarError, match=r"dir does not fit its config.json"):
             check_names({"a"}, there, tied=False, where="dir")
+
+
+EXPERTS = replace(SHAPE, family=FAMILIES["qwen3_moe"], experts=Experts(4, 2, 6, True, 10))
+
+
+def expert_parameters(size: int, expert_size: int, grouped: bool) -> dict[str, torch.Tensor]:
+    """One rank's parameters of a layer's feed-forward part, as Megatron's SequentialMLP or Transformer
+    Engine's grouped products name them."""
+    e, hidden = EXPERTS.experts, EXPERTS.hidden
+    local, parts = e.count // expert_size, size if expert_size == 1 else 1
+    name = "linear_fc{}.weight{}" if grouped else "local_experts.{1}.linear_fc{0}.weight"
+    shapes = {
+        "router.weight": (e.count, hidden),
+        "shared_experts.gate_weight": (1, hidden),
+        "shared_experts.linear_fc1.weight": (2 * e.shared_width // size, hidden),
+        "shared_experts.linear_fc2.weight": (hidden, e.shared_width // size),
+        **{f"experts.{name.format(1, n)}": (2 * e.width // parts, hidden) for n in range(local)},
+        **{f"experts.{name.format(2, n)}": (hidden, e.width // parts) for n in range(local)},
+    }
+    return {f"decoder.layers.0.mlp.{name}": torch.zeros(shape) for name, shape in shapes.items()}
+
+
+@pytest.mark.parametrize("grouped", [False, True], ids=["sequential", "grouped"])
+@pytest.mark.parametrize(("size", "expert_size"), [(1, 1), (2, 1), (1, 2), (2, 4)])
+def test_experts_are_bit_exact_there_and_back(size: int, expert_size: int, grouped: bool) -> None:
+    """Whole experts on expert-parallel ranks, or parts of each on tensor-parallel ranks: every element of
+    router, experts and shared expert is in one place, under the names of a Hugging Face directory."""
+
+    def slices_of(rank: int, parameters: dict[str, torch.Tensor]) -> list[LocalSlice]:
+        shard = Shard(rank % size, size, rank % expert_size, expert_size)
+        return local_slices(parameters, EXPERTS, shard=shard)
+
+    generator = torch.Generator().manual_seed(0)
+    whole = {
+        s.name: torch.randn(s.shape, generator=generator)
+        for s in local_slices(expert_parameters(1, 1, grouped), EXPERTS)
+    }
+    assert len(whole) == 1 + 4 * 3 + 4 and whole["model.layers.0.mlp.experts.3.down_proj.weight"].shape == (
+        24,
+        6,
+    )
+    ranks = [expert_parameters(size, expert_size, grouped) for _ in range(max(size, expert_size))]
+    back = {name: torch.full_like(t, math.nan) for name, t in whole.items()}
+    for rank, parameters in enumerate(ranks):
+        for s in slices_of(rank, parameters):
+            s.load(whole[s.name].narrow(s.dim, s.start, s.length))
+            back[s.name].narrow(s.dim, s.start, s.length).copy_(s.value())
+    assert all(torch.equal(back[name], whole[name]) for name in whole)

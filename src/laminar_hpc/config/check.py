@@ -18,6 +18,7 @@ from pathlib import Path
 
 from laminar_hpc.config.bounds import wrong_values
 from laminar_hpc.config.errors import LaminarError, Refused, said
+from laminar_hpc.config.experts import experts_text, objection
 from laminar_hpc.config.file_systems import NETWORK_FILE_SYSTEMS, file_system
 from laminar_hpc.config.memory import (
     Need,
@@ -31,6 +32,7 @@ from laminar_hpc.config.memory import (
 from laminar_hpc.config.models import (
     SHAPE,
     TRAINED,
+    WIDE_HEADS,
     count_parameters,
     is_downloaded,
     is_known,
@@ -131,8 +133,10 @@ def derived_values(config: RunConfig, derived: Derived) -> dict[str, object]:
     batch = f"{a.prompts_per_step} prompts x {a.samples_per_prompt} samples"
     batch += f" = {derived.trajectories_per_step} trajectories"
     updates = f"{a.minibatches_per_step} updates of {derived.trajectories_per_update} each"
+    experts = experts_text(model_config(config.model.path, config.dry_run))
     return {
         "batch_of_a_step": f"{batch}; {updates}",
+        **({"experts": experts} if experts else {}),
         **dataclasses.asdict(derived),
         "relay_transport": transport_text(config),
         "pipeline": pipeline_text(config),
@@ -222,7 +226,7 @@ def supported_model(config: RunConfig) -> dict:
     if architecture not in TRAINED.values():
         raise LaminarError(
             f"{file}: architecture {architecture} is not supported; supported: "
-            f"{', '.join(sorted(TRAINED.values()))}, none with experts"
+            f"{', '.join(sorted(TRAINED.values()))}"
         )
     again = "download the model again"
     if lacking := [key for key in _NEEDED if not _is_count(model.get(key))]:
@@ -231,12 +235,14 @@ def supported_model(config: RunConfig) -> dict:
         raise LaminarError(f"{file}: {odd[0]}={model[odd[0]]!r} is no number of 1 or more; {again}")
     heads, width = model["num_attention_heads"], model["hidden_size"]
     undivided = [f"num_key_value_heads={kv_heads(model)}"] if heads % kv_heads(model) else []
-    if not model.get("head_dim") and model.get("model_type") != "qwen3" and width % heads:
+    if not model.get("head_dim") and model.get("model_type") not in WIDE_HEADS and width % heads:
         undivided.append(f"hidden_size={width}")
     if undivided:
         rule = "KV heads divide heads, and heads the hidden size unless there is a head_dim"
         what = f"num_attention_heads={heads} does not go with {' and '.join(undivided)}"
         raise LaminarError(f"{file}: {what}: {rule}; {again}")
+    if wrong := objection(model):
+        raise LaminarError(f"{file}: {wrong}")
     return model
 
 

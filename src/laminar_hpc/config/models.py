@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.config.experts import expert_replicas, expert_shards, experts_of, routed_activations
 from laminar_hpc.config.system_schema import TrainerConfig
 from laminar_hpc.config.yaml_text import load_yaml
 
@@ -31,7 +32,15 @@ SHAPE = (  # of a config.json: what makes weights fit into a model
     "vocab_size",
 )
 # by model_type
-TRAINED = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
+TRAINED = {
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "qwen2_moe": "Qwen2MoeForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+}
+WIDE_HEADS = ("qwen3", "qwen3_moe")  # families whose heads are 128 wide unless config.json says otherwise
 
 
 @cache
@@ -132,7 +141,7 @@ def missing_files(path: str) -> list[str]:
 def head_size(model: dict) -> int:
     """Width of an attention head."""
     return model.get("head_dim") or (
-        128 if model.get("model_type") == "qwen3" else model["hidden_size"] // model["num_attention_heads"]
+        128 if model.get("model_type") in WIDE_HEADS else model["hidden_size"] // model["num_attention_heads"]
     )
 
 
@@ -147,12 +156,15 @@ def kv_heads(model: dict) -> int:
 
 
 def count_parameters(model: dict) -> int:
-    """Parameters of a Llama, Qwen2 or Qwen3 model, from its config.json."""
+    """Parameters of a model of a family that is trained, from its config.json."""
     hidden, layers, vocab = model["hidden_size"], model["num_hidden_layers"], model["vocab_size"]
     family = model.get("model_type", "qwen2")
     q, kv = model["num_attention_heads"] * head_size(model), kv_heads(model) * head_size(model)
-    biases, norms = q + 2 * kv if family == "qwen2" else 0, 2 * head_size(model) if family == "qwen3" else 0
-    layer = 2 * hidden * (q + kv) + biases + norms + 3 * hidden * model["intermediate_size"] + 2 * hidden
+    biases = q + 2 * kv if family in ("qwen2", "qwen2_moe") else 0
+    norms = 2 * head_size(model) if family in ("qwen3", "qwen3_moe") else 0
+    experts = experts_of(model)
+    feed_forward = experts.layer_parameters(hidden) if experts else 3 * hidden * model["intermediate_size"]
+    layer = 2 * hidden * (q + kv) + biases + norms + feed_forward + 2 * hidden
     return vocab * hidden * (1 if model.get("tie_word_embeddings") else 2) + layers * layer + hidden
 
 
@@ -201,6 +213,13 @@ def _stage_layers(model: dict, stages: int) -> tuple[int, int]:
     return first, (layers - first) // max(1, stages - 1)
 
 
+def _stage_experts(model: dict, stages: int) -> int:
+    """Parameters of the fullest pipeline stage that lie in routed experts."""
+    experts = experts_of(model)
+    layers = max(_stage_layers(model, stages))
+    return layers * experts.routed_parameters(model["hidden_size"]) if experts else 0
+
+
 def _stage_parameters(model: dict, stages: int) -> float:
     """Parameters of the fullest pipeline stage: the first has the embedding, the last the output layer and
     the last norm."""
@@ -244,12 +263,16 @@ def _kept_bytes(model: dict, width: int) -> tuple[float, float, float]:
     (trainer/megatron/residual.py); the output of each norm; rotated queries and keys, values, and
     attention's output; where queries and keys are normalized, these before it; and of the feed-forward part
     the two halves of its activation's input, and the output. Selective recomputation keeps neither the norms'
-    outputs nor the activation's (trainer/megatron/recompute.py).
+    outputs nor the activation's (trainer/megatron/recompute.py); of experts nothing but their input.
     """
-    hidden, heads = model["hidden_size"], model["num_attention_heads"]
+    hidden, heads, experts = model["hidden_size"], model["num_attention_heads"], experts_of(model)
     projected = (heads + kv_heads(model)) * head_size(model)
-    copies = 3 if model.get("model_type") == "qwen3" else 2
-    stays = 8 * hidden + copies * width * projected + 4 * heads + 2 * width * model["intermediate_size"]
+    copies = 3 if model.get("model_type") in ("qwen3", "qwen3_moe") else 2
+    stays = 8 * hidden + copies * width * projected + 4 * heads
+    if experts:
+        routed = routed_activations(experts, hidden, width)
+        return 4 * hidden, stays + 2 * width * hidden + routed, stays + width * hidden
+    stays += 2 * width * model["intermediate_size"]
     return 4 * hidden, stays + width * (2 * hidden + model["intermediate_size"]), stays
 
 
@@ -285,7 +308,10 @@ def trainer_bytes(model: dict, width: int, trainer: TrainerConfig) -> int:
     """
     tensor, stages, tokens = trainer.tensor_parallel, trainer.pipeline_parallel, trainer.tokens_per_microbatch
     ranks = trainer.data_parallel * trainer.context_parallel if trainer.distributed_optimizer else 1
-    state = state_bytes(_stage_parameters(model, stages) / tensor, width + 4, 8 if width == 4 else 12, ranks)
+    resident, moments, routed = width + 4, 8 if width == 4 else 12, _stage_experts(model, stages)
+    state = state_bytes((_stage_parameters(model, stages) - routed) / tensor, resident, moments, ranks)
+    copies = expert_replicas(trainer) if trainer.distributed_optimizer else 1
+    state += state_bytes(routed / expert_shards(trainer), resident, moments, copies)
     hidden = model["hidden_size"]
     source, layer, selective = (nbytes / tensor for nbytes in _kept_bytes(model, width))
     gathered = 2 * width * hidden if tensor > 1 else 0

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from laminar_hpc.config.experts import Experts, experts_of
 from laminar_hpc.config.models import count_parameters, kv_heads, serving_bytes
 from laminar_hpc.config.objectives import SEQUENCE_LOSSES, WEIGHTS, is_own, wrong_options
 from laminar_hpc.config.schema import AlgorithmConfig, RunConfig
@@ -40,7 +41,7 @@ def broken_rules(config: RunConfig, model: dict | None) -> list[str]:
     parts = (_source, _data, _devices, _sampling, _rollout, _environment, _pipeline, _batch)
     parts += (_loss, _corrections, _rewards, _advantages)
     texts = [text for part in parts for text in part(config)]
-    texts += _model(config, model) if model is not None else []
+    texts += [*_model(config, model), *_experts(config, experts_of(model))] if model is not None else []
     return [re.sub(r"@([\w.]*\w)", written, text) for text in texts]
 
 
@@ -300,7 +301,10 @@ def _model(config: RunConfig, model: dict) -> Iterator[str]:
     tensor, ranks = config.trainer.tensor_parallel, config.rollout.tensor_parallel
     heads, layers = model["num_attention_heads"], model["num_hidden_layers"]
     width, kv = model["intermediate_size"], kv_heads(model)
-    parts = {"num_attention_heads": heads, "num_key_value_heads": kv, "intermediate_size": width}
+    dense = experts_of(model) is None
+    parts = {"num_attention_heads": heads, "num_key_value_heads": kv}
+    if dense:
+        parts["intermediate_size"] = width
     undivided = next((f"{name}={value}" for name, value in parts.items() if value % tensor != 0), "")
     no, cure = "@trainer.tensor_parallel does not divide", "choose another, or scale with data_parallel"
     if undivided:
@@ -319,10 +323,11 @@ def _model(config: RunConfig, model: dict) -> Iterator[str]:
     yield from _virtual_stages(config, layers)
     # SGLang gives each rank whole query heads, whole KV heads (or several ranks the same one), and whole
     # columns of the MLP.
-    if heads % ranks != 0 or max(kv, ranks) % min(kv, ranks) != 0 or width % ranks != 0:
+    if heads % ranks != 0 or max(kv, ranks) % min(kv, ranks) != 0 or (dense and width % ranks != 0):
+        columns = f" and intermediate size {width}" if dense else ""
         yield (
-            f"@rollout.tensor_parallel does not divide the model's {heads} heads, {kv} key-value heads "
-            f"and intermediate size {width}; choose another, and scale with rollout.replicas"
+            f"@rollout.tensor_parallel does not divide the model's {heads} heads, {kv} key-value heads"
+            f"{columns}; choose another, and scale with rollout.replicas"
         )
     positions = model.get("max_position_embeddings") or math.inf
     if config.sampling.max_response_tokens >= positions:
@@ -334,3 +339,39 @@ def _model(config: RunConfig, model: dict) -> Iterator[str]:
             f"a publication of {publication} bytes is too small for lanes of at least {_MIN_LANE} bytes each"
         )
         yield f"@relay.lanes: {small}; lower it"
+
+
+def _experts(config: RunConfig, experts: Experts | None) -> Iterator[str]:
+    """Yields what is wrong with how experts are divided over ranks."""
+    t, r = config.trainer, config.rollout
+    if experts is None:
+        for role, divided in (("trainer", t.expert_parallel), ("rollout", r.expert_parallel)):
+            if divided != 1:
+                yield f"@{role}.expert_parallel: the model has no experts; leave it at 1"
+        return
+    several = f"{' x @trainer.context_parallel' if t.context_parallel > 1 else ''} x @trainer.data_parallel"
+    for role, divided, ranks, product in (
+        ("trainer", t.expert_parallel, t.ranks // t.pipeline_parallel, several),
+        ("rollout", r.expert_parallel, r.tensor_parallel, ""),
+    ):
+        if experts.count % divided:
+            yield f"@{role}.expert_parallel does not divide the model's {experts.count} experts"
+        elif ranks % divided:
+            among = f"@{role}.tensor_parallel{product}"
+            yield f"@{role}.expert_parallel does not divide {among}, the ranks that share the experts"
+    trainer_parts = 1 if t.expert_parallel > 1 else t.tensor_parallel
+    rollout_parts = r.tensor_parallel // r.expert_parallel
+    for role, parts, ranks in (
+        ("trainer", trainer_parts, t.tensor_parallel),
+        ("rollout", rollout_parts, r.tensor_parallel),
+    ):
+        if experts.width % max(1, parts):
+            more = f"raise {role}.expert_parallel, which divides whole experts"
+            yield f"@{role}.tensor_parallel does not divide an expert's width of {experts.width}; {more}"
+        if experts.shared_width % ranks:
+            yield (
+                f"@{role}.tensor_parallel does not divide the shared expert's width of "
+                f"{experts.shared_width}; choose another"
+            )
+    if r.tensor_parallel > experts.count:
+        yield f"@rollout.tensor_parallel is more than the model's {experts.count} experts; lower it"

@@ -25,6 +25,9 @@ class TrainerConfig:
     data_parallel: int = number(1, at_least=1, at_most=RANKS_MAX)
     """replicas of the trainer (tensor_parallel x context_parallel x pipeline_parallel ranks); each takes its
     share of every batch"""
+    expert_parallel: int = number(1, at_least=1, at_most=RANKS_MAX)
+    """ranks over which whole experts are divided, of the tensor_parallel x context_parallel x data_parallel
+    ranks of a stage; with 1 each expert is split over the tensor-parallel ranks as other layers are"""
     tokens_per_microbatch: int = number(4096, at_least=1)
     """packed, on each context-parallel rank; a trajectory longer than theirs together is refused at start-up
     """
@@ -34,8 +37,8 @@ class TrainerConfig:
     """GPUs of each machine that trainer ranks use, one each in order; null = the first ones"""
     recompute_activations: str = choice("auto", "none", "selective", "full")
     """what is computed anew in the backward pass instead of kept: selective, what norms and activations give,
-    which takes no matrix product; full, each layer; auto: the least with which the memory estimate fits the
-    GPU, none where its memory is unknown"""
+    which takes no matrix product, and experts; full, each layer; auto: the least with which the memory
+    estimate fits the GPU, none where its memory is unknown"""
     threads: int = number(1, at_least=1, at_most=THREADS_MAX)
     """CPU threads per rank"""
     gpu_memory_gigabytes: float | None = number(None, above=0, at_most=100_000)
@@ -93,6 +96,8 @@ class RolloutConfig:
     """with roles apart: so many are awaited at the start; null = all"""
     tensor_parallel: int = number(1, at_least=1, at_most=RANKS_MAX)
     """processes per replica that share one copy of the weights; divides the model's heads"""
+    expert_parallel: int = number(1, at_least=1, at_most=RANKS_MAX)
+    """of these processes, so many divide whole experts; 1: each expert is split over all of them"""
     max_concurrent: int = number(256, at_least=1)
     """requests in flight per replica"""
     kv_cache_tokens: int = number(65536, at_least=1)

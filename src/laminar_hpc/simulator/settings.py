@@ -26,7 +26,7 @@ from laminar_hpc.simulator.workload import read_lengths
 
 Config = TypeVar("Config", SimulationConfig, PlanConfig)
 _TRAJECTORIES_MAX = 20_000_000  # of a simulated run, some 20 us each
-TRAINED = ("qwen2", "qwen3", "llama")  # families that laminar trains
+TRAINED = ("qwen2", "qwen3", "llama")  # families whose runs a plan can lay out
 # a plan's GPUs have a type, and there may be several
 _INSTEAD = dict.fromkeys(
     ("gpus", "trainer_gpu", "rollout_gpu", *(field.name for field in dataclasses.fields(PoolConfig))),
@@ -288,7 +288,7 @@ def _plannable(config: PlanConfig) -> Iterator[str]:
     if model["model_type"] not in TRAINED:
         yield (
             f"model={config.model} is of the family {model['model_type']}, which can be simulated but not "
-            f"trained: use one of {', '.join(TRAINED)}"
+            f"planned: use one of {', '.join(TRAINED)}"
         )
     trajectories = w.prompts_per_step * w.samples_per_prompt
     if w.samples_per_prompt < 2:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from safetensors import SafetensorError, safe_open
 
 from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.config.experts import Experts, experts_of, objection
 from laminar_hpc.config.models import INDEX_FILE, SIDE_FILES, WEIGHTS_FILE
 from laminar_hpc.weights.manifest import layout, safetensors_header
 
@@ -30,12 +31,17 @@ class Family:
     qkv_bias: bool
     qk_norm: bool
     head_dim: int | None = None  # where config.json names none; None: hidden / heads
+    # of tensors: the block with the experts, and an expert's gate, up and down projection
+    expert_names: tuple[str, str, str, str] = ("mlp", "gate_proj", "up_proj", "down_proj")
 
 
 FAMILIES = {  # by config.json's model_type
     "llama": Family(qkv_bias=False, qk_norm=False),
     "qwen2": Family(qkv_bias=True, qk_norm=False),
     "qwen3": Family(qkv_bias=False, qk_norm=True, head_dim=128),
+    "qwen2_moe": Family(qkv_bias=True, qk_norm=False),
+    "qwen3_moe": Family(qkv_bias=False, qk_norm=True, head_dim=128),
+    "mixtral": Family(qkv_bias=False, qk_norm=False, expert_names=("block_sparse_moe", "w1", "w3", "w2")),
 }
 
 
@@ -67,6 +73,7 @@ class ModelShape:
     tied: bool
     max_positions: int
     rope_scaling: RopeScaling | None = None
+    experts: Experts | None = None
 
 
 def _objection(c: dict, rope: dict) -> str:
@@ -79,7 +86,12 @@ def _objection(c: dict, rope: dict) -> str:
         wrong += "trainer does not; set it to 1, which differs by rounding only"
     elif c.get("quantization_config"):
         wrong = "quantized weights cannot be trained; name the model without them"
-    elif c.get("use_sliding_window") or c.get("hidden_act", "silu") != "silu" or c.get("attention_dropout"):
+    elif (
+        c.get("use_sliding_window")
+        or (c["model_type"] == "mixtral" and c.get("sliding_window"))
+        or c.get("hidden_act", "silu") != "silu"
+        or c.get("attention_dropout")
+    ):
         wrong = "sliding windows, dropout and activations other than silu are not supported"
         wrong += "; use another model"
     # Qwen2 has no such key, and its own biases
@@ -87,14 +99,16 @@ def _objection(c: dict, rope: dict) -> str:
         wrong = "attention_bias and mlp_bias are not supported; use a model without them"
     elif (part := rope["partial_rotary_factor"]) != 1.0:
         wrong = f"partial_rotary_factor={part} is not supported; use a model whose RoPE turns whole heads"
+    elif c["model_type"] == "qwen2_moe" and not c.get("qkv_bias", True):
+        wrong = "qkv_bias=false is not supported with qwen2_moe; use a model with these biases"
     else:
-        wrong = ""
+        wrong = objection(c)
     return wrong
 
 
 def read_shape(directory: str | Path) -> ModelShape:
     """Raises LaminarError when there is no config.json, or for what the trainer cannot compute: other
-    families (mixtures of experts among them), other scalings of RoPE than Llama 3's, sliding windows, other
+    families, other scalings of RoPE than Llama 3's, sliding windows, other
     biases."""
     file = Path(directory) / "config.json"
     try:
@@ -128,6 +142,7 @@ def read_shape(directory: str | Path) -> ModelShape:
         tied=bool(c.get("tie_word_embeddings", False)),
         max_positions=c.get("max_position_embeddings", 32768),
         rope_scaling=_rope_scaling(rope, c.get("max_position_embeddings", 32768), file),
+        experts=experts_of(c),
     )
 
 

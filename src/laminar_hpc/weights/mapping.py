@@ -7,69 +7,26 @@ of torch.distributed; a tensor-parallel shard is (rank, size).
 """
 
 import sys
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
 
 import torch
 
 from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.weights.experts import expert_rows
 from laminar_hpc.weights.hf import ModelShape
 from laminar_hpc.weights.kernels.slices import LocalSlice
-
-
-@dataclass(frozen=True)
-class Shard:
-    """Which of the tensor-parallel shards a Megatron parameter is."""
-
-    rank: int = 0
-    size: int = 1
-
-
-# how a Hugging Face tensor lies in a Megatron parameter -> dim, start, length in all, view
-Layout = Callable[[torch.Tensor, ModelShape, Shard], tuple[int, int, int, torch.Tensor]]
-
-
-def whole(t: torch.Tensor, shape: ModelShape, shard: Shard) -> tuple[int, int, int, torch.Tensor]:
-    """Replicated over the shards."""
-    return 0, 0, t.shape[0], t
-
-
-def columns(t: torch.Tensor, shape: ModelShape, shard: Shard) -> tuple[int, int, int, torch.Tensor]:
-    """RowParallelLinear: the input dimension is split."""
-    return 1, shard.rank * t.shape[1], shard.size * t.shape[1], t
-
-
-def vocabulary(t: torch.Tensor, shape: ModelShape, shard: Shard) -> tuple[int, int, int, torch.Tensor]:
-    """Rows of the padded vocabulary; the padding, at the end of the last shards, has no counterpart."""
-    start = min(shard.rank * t.shape[0], shape.vocab)
-    return 0, start, shape.vocab, t[: shape.vocab - start]
-
-
-def _qkv(first: int | None) -> Layout:
-    """linear_qkv interleaves, per key-value group, its query heads, its key head, its value head; a shard
-    holds whole groups."""
-
-    def layout(t: torch.Tensor, shape: ModelShape, shard: Shard) -> tuple[int, int, int, torch.Tensor]:
-        queries = shape.heads // shape.kv_heads
-        groups = t.view(-1, queries + 2, shape.head_dim, *t.shape[1:])
-        view = groups[:, :queries] if first is None else groups[:, queries + first : queries + first + 1]
-        rows = view.shape[0] * view.shape[1] * shape.head_dim
-        return 0, shard.rank * rows, shard.size * rows, view
-
-    return layout
-
-
-def _half(which: int) -> Layout:
-    """linear_fc1 holds, per shard, its rows of the gate, then its rows of the up projection."""
-
-    def layout(t: torch.Tensor, shape: ModelShape, shard: Shard) -> tuple[int, int, int, torch.Tensor]:
-        view = t.chunk(2)[which]
-        return 0, shard.rank * view.shape[0], shard.size * view.shape[0], view
-
-    return layout
-
-
-query, key, value, gate, up = _qkv(None), _qkv(0), _qkv(1), _half(0), _half(1)
+from laminar_hpc.weights.layouts import (
+    Layout,
+    Shard,
+    columns,
+    gate,
+    key,
+    query,
+    up,
+    value,
+    vocabulary,
+    whole,
+)
 
 # Hugging Face tensor, Megatron parameter, how the one lies in the other; in the order of a Hugging Face state
 # dict.
@@ -129,11 +86,12 @@ def local_slices(
     local_layers = 1 + max(
         (int(n.split(".")[2]) for n in parameters if n.startswith("decoder.layers.")), default=-1
     )
+    of_experts = expert_rows(shape, shard)
     rows = [*FIRST]
     for i in range(local_layers):
         rows += [
             (f"model.layers.{first_layer + i}.{hf}", f"decoder.layers.{i}.{name}", layout)
-            for hf, name, layout in LAYER
+            for hf, name, layout in (*LAYER, *of_experts)
         ]
     rows += TIED_LAST if shape.tied else LAST
     slices = []

@@ -5,6 +5,7 @@ import random
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 
 import laminar_hpc.machine.compat.torchvision  # noqa: F401 (before transformers)
 from helpers.made import Made
@@ -57,6 +58,35 @@ FAMILIES: dict[str, dict[str, object]] = {
     "llama-tied": {"family": "Llama", "num_key_value_heads": 4},
 }
 
+# Mixtures of experts; each can be split over two ranks, by experts too.
+EXPERTS: dict[str, dict[str, object]] = {
+    "qwen3-moe": {
+        "family": "Qwen3Moe",
+        "num_key_value_heads": 4,
+        "head_dim": 16,
+        "tie_word_embeddings": False,
+        "moe_intermediate_size": 24,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+    },
+    "qwen2-moe": {
+        "family": "Qwen2Moe",
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 40,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": False,
+        "tie_word_embeddings": False,
+    },
+    "mixtral": {
+        "family": "Mixtral",
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "tie_word_embeddings": False,
+    },
+}
+
 
 def make_model(
     directory: Path, seed: int = 0, family: str = "Qwen2", shard_size: str = "5GB", **settings: object
@@ -88,6 +118,14 @@ def make_model(
     model.save_pretrained(directory, max_shard_size=shard_size)
     (directory / "tokenizer.json").write_text("{}")
     return directory
+
+
+def published(directory: Path) -> dict[str, torch.Tensor]:
+    """The model's tensors as a Hugging Face directory names them: a dense model's in the order of its state
+    dict. transformers has a layer's experts in two tensors in memory, and in three of each in a file."""
+    state = transformers_model(directory).state_dict()
+    files = {n: t for file in directory.glob("*.safetensors") for n, t in load_file(file).items()}
+    return files if files.keys() - state.keys() else state
 
 
 def transformers_model(directory: Path) -> torch.nn.Module:

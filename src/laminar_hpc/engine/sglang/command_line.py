@@ -11,6 +11,7 @@ from pathlib import Path
 
 from laminar_hpc.config.check import derive, memory_need
 from laminar_hpc.config.errors import did_you_mean
+from laminar_hpc.config.experts import experts_of
 from laminar_hpc.config.memory import USABLE, shared_bytes, shared_engines
 from laminar_hpc.config.models import head_size, model_config
 from laminar_hpc.config.schema import RunConfig
@@ -28,6 +29,7 @@ _PRIVATE = (
 # that all draw alike
 _OURS = {
     **dict.fromkeys(("tp-size", "tensor-parallel-size"), "rollout.tensor_parallel"),
+    **dict.fromkeys(("ep", "ep-size", "expert-parallel-size"), "rollout.expert_parallel"),
     **dict.fromkeys(("dp-size", "data-parallel-size"), "rollout.replicas"),
     **dict.fromkeys(("model", "model-path"), "model.path"),
     "dtype": "model.dtype",
@@ -42,6 +44,8 @@ _NOT_HERE = {
     "weights as they are, in model.dtype, for which it has no place when it is quantized",
     "speculative- enable-multi-layer-eagle uno-lora-path disaggregation-mode is-embedding encoder-only "
     "dllm-algorithm": "an engine generates by itself, token by token, and returns its own log-probs",
+    "moe-runner-backend moe-a2a-backend enable-eplb ep-num-redundant-experts init-expert-location": "experts "
+    "are loaded in the layout of SGLang's triton kernels, each once",
     "preferred-sampling-params": "responses are drawn as `sampling` says",
 }
 _MOVED_DTYPES = ("auto", "bf16", "bfloat16")  # of KV caches that engine/kv/pool.py moves
@@ -137,6 +141,15 @@ def _memory_share(config: RunConfig) -> dict[str, str]:
     return {"mem-fraction-static": f"{min(share, USABLE):.3f}"}
 
 
+def _experts(config: RunConfig) -> dict[str, str]:
+    """Of a mixture of experts: how it is divided, and on a GPU kernels whose weights lie as they are named
+    (unquant.py:722 shuffles them for others)."""
+    if experts_of(model_config(config.model.path, config.dry_run)) is None:
+        return {}
+    size = {"expert-parallel-size": str(config.rollout.expert_parallel)}
+    return size | ({"moe-runner-backend": "triton"} if has_cuda() else {})
+
+
 def _graphs(config: RunConfig) -> dict[str, str]:
     """Which CUDA graphs an engine captures: few of prefills, and of decoding up to all requests that it may
     have at once, where SGLang takes 8 to 48 on GPUs below 60 GB. Nothing where the user names any of them, as
@@ -168,6 +181,7 @@ def arguments(config: RunConfig, directory: Path, weight_version: str, seed: int
         values["enable-fp32-lm-head"] = "true"
     if rollout.increment_tokens:
         values["incremental-streaming-output"] = "true"
+    values |= _experts(config)
     if has_cuda():
         values |= _attention(config) | _memory_share(config) | _graphs(config)
     else:

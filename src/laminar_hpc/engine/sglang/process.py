@@ -164,6 +164,7 @@ class EngineProcess:
             "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",
             "TMPDIR": str(self.folder),
             "SGLANG_EXTERNAL_MODEL_PACKAGE": MODEL_PACKAGE,
+            "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED": "0",  # weights are loaded as they are named
             "PYTHONUNBUFFERED": "1",
             # The engine's own processes meet in a file and talk over loopback; torch's TCP store would
             # listen on all interfaces.

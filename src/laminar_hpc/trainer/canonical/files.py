@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from laminar_hpc.config.models import WEIGHTS_FILE
 from laminar_hpc.trainer.canonical.plan import HeldSlice
+from laminar_hpc.weights.experts import is_expert
 
 FILE_BYTES = 64 << 20  # of the smallest file that is worth another rank's work
 
@@ -25,21 +26,31 @@ class HfFile(NamedTuple):
 
 
 def plan_files(
-    slices: dict[str, list[HeldSlice]], item_bytes: int, stage_ranks: int, tensor_parallel: int
+    slices: dict[str, list[HeldSlice]],
+    item_bytes: int,
+    stage_ranks: int,
+    tensor_parallel: int,
+    expert_parallel: int = 1,
 ) -> list[HfFile]:
     """`slices` as canonical/plan.py `plan` has them. `stage_ranks`: trainer ranks of a pipeline stage, which
-    follow on each other, and so do the `tensor_parallel` of them that share a layer."""
-    of_stage: dict[int, list[str]] = {}
+    follow on each other, and so do the `tensor_parallel` of them that share a layer. With expert parallelism
+    one rank in `expert_parallel` holds an expert, whole, and writes it."""
+    of_holders: dict[tuple[int, int | None], list[str]] = {}
     for name, held in slices.items():
-        of_stage.setdefault(held[0].rank // stage_ranks, []).append(name)
+        stage, rank = divmod(held[0].rank, stage_ranks)
+        alone = expert_parallel > 1 and is_expert(name)
+        of_holders.setdefault((stage, rank % expert_parallel if alone else None), []).append(name)
     # one rank of each tensor-parallel group before a second one of any: they are on different machines
     order = sorted(range(stage_ranks), key=lambda rank: (rank % tensor_parallel, rank))
-    planned: list[tuple[int, list[str]]] = []
-    for stage, names in sorted(of_stage.items()):
+    of_writer: dict[int, list[str]] = {}
+    for (stage, holder), names in of_holders.items():
+        ranks = order if holder is None else range(holder, stage_ranks, expert_parallel)
         sizes = {name: item_bytes * math.prod(slices[name][0].shape) for name in names}
-        files = min(stage_ranks, max(1, sum(sizes.values()) // FILE_BYTES))
-        shares = _shares(names, sizes, files)
-        planned += [(stage * stage_ranks + rank, share) for rank, share in zip(order, shares, strict=False)]
+        files = min(len(ranks), max(1, sum(sizes.values()) // FILE_BYTES))
+        for rank, share in zip(ranks, _shares(names, sizes, files), strict=False):
+            of_writer.setdefault(stage * stage_ranks + rank, []).extend(share)
+    writers = sorted(of_writer, key=lambda rank: (rank // stage_ranks, order.index(rank % stage_ranks)))
+    planned = [(writer, of_writer[writer]) for writer in writers]
     if len(planned) == 1:
         return [HfFile(WEIGHTS_FILE, *planned[0])]
     stem = WEIGHTS_FILE.removesuffix(".safetensors")

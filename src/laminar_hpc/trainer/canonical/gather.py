@@ -21,6 +21,7 @@ from megatron.core import parallel_state
 from laminar_hpc.trainer.canonical.exchange import Exchange
 from laminar_hpc.trainer.canonical.plan import HeldSlice, gathered_lane, plan, plan_lanes
 from laminar_hpc.trainer.control import all_frames
+from laminar_hpc.weights.experts import is_expert
 from laminar_hpc.weights.kernels import pack, place
 from laminar_hpc.weights.kernels.slices import LocalSlice
 from laminar_hpc.weights.kernels.sums import LazySums, add_sums, shifted
@@ -44,7 +45,7 @@ class Canonical:
     ) -> None:
         """`local`: the slices of this rank, published in `dtype`; `seconds` bounds each wait for another
         rank, and `publish_seconds` those of a rank for a relay."""
-        held = _held_by_all(local if lanes > 1 or _first_replica() else [], seconds)
+        held = _held_by_all(local if lanes > 1 else _of_first_replica(local), seconds)
         self.slices = plan(held)
         whole = layout(self.metadata(dtype), 0, 0)
         self._lanes = [
@@ -212,9 +213,12 @@ class Canonical:
         return whole
 
 
-def _first_replica() -> bool:
-    """The other data-parallel and context-parallel ranks hold the same slices as this one."""
-    return bool(parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0)
+def _of_first_replica(local: Sequence[LocalSlice]) -> list[LocalSlice]:
+    """Without what a data- or context-parallel rank before this one holds; of experts other ranks may be
+    replicas."""
+    dense = parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
+    experts = parallel_state.get_expert_data_parallel_rank() == 0
+    return [s for s in local if (experts if is_expert(s.name) else dense)]
 
 
 def _held_by_all(local: Sequence[LocalSlice], seconds: float) -> list[HeldSlice]:

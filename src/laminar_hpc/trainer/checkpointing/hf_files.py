@@ -21,6 +21,7 @@ from laminar_hpc.trainer.canonical.files import plan_files
 from laminar_hpc.trainer.canonical.plan import HeldSlice
 from laminar_hpc.trainer.checkpointing.copies import HostCopies, Wanted
 from laminar_hpc.trainer.megatron.policy import MegatronPolicy
+from laminar_hpc.weights.experts import is_expert
 from laminar_hpc.weights.hf import copy_side_files, safetensors_parts, write_index
 from laminar_hpc.weights.kernels.slices import LocalSlice
 
@@ -41,7 +42,8 @@ class HfFiles:
         self._slices = policy.canonical_slices
         self._dtype = policy.dtype
         size, stage_ranks = self._dtype.itemsize, dist.get_world_size() // stages
-        self._files = plan_files(self._slices, size, stage_ranks, len(self._ranks))
+        self._expert_parallel = parallel_state.get_expert_model_parallel_world_size()
+        self._files = plan_files(self._slices, size, stage_ranks, len(self._ranks), self._expert_parallel)
         mine = [name for file in self._files if file.writer == self._rank for name in file.tensors]
         self.wanted = [self._copy_of(name) for name in mine]  # for copies of what this rank writes
 
@@ -63,16 +65,16 @@ class HfFiles:
     ) -> torch.Tensor | None:
         slices, whole = self._slices[name], None
         if writer == self._rank:
-            if copies is None and len(slices) == 1 and self._holder(slices[0]) == writer:
+            if copies is None and len(slices) == 1 and self._holder(slices[0], writer) == writer:
                 return own[name].value().to(self._dtype).contiguous().cpu()
             here = self._copy_of(name)
             whole = torch.empty(here.shape, dtype=here.dtype) if copies is None else copies.buffer(here)
         for s in slices:
-            values, holder = None, self._holder(s)
+            values, holder = None, self._holder(s, writer)
             if holder == self._rank:
                 values = own[name].value().to(self._dtype)
             if holder != writer:
-                values = self._pass_on(name, s, values, writer)
+                values = self._pass_on(name, s, values, holder, writer)
             if whole is not None and values is not None:
                 whole.narrow(s.dim, s.start, s.length).copy_(values, non_blocking=True)
         return whole
@@ -80,12 +82,15 @@ class HfFiles:
     def _copy_of(self, name: str) -> Wanted:
         return Wanted(name, self._slices[name][0].shape, self._dtype)
 
-    def _holder(self, s: HeldSlice) -> int:
-        """The rank of this tensor-parallel group that holds what `s.rank` of the first replica does."""
+    def _holder(self, s: HeldSlice, writer: int) -> int:
+        """The rank of this tensor-parallel group that holds what `s.rank` of the first replica does; of an
+        expert that is nowhere split its writer is one."""
+        if self._expert_parallel > 1 and is_expert(s.name):
+            return writer
         return self._ranks[s.rank % len(self._ranks)]
 
     def _pass_on(
-        self, name: str, s: HeldSlice, values: torch.Tensor | None, writer: int
+        self, name: str, s: HeldSlice, values: torch.Tensor | None, holder: int, writer: int
     ) -> torch.Tensor | None:
         """From the holder, which has `values`, to the writer; other ranks of the group do nothing."""
         if values is not None:
@@ -94,10 +99,7 @@ class HfFiles:
             return None
         if writer != self._rank:
             return None
-        received, holder = (
-            torch.empty(s.slice_shape, dtype=self._dtype, device=self._policy.device),
-            self._holder(s),
-        )
+        received = torch.empty(s.slice_shape, dtype=self._dtype, device=self._policy.device)
         bounded(lambda: dist.recv(received, holder, group=self._group), holder, name, self._seconds)
         return received
 

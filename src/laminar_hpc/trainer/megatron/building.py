@@ -35,6 +35,7 @@ from laminar_hpc.trainer.megatron.activation import use_own_activation
 from laminar_hpc.trainer.megatron.adam import fuse, prime
 from laminar_hpc.trainer.megatron.attention import PackedCausalAttention
 from laminar_hpc.trainer.megatron.chunks import schedule_settings
+from laminar_hpc.trainer.megatron.experts import expert_settings, is_router
 from laminar_hpc.trainer.megatron.linear import bias_before_rounding, float32_output
 from laminar_hpc.trainer.megatron.recompute import Forgetting
 from laminar_hpc.trainer.megatron.residual import Norm, SumNorm, sum_in_float32
@@ -65,13 +66,14 @@ def let_segments_grow() -> None:
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
-def _recomputed_by_megatron(choice: str) -> dict[str, object]:
-    """Its settings for trainer.recompute_activations. What selective means for its own layers is done by
-    trainer/megatron/recompute.py; of Transformer Engine's the whole feed-forward part is computed twice."""
+def _recomputed_by_megatron(choice: str, experts: bool) -> dict[str, object]:
+    """Its settings for trainer.recompute_activations. What selective means for its own dense layers is done
+    by trainer/megatron/recompute.py; experts, and Transformer Engine's feed-forward part, are computed twice.
+    """
     if choice == "full":
         return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    if choice == "selective" and installed("transformer_engine"):
-        return {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}
+    if choice == "selective" and (experts or installed("transformer_engine")):
+        return {"recompute_granularity": "selective", "recompute_modules": ["moe" if experts else "mlp"]}
     return {}
 
 
@@ -103,7 +105,7 @@ def transformer_config(shape: ModelShape, config: RunConfig, dtype: torch.dtype)
         sequence_parallel=config.trainer.tensor_parallel > 1,
         num_layers_in_first_pipeline_stage=first_stage_layers(shape.layers, config.trainer.pipeline_parallel),
         **schedule_settings(config.trainer),
-        **_recomputed_by_megatron(derive(config).recompute_activations),
+        **_recomputed_by_megatron(derive(config).recompute_activations, shape.experts is not None),
         # gradients are sums over tokens, divided once by the mini-batch's tokens over all ranks
         calculate_per_token_loss=True,
         use_cpu_initialization=True,
@@ -114,6 +116,7 @@ def transformer_config(shape: ModelShape, config: RunConfig, dtype: torch.dtype)
         apply_rope_fusion=False,
         bias_activation_fusion=torch.cuda.is_available(),
         bias_dropout_fusion=False,
+        **expert_settings(shape.experts, config),
     )
 
 
@@ -125,11 +128,20 @@ def _block_spec(
         from laminar_hpc.trainer.megatron.te_attention import TransformerEngineAttention
 
         spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=shape.family.qk_norm)
+        spec = get_gpt_layer_with_transformer_engine_spec(
+            num_experts=transformer.num_moe_experts,
+            moe_grouped_gemm=transformer.moe_grouped_gemm,
+            qk_layernorm=shape.family.qk_norm,
+        )
         attention = spec.submodules.self_attention.submodules
         shared = transformer.context_parallel_size > 1  # Transformer Engine would split the pack its own way
         attention.core_attention = PackedCausalAttention if shared else TransformerEngineAttention
         return spec
-    spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=shape.family.qk_norm)
+    spec = get_gpt_layer_local_spec(
+        num_experts=transformer.num_moe_experts,
+        normalization="RMSNorm",
+        qk_layernorm=shape.family.qk_norm,
+    )
     attention = spec.submodules.self_attention.submodules
     attention.core_attention = PackedCausalAttention
     if shape.family.qk_norm:
@@ -199,10 +211,11 @@ def _finish_layers(gpt: GPTModel, forgetful: bool) -> None:
 def note_tensor_parallel(gpt: GPTModel) -> None:
     """What Megatron's initialization (0.16.1, tensor_parallel/layers.py) would note of each parameter, but we
     leave it out. Without the first note the gradient norm counts the first tensor-parallel rank's shards
-    only; without the second a norm's gradient is that of this rank's share of the tokens."""
+    only; without the second a norm's gradient, or a router's, is that of this rank's share of the tokens."""
     for name, parameter in gpt.named_parameters():
-        parameter.tensor_model_parallel = "norm" not in name
-        parameter.sequence_parallel = gpt.config.sequence_parallel and "norm" in name
+        replicated = "norm" in name or is_router(name)
+        parameter.tensor_model_parallel = not replicated
+        parameter.sequence_parallel = gpt.config.sequence_parallel and replicated
 
 
 def takes_whole_packs(output_layer: ColumnParallelLinear) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 from megatron.core.tensor_parallel import random as megatron_random
+from megatron.core.transformer.moe import token_dispatcher
 from torch.overrides import TorchFunctionMode
 
 _CPU = torch.device("cpu")
@@ -85,12 +86,40 @@ def _replaced(module: object, name: str, value: object) -> Iterator[None]:
         setattr(module, name, before)
 
 
+class _NoStream:
+    """In place of torch.cuda.Stream and Event, for the token dispatcher of experts: nothing is asynchronous
+    here."""
+
+    def wait_stream(self, stream: object) -> None:
+        pass
+
+    def record_event(self) -> "_NoStream":
+        return self
+
+    def synchronize(self) -> None:
+        pass
+
+
+_stream = _NoStream()
+
+
+def _splits_on_host(
+    tensor: torch.Tensor | None, as_numpy: bool = False, record_stream: bool = False
+) -> object:
+    """Megatron's own leaves a CPU tensor as it is, and torch's all-to-all takes no tensor for its splits."""
+    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+
 _mode = _CudaTensorsOnCpu()
-# What Megatron calls of torch.cuda, in megatron/core/optimizer, distributed, pipeline_parallel/schedules.py
-# and tensor_parallel/random.py.
+# What Megatron calls of torch.cuda, in megatron/core/optimizer, distributed, pipeline_parallel/schedules.py,
+# tensor_parallel/random.py and transformer/moe/token_dispatcher.py.
 REPLACED: tuple[tuple[object, str, Callable], ...] = (
     (torch.cuda, "current_device", lambda: _CPU),
     (torch.cuda, "synchronize", lambda *args, **kwargs: None),
+    (torch.cuda, "Stream", _NoStream),
+    (torch.cuda, "current_stream", lambda *args: _stream),
+    (torch.cuda, "stream", lambda stream: contextlib.nullcontext()),
+    (token_dispatcher, "maybe_move_tensor_to_cpu", _splits_on_host),
     (megatron_random, "_get_cuda_rng_state", _get_state),
     (megatron_random, "_set_cuda_rng_state", _set_state),
 )

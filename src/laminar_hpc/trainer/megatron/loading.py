@@ -11,7 +11,8 @@ from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.weights.finite import all_finite, culprits
 from laminar_hpc.weights.hf import ModelShape, TensorReader
 from laminar_hpc.weights.kernels.slices import LocalSlice
-from laminar_hpc.weights.mapping import EMBEDDING, HEAD, Shard, check_names, local_slices
+from laminar_hpc.weights.layouts import Shard
+from laminar_hpc.weights.mapping import EMBEDDING, HEAD, check_names, local_slices
 
 
 def own_slices(chunks: Sequence[GPTModel], shape: ModelShape) -> list[LocalSlice]:
@@ -19,6 +20,8 @@ def own_slices(chunks: Sequence[GPTModel], shape: ModelShape) -> list[LocalSlice
     shard = Shard(
         parallel_state.get_tensor_model_parallel_rank(),
         parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_expert_model_parallel_rank(),
+        parallel_state.get_expert_model_parallel_world_size(),
     )
     found: list[LocalSlice] = []
     for gpt in chunks:

@@ -22,15 +22,56 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from laminar_hpc.trainer.megatron.adam import restore_step_0
 
+_EXPERTS = "experts"  # the place of their optimizer's tensors
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # where it begins in each dimension, and its extent
 
 
 def sharded_state(optimizer: MegatronOptimizer, model: torch.nn.Module, loading: bool) -> dict:
     """What this rank has of the optimizer's state, for `dist_checkpointing.save` and `load`: the tensors are
-    the live ones. The weights are not in it, nor main parameters that are views of them: hf/ has them."""
+    the live ones. The weights are not in it, nor main parameters that are views of them: hf/ has them.
+
+    With expert parallelism Megatron chains an optimizer of the experts behind the first. Of it the tensors
+    alone are saved: its settings and its step are those of the first, and without expert parallelism the
+    first has its parameters.
+    """
     replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
     metadata = {"dp_cp_group": replicas, "distrib_optim_sharding_type": "fully_reshardable"}
-    parameters, own = model.sharded_state_dict(metadata=metadata), _only(optimizer)
+    parameters = model.sharded_state_dict(metadata=metadata)
+    first, *behind = _parts(optimizer)
+    state = _state_of(first, parameters, metadata, loading)
+    for experts in behind:
+        state[_EXPERTS] = _tensors_alone(_state_of(experts, parameters, metadata, loading))
+    return state
+
+
+def load_sharded_state(optimizer: MegatronOptimizer, loaded: dict) -> None:
+    """Takes what `dist_checkpointing.load` made of `sharded_state(loading=True)`."""
+    first, *behind = _parts(optimizer)
+    of_experts = loaded.pop(_EXPERTS, {})
+    if isinstance(first, DistributedOptimizer):
+        loaded = {name: value for name, value in loaded.items() if name in first.state_dict()}
+    else:
+        restore_step_0(loaded)
+    settings = _settings(loaded)
+    step = settings.get("state", {}).get("common_step")
+    group_step = next((group["step"] for group in settings["param_groups"] if "step" in group), None)
+    first.load_state_dict(loaded)
+    for experts in behind:
+        experts.load_state_dict(_with_settings(experts, of_experts, step, group_step))
+
+
+def _parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
+    return getattr(optimizer, "chained_optimizers", [optimizer])
+
+
+def _settings(state: dict) -> dict:
+    """Where `param_groups` are, and the step if it is no group's."""
+    inner = state.get("optimizer", state)
+    assert isinstance(inner, dict)
+    return inner
+
+
+def _state_of(own: MegatronOptimizer, parameters: dict, metadata: dict, loading: bool) -> dict:
     if not isinstance(own, DistributedOptimizer):
         return own.sharded_state_dict(parameters, is_loading=loading, metadata=metadata)
     if loading:
@@ -39,20 +80,32 @@ def sharded_state(optimizer: MegatronOptimizer, model: torch.nn.Module, loading:
     return {**own.state_dict(), "param_state_sharding_type": "fully_reshardable", "ranges": ranges}
 
 
-def load_sharded_state(optimizer: MegatronOptimizer, loaded: dict) -> None:
-    """Takes what `dist_checkpointing.load` made of `sharded_state(loading=True)`."""
-    own = _only(optimizer)
-    if isinstance(own, DistributedOptimizer):
-        loaded = {name: value for name, value in loaded.items() if name in own.state_dict()}
-    else:
-        restore_step_0(loaded)
-    own.load_state_dict(loaded)
+def _tensors_alone(state: dict) -> dict:
+    """Of the experts' optimizer, what is loaded at any layout."""
+    if "ranges" in state:
+        return {"ranges": state["ranges"]}
+    inner = _settings(state)
+    del inner["param_groups"]
+    inner["state"].pop("common_step", None)
+    return state
 
 
-def _only(optimizer: MegatronOptimizer) -> MegatronOptimizer:
-    """Dense models have one."""
-    (only,) = getattr(optimizer, "chained_optimizers", [optimizer])
-    return only
+def _with_settings(
+    experts: MegatronOptimizer, loaded: dict, step: torch.Tensor | None, group_step: object
+) -> dict:
+    """`loaded` tensors of the experts' optimizer with its live settings, and the first optimizer's step."""
+    live = experts.state_dict()
+    groups = _settings(live)["param_groups"]
+    for group in groups:
+        if group_step is not None:
+            group["step"] = group_step
+    if isinstance(experts, DistributedOptimizer):
+        return live
+    inner = _settings(loaded)
+    inner["param_groups"] = groups
+    if step is not None:
+        inner["state"]["common_step"] = step
+    return loaded
 
 
 def _ranges(optimizer: DistributedOptimizer, parameters: dict) -> Iterator[ShardedTensor]:

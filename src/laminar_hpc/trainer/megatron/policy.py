@@ -41,6 +41,7 @@ from laminar_hpc.trainer.megatron.building import (
 from laminar_hpc.trainer.megatron.chunks import run_schedule, stage_module, virtual_size
 from laminar_hpc.trainer.megatron.context import context_ranks, heads_in_attention, joined
 from laminar_hpc.trainer.megatron.cpu import cuda_as_cpu, native_calls
+from laminar_hpc.trainer.megatron.experts import expert_tensor_parallel
 from laminar_hpc.trainer.megatron.flash import use_fastest_attention
 from laminar_hpc.trainer.megatron.head import HeadSwitch, chunked_logprobs, whole_logprobs
 from laminar_hpc.trainer.megatron.linear import float32_product
@@ -92,6 +93,8 @@ class MegatronPolicy:
                     config.trainer.pipeline_parallel,
                     virtual_size(config.trainer),
                     context_parallel_size=config.trainer.context_parallel,
+                    expert_model_parallel_size=config.trainer.expert_parallel,
+                    expert_tensor_parallel_size=expert_tensor_parallel(config),
                     distributed_timeout_minutes=math.ceil(config.cluster.join_timeout_seconds / 60),
                 )
             torch.manual_seed(config.seed)

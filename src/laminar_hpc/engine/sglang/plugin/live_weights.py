@@ -1,25 +1,26 @@
 """The engine's live parameters under their Hugging Face names, where each lies in its whole, and what it adds
 to the whole's check sums.
 
-SGLang fuses q/k/v and gate/up projections, pads the vocabulary and splits over its tensor-parallel ranks;
-this undoes all of it by views, so that the sums of the live weights compare with those of the canonical
-tensors (docs/staleness.md). Every rank tells of its own shard.
+SGLang fuses q/k/v and gate/up projections, and experts, pads the vocabulary and splits over its
+tensor-parallel ranks; this undoes all of it by views, so that the sums of the live weights compare with those
+of the canonical tensors (docs/staleness.md). Every rank tells of its own shard.
 """
 
 from collections.abc import Iterator
 
 import torch
 
+from laminar_hpc.engine.sglang.plugin.live_experts import expert_views, holds_experts
 from laminar_hpc.engine.sglang.plugin.protocol import TensorShard
 from laminar_hpc.weights.kernels.slices import LocalSlice
 from laminar_hpc.weights.kernels.sums import slice_sums
 
 
 def canonical_views(
-    model: torch.nn.Module, config: object, rank: int = 0, size: int = 1
+    model: torch.nn.Module, config: object, rank: int = 0, size: int = 1, expert_parallel: int = 1
 ) -> Iterator[LocalSlice]:
-    """What tensor-parallel rank `rank` of `size` holds. `config` is the model's Hugging Face config. A tied
-    head is left out."""
+    """What tensor-parallel rank `rank` of `size` holds. `config` is the model's Hugging Face config;
+    `expert_parallel`: ranks over which whole experts are divided. A tied head is left out."""
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     # few KV heads are held more than once
@@ -37,6 +38,8 @@ def canonical_views(
             for (part, (rows, shard, _)), piece in zip(qkv.items(), pieces, strict=True):
                 whole = (rows, *shape[1:])
                 yield _slice(name.replace("qkv_proj", f"{part}_proj"), piece, whole, 0, shard * len(piece))
+        elif holds_experts(name):
+            yield from expert_views(name, tensor, rank, size, expert_parallel)
         elif ".gate_up_proj." in name:
             for part, piece in zip(("gate", "up"), tensor.chunk(2), strict=True):
                 whole = (size * len(piece), *shape[1:])

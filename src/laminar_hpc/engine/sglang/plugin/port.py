@@ -32,10 +32,12 @@ def ping(scheduler: object, request: protocol.PortPing) -> protocol.PortReply:
 
 
 def _views(scheduler: object) -> Iterator:
+    from sglang.srt.runtime_context import get_parallel
+
     from laminar_hpc.engine.sglang.plugin.live_weights import canonical_views
 
-    runner = scheduler.tp_worker.model_runner
-    return canonical_views(runner.model, runner.model_config.hf_config, *tensor_parallel())
+    runner, experts = scheduler.tp_worker.model_runner, get_parallel().moe_ep_size
+    return canonical_views(runner.model, runner.model_config.hf_config, *tensor_parallel(), experts)
 
 
 def layout(scheduler: object, request: protocol.GetLayout) -> protocol.PortReply:
