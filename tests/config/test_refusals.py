@@ -67,7 +67,8 @@ VALUES = {
     "rollout.max_concurrent=null": "must be a whole number, at least 1",
     "sampling.temperature=0": "must be above 0",
     "emulation.constants.prefill_mfu=high": "must be a number, at least 0",
-    "algorithm.loss=clp": "sapo, gmpo, or MODULE.FUNCTION (did you mean clip?)",
+    "algorithm.loss=clp": "use one of clip, gspo, cispo, aipo, dppo, sapo, gmpo, or MODULE.FUNCTION "
+    "(did you mean clip?)",
     "algorithm.advantage=gae": "use one of grpo, rloo, reinforce_pp, reinforce_pp_baseline",
     "model.dtype=bf16": "use one of float32, bfloat16",
     "resume=maybe": "use one of auto, never",

@@ -54,6 +54,17 @@ def test_chunks_are_the_whole(case: str, ranks: Ranks, tmp_path: Path) -> None:
             assert np.linalg.norm(gradient) > 0
 
 
+@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_entropies_have_the_gradient_of_plain_softmax(tensor: int, temperature: float, ranks: Ranks) -> None:
+    """To 1e-6 times the largest, beside the log-probs' gradient, of all logits and in chunks, at one rank and
+    over a vocabulary split over two, a part of which is padding."""
+    for found in ranks.run(tensor, "cases:entropy_gradients", temperature=temperature):
+        largest = found.pop("largest")
+        assert largest > 0.5
+        assert {name for name, value in found.items() if value > 1e-6 * max(1.0, 4 * largest)} == set(), found
+
+
 def test_long_responses_do_not_bound_the_micro_batch() -> None:
     """Promise: 32K tokens over a vocabulary of 152K take no more than 8K do, and less than a quarter of all
     logits; a few tokens are not cut up."""

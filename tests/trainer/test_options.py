@@ -93,7 +93,8 @@ OPTIONS = {
         "kl_estimator": "k3_weighted",
         **NARROW,
     },
-    "sequence_icepop": {
+    "sequence_icepop-entropy": {
+        "entropy_coefficient": 0.05,
         "proximal": "recomputed",
         "corrections": ["sequence_icepop"],
         "importance_weight_cap": 3.0,

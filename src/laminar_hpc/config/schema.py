@@ -239,6 +239,8 @@ class AlgorithmConfig:
     counted (`kl_bounded_tokens`); null = no bound"""
     kl_in_reward: bool = False
     """taken off the reward instead of added to the loss"""
+    entropy_coefficient: float = number(0.0, at_least=0, at_most=1000)
+    """weight of the entropy of each token's distribution, taken off the loss; 0 = none"""
     overlong_buffer_tokens: int = number(0, at_least=0)
     """the last so many below sampling.max_response_tokens cost up to 1 of reward; 0 = none"""
     length_penalty: float = number(0.0, at_least=0, at_most=1000)

@@ -318,11 +318,12 @@ def in_chunks(model: str, settings: dict) -> dict[str, dict[str, object]]:
             values: list = values,
             name: str = name,
         ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-            values += [logprobs.detach().clone(), entropies.clone()]
+            values += [logprobs.detach().clone(), entropies.detach().clone()]
             if name == "chunks":  # as apex's fused product of a micro-batch before would leave it
                 weight.grad_added_to_main_grad = True
             weights = torch.linspace(-1, 1, len(logprobs))
-            return (logprobs.exp() * weights).sum(), torch.ones((), dtype=torch.int), torch.zeros(())
+            total = (logprobs.exp() * weights).sum() + 0.3 * (entropies * weights.flip(0)).sum()
+            return total, torch.ones((), dtype=torch.int), torch.zeros(())
 
         with largest:
             policy.accumulate([make_microbatch(batch, policy.device)], loss)
@@ -337,6 +338,51 @@ def in_chunks(model: str, settings: dict) -> dict[str, dict[str, object]]:
         }
     head.LOGITS_BYTES = LOGITS_BYTES
     return found
+
+
+def entropy_gradients(temperature: float) -> dict[str, float]:
+    """The largest deviation of this rank's gradients from autograd's of plain softmax entropies and log-probs
+    over the whole vocabulary, of all logits and of chunks; and the largest gradient."""
+    tensor = dist.get_world_size()
+    if not ps.model_parallel_is_initialized():
+        ps.initialize_model_parallel(tensor)
+    draw = torch.Generator().manual_seed(0)
+    rows, hidden, vocabulary, real = 3 * ROWS + 2, 8, 64, 50  # the rest is padding
+    x, weight = torch.randn(rows, hidden, generator=draw), torch.randn(vocabulary, hidden, generator=draw)
+    targets = torch.randint(0, real, (rows,), generator=draw)
+    slopes = torch.randn(2, rows, generator=draw)
+    columns = vocabulary // tensor
+    own = slice(columns * ps.get_tensor_model_parallel_rank(), columns * (1 + place()[0]))
+    head.LOGITS_BYTES = 4 * columns * ROWS
+
+    def gradients(of: Callable, *inputs: torch.Tensor) -> list[torch.Tensor]:
+        leaves = [each.clone().requires_grad_(True) for each in inputs]
+        logprobs, entropies = of(*leaves)
+        (logprobs * slopes[0] + entropies * slopes[1]).sum().backward()
+        return [leaf.grad for leaf in leaves]
+
+    def plain(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logp = ((x @ weight.t()) / temperature)[:, :real].log_softmax(-1)
+        return logp.gather(1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
+
+    expected = gradients(plain, x, weight)
+    logits = x @ weight.t()
+    (of_logits,) = gradients(lambda y: plain(y, torch.eye(vocabulary)), logits)
+    (whole,) = gradients(
+        lambda y: head.whole_logprobs(y * 1.0, targets, temperature, real), logits[:, own].contiguous()
+    )
+    chunked = gradients(
+        lambda x, w: head.chunked_logprobs(x, w, targets, torch.nn.functional.linear, temperature, real),
+        x,
+        weight[own].contiguous(),
+    )
+    head.LOGITS_BYTES = LOGITS_BYTES
+    return {
+        "whole": float((whole - of_logits[:, own]).abs().max()),
+        "hidden": float((chunked[0] - expected[0]).abs().max()),
+        "weight": float((chunked[1] - expected[1][own]).abs().max()),
+        "largest": float(of_logits.abs().max()),
+    }
 
 
 class LargestTensor(TorchDispatchMode):

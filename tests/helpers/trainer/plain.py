@@ -48,7 +48,11 @@ class PlainTrainer:
         )
 
     def logprobs(self, model: torch.nn.Module, t: Made) -> torch.Tensor:
-        return selected(token_logprobs(model, t, self.config.sampling.temperature)[0], t)
+        return self.logprobs_and_entropies(model, t)[0]
+
+    def logprobs_and_entropies(self, model: torch.nn.Module, t: Made) -> tuple[torch.Tensor, torch.Tensor]:
+        logprobs, entropies = token_logprobs(model, t, self.config.sampling.temperature)
+        return selected(logprobs, t), selected(entropies, t)
 
     def train(self, batch: list[Made], step: int) -> tuple[list[float], list[float]]:
         """Losses and gradient norms of the mini-batches."""
@@ -71,7 +75,7 @@ class PlainTrainer:
             self.adam.zero_grad()
             numerator, tokens = torch.zeros(()), sum(len(behaviour[i]) for i in members)
             for i in members:
-                logprobs = self.logprobs(self.model, batch[i])
+                logprobs, entropies = self.logprobs_and_entropies(self.model, batch[i])
                 per_token = self.token_losses(
                     logprobs,
                     proximal[i],
@@ -80,6 +84,7 @@ class PlainTrainer:
                     advantages[i],
                     batch[i].finish_reason == "length",
                 )
+                per_token = per_token - a.entropy_coefficient * entropies
                 if a.likelihood_coefficient and batch[i].reward > 0:
                     right = sum(len(behaviour[j]) for j in members if batch[j].reward > 0)
                     numerator = numerator - a.likelihood_coefficient * logprobs.sum() / right

@@ -236,12 +236,18 @@ def test_delta_of_nothing() -> None:
     assert found.indices.numel() == found.values.numel() == 0
 
 
+@pytest.mark.parametrize("with_entropy", [False, True])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize(
     ("rows", "columns", "real"), [(5, 1000, 1000), (3, 1024, 900), (2, 64, 0), (0, 64, 64)]
 )
 def test_logprobs(
-    rows: int, columns: int, real: int, temperature: float, monkeypatch: pytest.MonkeyPatch
+    rows: int,
+    columns: int,
+    real: int,
+    temperature: float,
+    with_entropy: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Rows of several blocks, padding, a rank that has only padding, places of other ranks: the reference's
     values and gradients to the order of sums, in place too."""
@@ -253,7 +259,9 @@ def test_logprobs(
     expected = logprobs.summary(logits, places, real, temperature)
     assert torch.allclose(found, expected, rtol=1e-6, atol=1e-5)
     normalizers = expected[0] + (expected[1] + (real == 0)).log()
-    arguments = places, real, temperature, normalizers, upstream
+    entropies = (normalizers - expected[0]) - expected[2] / (expected[1] + (real == 0))
+    entropy = logprobs.EntropySlope(entropies, torch.randn(rows)) if with_entropy else None
+    arguments = places, real, temperature, normalizers, upstream, entropy
     ours, theirs = logits.clone(), logits.clone()
     triton_logprobs.gradient(ours, *arguments, ours)
     logprobs.gradient(theirs, *arguments, theirs)

@@ -113,17 +113,22 @@ LOGPROBS = {
         "places": "*i64",
         "normalizers": "*fp32",
         "upstream": "*fp32",
+        "entropies": "*fp32",
+        "of_entropy": "*fp32",
         "out": "*bf16",
     },
 }
 
 
 @pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize("kernel", LOGPROBS)
-def test_logprobs_compile_ahead(kernel: triton.JITFunction, capability: int) -> None:
+@pytest.mark.parametrize(
+    ("kernel", "constants"),
+    [(summary_kernel, {}), *((gradient_kernel, {"WITH_ENTROPY": entropy}) for entropy in (False, True))],
+)
+def test_logprobs_compile_ahead(kernel: triton.JITFunction, constants: dict, capability: int) -> None:
     """As above. A block of logits is read once, and of the gradient written once in 16 bits."""
     types = {**LOGPROBS[kernel], "temperature": "fp32", "inverse": "fp32"}
-    ptx = compiled(kernel, {"SCALED": True, "BLOCK": 2048}, capability, **types)
+    ptx = compiled(kernel, {"SCALED": True, "BLOCK": 2048, **constants}, capability, **types)
     read = 4 * len(re.findall(r"ld\.global\.v4\.b32", ptx))
     assert read == 2048 // 128 and f".target sm_{capability}" in ptx
     if kernel is gradient_kernel:

@@ -2,7 +2,7 @@
 Pure; called by trainer/step/learner.py.
 
     loss_t = kept_t * weight_t * policy_loss(pi / q, A)_t          by corrections.py and losses.py
-             + kl_coefficient * KL(pi || reference)_t
+             + kl_coefficient * KL(pi || reference)_t - entropy_coefficient * H(pi)_t
              - likelihood_coefficient * log pi_t         of right answers, with a denominator of their own
 """
 
@@ -40,7 +40,7 @@ def objective(
     logprobs: torch.Tensor,
     entropies: torch.Tensor,
 ) -> Objective:
-    """logprobs (with gradient) and entropies: of the policy as it is, float32 [tokens]."""
+    """logprobs and entropies, with gradient: of the policy as it is, float32 [tokens]."""
     now = logprobs.detach()
     correction = corrected(a, now, tokens)
     kept, bounded_weights = correction.kept, correction.bounded
@@ -59,6 +59,8 @@ def objective(
             bounded = (kl_estimate(now, tokens.reference, "k3", a.kl_k3_max) >= a.kl_k3_max).float()
         if not a.kl_in_reward:
             losses = losses + a.kl_coefficient * estimate
+    if a.entropy_coefficient > 0:
+        losses = losses - a.entropy_coefficient * entropies
     weights, count = weights_and_count(tokens, a.loss_aggregation, max_response_tokens)
     total = (losses * weights).sum()
     if a.likelihood_coefficient > 0 and tokens.likelihood is not None:

@@ -63,10 +63,12 @@ class _Head:
         places: torch.Tensor,
         normalizers: torch.Tensor,
         upstream: torch.Tensor,
+        entropy: kernels.EntropySlope | None,
         out: torch.Tensor,
     ) -> torch.Tensor:
-        """d log p(target) / d logits = onehot - softmax, times `upstream`, in `out`."""
-        kernels.gradient(logits, places, self.real, self.temperature, normalizers, upstream, out)
+        """d log p(target) / d logits = onehot - softmax, times `upstream`, and the entropies' gradient, in
+        `out`."""
+        kernels.gradient(logits, places, self.real, self.temperature, normalizers, upstream, entropy, out)
         return out
 
 
@@ -78,14 +80,16 @@ class _Whole(torch.autograd.Function):
         places = head.places(targets)
         logprobs, entropies, normalizers = head.values(logits.split(head.rows), places)
         ctx.head = head
-        ctx.save_for_backward(logits, places, normalizers)
-        ctx.mark_non_differentiable(entropies)
+        ctx.save_for_backward(logits, places, normalizers, entropies)
+        ctx.set_materialize_grads(False)  # so that a step without an entropy bonus pays nothing for it
         return logprobs, entropies
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor, _: torch.Tensor) -> tuple:
-        logits, places, normalizers = ctx.saved_tensors
-        return ctx.head.gradient(logits, places, normalizers, gradient, logits), None, None
+    def backward(ctx: Any, gradient: torch.Tensor | None, of_entropies: torch.Tensor | None) -> tuple:
+        logits, places, normalizers, entropies = ctx.saved_tensors
+        gradient = torch.zeros_like(normalizers) if gradient is None else gradient
+        slope = None if of_entropies is None else kernels.EntropySlope(entropies, of_entropies)
+        return ctx.head.gradient(logits, places, normalizers, gradient, slope, logits), None, None
 
 
 class _Chunked(torch.autograd.Function):
@@ -104,21 +108,30 @@ class _Chunked(torch.autograd.Function):
         ctx.head = head
         ctx.product = product
         ctx.weight = weight
-        ctx.save_for_backward(hidden, weight, places, normalizers)
-        ctx.mark_non_differentiable(entropies)
+        ctx.save_for_backward(hidden, weight, places, normalizers, entropies)
+        ctx.set_materialize_grads(False)
         return logprobs, entropies
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor, _: torch.Tensor) -> tuple:
-        hidden, weight, places, normalizers = ctx.saved_tensors
+    def backward(ctx: Any, gradient: torch.Tensor | None, of_entropies: torch.Tensor | None) -> tuple:
+        hidden, weight, places, normalizers, entropies = ctx.saved_tensors
         head: _Head = ctx.head
+        gradient = torch.zeros_like(normalizers) if gradient is None else gradient
+        slopes = (
+            [None] * len(normalizers.split(head.rows))
+            if of_entropies is None
+            else [
+                kernels.EntropySlope(*each)
+                for each in zip(entropies.split(head.rows), of_entropies.split(head.rows), strict=True)
+            ]
+        )
         of_hidden = torch.empty_like(hidden)
         of_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         parts = (t.split(head.rows) for t in (hidden, places, normalizers, gradient, of_hidden))
-        for part, wanted, normalizer, upstream, out in zip(*parts, strict=True):
+        for part, wanted, normalizer, upstream, out, slope in zip(*parts, slopes, strict=True):
             logits = ctx.product(part, weight, None).float()
             narrow = logits if weight.dtype is torch.float32 else torch.empty_like(logits, dtype=weight.dtype)
-            head.gradient(logits, wanted, normalizer, upstream, narrow)
+            head.gradient(logits, wanted, normalizer, upstream, slope, narrow)
             del logits
             torch.mm(narrow, weight, out=out)
             add_products(of_weight, narrow, part)
@@ -142,8 +155,8 @@ def add_products(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -
 def whole_logprobs(
     logits: torch.Tensor, targets: torch.Tensor, temperature: float, vocab: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """logits [n, vocabulary / TP] float32 at temperature 1, targets [n] int64 -> log-probs with gradient and
-    entropies in nats, float32 [n] each. Collective over the tensor-parallel ranks; the backward pass
+    """logits [n, vocabulary / TP] float32 at temperature 1, targets [n] int64 -> log-probs and entropies in
+    nats, float32 [n] each, both with gradient. Collective over the tensor-parallel ranks; the backward pass
     overwrites `logits`."""
     return _Whole.apply(logits, targets, _Head(logits.shape[1], temperature, vocab))
 

@@ -6,10 +6,19 @@ kernels' reference. `places` are the columns of the wanted tokens, negative wher
 has them; columns from `real` on are padding, without probability or gradient.
 """
 
+from typing import NamedTuple
+
 import torch
 
 _ROWS = 1024  # plain torch's temporaries are of so many rows
 LEAST = -1e30  # the greatest logit of a rank that has only padding: finite, as 0 * -inf is NaN
+
+
+class EntropySlope(NamedTuple):
+    """The rows' entropies, and the gradient of what is made of them by each; float32 [rows] both."""
+
+    entropies: torch.Tensor
+    upstream: torch.Tensor
 
 
 def summary(logits: torch.Tensor, places: torch.Tensor, real: int, temperature: float) -> torch.Tensor:
@@ -44,15 +53,25 @@ def gradient(
     temperature: float,
     normalizers: torch.Tensor,
     upstream: torch.Tensor,
+    entropy: EntropySlope | None,
     out: torch.Tensor,
 ) -> None:
     """Into `out` [rows, columns], of any float dtype, the gradient of the logits, which are overwritten and
-    may be `out`: (onehot - exp(x - normalizer)) * upstream / temperature, both vectors float32 [rows]."""
+    may be `out`: (onehot - p) * upstream / temperature with p = exp(x - normalizer), both vectors float32
+    [rows]; of an `entropy` H, too: -p (log p + H) * its upstream / temperature."""
     if logits.is_cuda:
         from laminar_hpc.weights.kernels.triton_logprobs import gradient as on_gpu
 
-        return on_gpu(logits, places, real, temperature, normalizers, upstream, out)
-    found = logits[:, :real].div_(temperature).sub_(normalizers[:, None]).exp_().mul_(-upstream[:, None])
+        return on_gpu(logits, places, real, temperature, normalizers, upstream, entropy, out)
+    found = logits[:, :real].div_(temperature).sub_(normalizers[:, None])
+    if entropy is None:
+        found.exp_().mul_(-upstream[:, None])
+    else:
+        vectors = (upstream, entropy.entropies, entropy.upstream)
+        for rows, *of_rows in zip(*(x.split(_ROWS) for x in (found, *vectors)), strict=True):
+            from_above, entropies, slope = (vector[:, None] for vector in of_rows)
+            factor = (rows + entropies).mul_(slope).add_(from_above)
+            rows.exp_().mul_(factor.neg_())
     if real:
         found.scatter_add_(1, places.clamp(min=0)[:, None], (upstream * (places >= 0))[:, None])
     out[:, :real] = found.div_(temperature)

@@ -4,6 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
+from laminar_hpc.weights.kernels.logprobs import EntropySlope
+
 SUMMARY = {"BLOCK": 8192, "num_warps": 8}
 GRADIENT = {"BLOCK": 4096, "num_warps": 8}
 
@@ -67,6 +69,8 @@ def gradient_kernel(
     places,
     normalizers,
     upstream,
+    entropies,
+    of_entropy,
     out,
     stride,
     out_stride,
@@ -76,14 +80,21 @@ def gradient_kernel(
     inverse,
     SCALED: tl.constexpr,
     BLOCK: tl.constexpr,
+    WITH_ENTROPY: tl.constexpr,
 ):
+    """Without WITH_ENTROPY the two vectors of the entropy are not read."""
     row = tl.program_id(1)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits + row.to(tl.int64) * stride + column, mask=column < columns, other=0.0)
     from_above = tl.load(upstream + row) * inverse
     if SCALED:
         x = _over(x, temperature, inverse)
-    slope = -from_above * tl.exp(x - tl.load(normalizers + row))
+    x -= tl.load(normalizers + row)
+    if WITH_ENTROPY:
+        weight = from_above + tl.load(of_entropy + row) * inverse * (x + tl.load(entropies + row))
+        slope = -weight * tl.exp(x)
+    else:
+        slope = -from_above * tl.exp(x)
     slope += tl.where(column == tl.load(places + row), from_above, 0.0)
     slope = tl.where(column < real, slope, 0.0).to(out.dtype.element_ty)
     tl.store(out + row.to(tl.int64) * out_stride + column, slope, mask=column < columns)
@@ -113,12 +124,16 @@ def gradient(
     temperature: float,
     normalizers: torch.Tensor,
     upstream: torch.Tensor,
+    entropy: EntropySlope | None,
     out: torch.Tensor,
 ) -> None:
     rows, columns = logits.shape
+    entropies, of_entropy = entropy or (normalizers, upstream)
     if rows:
         gradient_kernel[(triton.cdiv(columns, GRADIENT["BLOCK"]), rows)](
-            *(logits, places, normalizers, upstream, out, logits.stride(0), out.stride(0), columns, real),
+            *(logits, places, normalizers, upstream, entropies, of_entropy, out),
+            *(logits.stride(0), out.stride(0), columns, real),
             *_scale(temperature),
             **GRADIENT,
+            WITH_ENTROPY=entropy is not None,
         )
