@@ -194,8 +194,7 @@ def _stage_layers(model: dict, stages: int) -> tuple[int, int]:
 
 
 def _stage_parameters(model: dict, stages: int) -> float:
-    """Parameters of the fullest pipeline stage: the first has the embedding, the last the output layer and
-    the last norm."""
+    """Parameters of the fullest pipeline stage: the first has the embedding, the last head and norm."""
     total, embedding = count_parameters(model), model["vocab_size"] * model["hidden_size"]
     if stages == 1:
         return total

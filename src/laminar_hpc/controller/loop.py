@@ -131,8 +131,7 @@ class Controller(Protocols):
 
 
 def make_controller(tables: Tables, hub: Hub, trace: Trace, relays: int) -> Controller:
-    """The parts over `tables`, with the loop; from here on the others are let in. `relays`: how many the run
-    starts with."""
+    """The parts over `tables`, and the loop; lets the others in. `relays`: how many the run starts with."""
     parts = make_protocols(make_flow(tables, relays), hub.address.run_id)
     controller = Controller(**vars(parts), hub=hub, trace=trace, handlers=handlers(parts))
     hub.announce(tables.store.store_id, tables.store.received())

@@ -24,6 +24,7 @@ from typing import Any
 
 import msgspec
 
+from laminar_hpc.machine.files.durable import sync_folder
 from laminar_hpc.machine.observability import console
 from laminar_hpc.store.journal_files import (
     Position,
@@ -36,7 +37,6 @@ from laminar_hpc.store.journal_files import (
     since,
     snapshot_name,
     snapshots,
-    sync_folder,
 )
 from laminar_hpc.store.journal_watch import JournalWatch
 from laminar_hpc.store.recorded import RecordedConnection

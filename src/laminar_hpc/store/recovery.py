@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from laminar_hpc.config.errors import Refused
+from laminar_hpc.machine.files.durable import sync_folder
 from laminar_hpc.machine.observability import console
 from laminar_hpc.store import journal_files as files
 from laminar_hpc.store.full_disk import is_full_disk
@@ -175,7 +176,7 @@ def _rebuild(folder: Path, store: Path, say: Callable[[str], None]) -> None:
         position, count, read = build(folder, temporary)
         aside = move_aside(store)
         temporary.rename(store)
-        files.sync_folder(store.parent)
+        sync_folder(store.parent)
     finally:
         temporary.unlink(missing_ok=True)
     seconds = time.monotonic() - begun

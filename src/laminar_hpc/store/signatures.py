@@ -51,8 +51,7 @@ def key_path(config: RunConfig, run_dir: Path) -> Path:
 
 
 def own_key(config: RunConfig, run_dir: Path) -> SigningKey:
-    """The key that signs this run's checkpoints; made where it is not there. Raises LaminarError where
-    checkpoint.key names none."""
+    """The key that signs this run's checkpoints, made if missing. Raises LaminarError for a wrong one."""
     path = key_path(config, run_dir)
     if key := read_key(path):
         return key

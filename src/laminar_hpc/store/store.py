@@ -233,8 +233,7 @@ class Store:
         return bool(self._db.execute("SELECT 1 FROM received WHERE identity = ?", (identity,)).fetchone())
 
     def received(self) -> dict[str, int]:
-        """By identity of a worker, the number of its newest message (line/delivery.py) whose effects are
-        here."""
+        """By identity of a worker, the number of its newest message (line/delivery.py) with effects here."""
         return dict(self._db.execute("SELECT identity, seq FROM received"))
 
     def note_received(self, numbers: dict[str, int]) -> None:

@@ -86,8 +86,7 @@ class TrajectoryReports:
         self._shared.metrics.write("lost", **fields)
 
     def _ungraded(self, lost: Lost) -> None:
-        """Nothing of a group without a grade is trained. Ends the run, with a checkpoint, when a whole batch
-        of groups had none."""
+        """Nothing ungraded is trained. Ends the run, with a checkpoint, when a whole batch of groups was."""
         tracker, shared = self._tracker, self._shared
         group = tracker.ungraded(lost, time.time())
         if group is None:
