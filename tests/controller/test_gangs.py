@@ -46,9 +46,17 @@ class Entry:
         self.forgotten = 0
         self.trainer_generation = TrainerGeneration(self.shared, store, [self])
         part = SimpleNamespace(other_trainers=lambda: None, joined=lambda _: None)
-        self.membership = Membership(
-            self.shared, part, "run", store, self.trainer_generation, "slots", part, part, part, part, []
+        flow = SimpleNamespace(
+            **vars(self.shared),
+            roles_apart=self.shared.roles_apart,
+            store=store,
+            slots="slots",
+            weights=part,
+            active_replicas=part,
+            continuation=part,
+            told_of_losses=[],
         )
+        self.membership = Membership(flow, "run", self.trainer_generation, part, part)
 
     def trainers_ended(self) -> None:
         self.forgotten += 1

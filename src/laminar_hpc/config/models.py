@@ -106,15 +106,23 @@ def _meant(path: Path) -> str:
     return "name a Hugging Face model directory, or a model of the hub, e.g. model.path=Qwen/Qwen2.5-0.5B"
 
 
+def indexed_files(folder: Path) -> list[str]:
+    """The safetensors files that the folder's index names; none without an index. Raises ValueError for a
+    file that is none."""
+    index = folder / INDEX_FILE
+    try:
+        return sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.is_file() else []
+    except (ValueError, LookupError, TypeError, AttributeError):
+        raise ValueError(f"{index} is no index of safetensors files") from None
+
+
 def missing_files(path: str) -> list[str]:
     """What a Hugging Face directory lacks for a run, one line each with its cure."""
-    folder, lines = Path(path), []
-    index = folder / "model.safetensors.index.json"
+    folder, lines, named = Path(path), list[str](), list[str]()
     try:
-        named = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.is_file() else []
-    except (ValueError, LookupError, TypeError, AttributeError):
-        lines.append(f"model.path={path}: {index.name} is no index of safetensors files; download it again")
-        named = []
+        named = indexed_files(folder)
+    except ValueError:
+        lines.append(f"model.path={path}: {INDEX_FILE} is no index of safetensors files; download it again")
     again, anew = "download the model again", "save it anew with transformers"
     if gone := [name for name in named if not (folder / name).is_file()]:
         lines.append(f"model.path={path}: {', '.join(gone)} of its index is missing; {again}")
@@ -222,10 +230,6 @@ def head_in_chunks(tokens: int, columns: int, hidden: int, width: int) -> bool:
     return _whole_head_bytes(tokens, columns) > _chunked_head_bytes(columns, hidden, width)
 
 
-def _head_bytes(tokens: int, columns: int, hidden: int, width: int) -> float:
-    return min(_whole_head_bytes(tokens, columns), _chunked_head_bytes(columns, hidden, width))
-
-
 def trainer_bytes(model: dict, width: int, trainer: TrainerConfig) -> int:
     """Estimated bytes on the fullest trainer GPU. `width`: bytes of a served weight (2 for bfloat16).
 
@@ -256,7 +260,9 @@ def trainer_bytes(model: dict, width: int, trainer: TrainerConfig) -> int:
     stays = {"full": residual, "selective": layer - feed_forward}.get(trainer.recompute_activations, layer)
     first, others = _stage_layers(model, stages)
     kept, last = stays * max(stages * first, (stages - 1) * others), stays * (others or first)
-    head = _head_bytes(tokens, math.ceil(model["vocab_size"] / tensor), hidden, width) + tokens * gathered
+    columns = math.ceil(model["vocab_size"] / tensor)
+    head = min(_whole_head_bytes(tokens, columns), _chunked_head_bytes(columns, hidden, width))
+    head += tokens * gathered
     return int(state + tokens * (layer + gathered) + max(tokens * kept, tokens * last + head))
 
 

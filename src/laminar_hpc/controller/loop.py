@@ -86,18 +86,16 @@ class Controller(Protocols):
         elif isinstance(message, Hello):
             self.membership.on_hello(identity, message)
         elif isinstance(message, StopRequest):
-            (self.trainer_generation.ask_to_leave if message.trainers_only else self.request_stop)(
-                message.reason
-            )
+            stop = self.trainer_generation.ask_to_leave if message.trainers_only else self.request_stop
+            stop(message.reason)
         elif (member := self.members.of(identity)) is None:
             self.membership.on_stranger(identity, message)
         else:
             member.last_seen = time.monotonic()
             handler = self.handlers[member.hello.role].get(type(message))
             if handler is None:
-                return self.membership.refuse(
-                    identity, f"a {member.hello.role} sends no {type(message).__name__}"
-                )
+                reason = f"a {member.hello.role} sends no {type(message).__name__}"
+                return self.membership.refuse(identity, reason)
             handler(member, message)
             self.failover.place_orphans()
         return None

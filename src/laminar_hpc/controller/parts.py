@@ -125,10 +125,8 @@ def make_flow(t: Tables, relays: int) -> Flow:
     if t.roles_apart:
         continuation.recall(t.derived.rollout_ranks)
         awaited, last_seen = t.tracker.keep_owners(), status.last_seen(Path(t.config.run_dir))
-    active_replicas, homes = (
-        ActiveReplicas(t, t.replicas, awaited),
-        HomeRouting(t, t.tracker, t.replicas, t.pool),
-    )
+    active_replicas = ActiveReplicas(t, t.replicas, awaited)
+    homes = HomeRouting(t, t.tracker, t.replicas, t.pool)
     scorers = Scorers(t, t.tracker, t.replicas)
     return Flow(
         **vars(t),
@@ -158,10 +156,12 @@ def make_protocols(f: Flow, run_id: str) -> Protocols:
     training = Training(
         f, tracker, f.evaluations, f.weights, store, f.replay, f.continuation, f.active_replicas, archiving
     )
-    trainer_generation, told = TrainerGeneration(f, store, [training, f.weights]), f.told_of_losses
+    trainer_generation = TrainerGeneration(f, store, [training, f.weights])
     if f.roles_apart:
         take_up(Path(f.config.run_dir), store, tracker, f.pool, f.reports)
-    reattachment = Reattachment(f, store, tracker, f.replicas, f.failover, f.awaited, told, f.last_seen)
+    reattachment = Reattachment(
+        f, store, tracker, f.replicas, f.failover, f.awaited, f.told_of_losses, f.last_seen
+    )
     return Protocols(
         **vars(f),
         gone=gone,
@@ -172,17 +172,5 @@ def make_protocols(f: Flow, run_id: str) -> Protocols:
         training=training,
         trainer_generation=trainer_generation,
         reattachment=reattachment,
-        membership=Membership(
-            f,
-            f.weights,
-            run_id,
-            store,
-            trainer_generation,
-            f.slots,
-            gone,
-            f.active_replicas,
-            f.continuation,
-            reattachment,
-            told,
-        ),
+        membership=Membership(f, run_id, trainer_generation, gone, reattachment),
     )

@@ -73,12 +73,7 @@ _STATUS_SECONDS = 1.0
 
 
 def build(
-    config: RunConfig,
-    begun: Begun,
-    hub: Hub,
-    relays: int,
-    machine: str,
-    say: Callable[[str], None],
+    config: RunConfig, begun: Begun, hub: Hub, relays: int, machine: str, say: Callable[[str], None]
 ) -> Controller:
     """Everything that the loop needs. The trainers say later which step the store goes back to."""
     with before_it_begins():

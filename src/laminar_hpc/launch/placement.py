@@ -35,9 +35,6 @@ def place(config: RunConfig) -> tuple[RoleOfRank, list[RoleOfRank], int]:
         raise LaminarError(
             f"first_index={config.first_index}: leave it out for rollouts; the controller numbers them"
         )
-    if config.role == "rollout":  # counted on this machine: the controller gives them their numbers
-        here = [RoleOfRank("rollout", other) for other in range(first, first + per_node)]
-        return here[rank - first], here, lanes
     if config.role != "all":
         if config.role == "relay" and (per_node != lanes or config.first_index % lanes):
             raise LaminarError(
@@ -45,9 +42,9 @@ def place(config: RunConfig) -> tuple[RoleOfRank, list[RoleOfRank], int]:
                 f"--nproc-per-node={lanes} (not {per_node}) and "
                 f"a first_index that is a multiple of it (not {config.first_index})"
             )
-        here = [
-            RoleOfRank(config.role, config.first_index + other) for other in range(first, first + per_node)
-        ]
+        # rollouts are counted on this machine: the controller gives them their numbers
+        begin = config.first_index + first
+        here = [RoleOfRank(config.role, index) for index in range(begin, begin + per_node)]
         return here[rank - first], here, lanes
     derived = derive(config)
     gpus = gpus_per_node(config)

@@ -34,12 +34,7 @@ class Gpus:
 
 
 def assign_roles(
-    trainers: int,
-    rollouts: int,
-    nodes: int,
-    ranks_per_node: int,
-    lanes: int = 1,
-    gpus: Gpus | None = None,
+    trainers: int, rollouts: int, nodes: int, ranks_per_node: int, lanes: int = 1, gpus: Gpus | None = None
 ) -> list[RoleOfRank]:
     """Roles by rank; relay number i is lane i modulo `lanes` of its machine. `gpus`: of nodes that have some;
     where they are too few for each to have one use only, they are shared, and do not decide.

@@ -24,13 +24,7 @@ from laminar_hpc.machine.files.durable import sync_folder
 from laminar_hpc.machine.observability import console
 from laminar_hpc.store import journal_files as files
 from laminar_hpc.store.full_disk import is_full_disk
-from laminar_hpc.store.journal import (
-    MARK,
-    position_of,
-    run_dir_of,
-    store_id_of,
-    take_snapshot,
-)
+from laminar_hpc.store.journal import MARK, position_of, run_dir_of, store_id_of, take_snapshot
 from laminar_hpc.store.journal_files import DamagedJournal, OtherHistory, Position
 from laminar_hpc.store.rebuild import build, refusal, replay
 from laminar_hpc.store.store_layout import connect_read_only

@@ -151,12 +151,7 @@ def _view(replica: int, seen: _Seen) -> repack.ReplicaView:
     report = seen.report
     assert report.weight_id is not None
     return repack.ReplicaView(
-        replica,
-        report.weight_id,
-        report.held_tokens,
-        seen.kv_tokens_before,
-        report.in_flight,
-        report.waiting,
+        replica, report.weight_id, report.held_tokens, seen.kv_tokens_before, report.in_flight, report.waiting
     )
 
 

@@ -92,12 +92,7 @@ class EmulatedDecoding:
         self._born = time.monotonic()
         rollout = config.rollout
         self._replica = SimulatedReplica(
-            index,
-            self.costs,
-            rollout.kv_cache_tokens,
-            rollout.max_concurrent,
-            admission,
-            tensor_parallel,
+            index, self.costs, rollout.kv_cache_tokens, rollout.max_concurrent, admission, tensor_parallel
         )
         self._call = _call_tokens(config)
         self._jobs: dict[str, EmulatedRequest] = {}
