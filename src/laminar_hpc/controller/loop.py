@@ -23,7 +23,8 @@ from dataclasses import dataclass
 
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.controller.fleet.handlers import Handlers, handlers
-from laminar_hpc.controller.parts import Protocols, Tables, make_flow, make_protocols
+from laminar_hpc.controller.parts import Protocols, make_flow, make_protocols
+from laminar_hpc.controller.tables import Tables
 from laminar_hpc.line.hub import Hub, UnreadableMessage
 from laminar_hpc.line.messages.membership import Hello, Stop, StopRequest
 from laminar_hpc.line.messages.wire import AnyMessage

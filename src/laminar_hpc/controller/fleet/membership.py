@@ -47,7 +47,7 @@ _MEMORY_CURES = {
 
 
 class Membership:
-    """Takes members in and out, and tells the parts that have to do with them, most of them those of `flow`."""
+    """Takes members in and out, and tells the parts that have to do with them, most of them of `flow`."""
 
     def __init__(
         self,
