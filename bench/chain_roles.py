@@ -34,8 +34,8 @@ from laminar_hpc.config.load import load_config
 from laminar_hpc.controller.fleet.members import Members
 from laminar_hpc.controller.fleet.replicas import Replicas
 from laminar_hpc.controller.loop import make_controller
-from laminar_hpc.controller.parts import Tables
 from laminar_hpc.controller.shared import Outbox, RunState
+from laminar_hpc.controller.tables import Tables
 from laminar_hpc.controller.trajectories.partial_responses import PartialResponsePool
 from laminar_hpc.controller.trajectories.tracker import TrajectoryTracker
 from laminar_hpc.line.channel import Channel, StopReceived

@@ -46,9 +46,22 @@ class Entry:
         self.forgotten = 0
         self.trainer_generation = TrainerGeneration(self.shared, store, [self])
         part = SimpleNamespace(other_trainers=lambda: None, joined=lambda _: None)
-        self.membership = Membership(
-            self.shared, part, "run", store, self.trainer_generation, "slots", part, part, part, part, []
+        flow = SimpleNamespace(
+            **vars(self.shared),
+            roles_apart=self.shared.roles_apart,
+            store=store,
+            slots="slots",
+            weights=part,
+            active_replicas=part,
+            continuation=part,
+            told_of_losses=[],
         )
+        self.membership = Membership(flow, "run", self.trainer_generation, part, part)
+
+    def tables(self, store: Store) -> SimpleNamespace:
+        """Those of a controller without trajectories."""
+        shared = {**vars(self.shared), "request_stop": self.shared.request_stop, "fail": self.shared.fail}
+        return SimpleNamespace(**shared, store=store, tracker=None, evaluations=None, replay=None)
 
     def trainers_ended(self) -> None:
         self.forgotten += 1
@@ -235,7 +248,7 @@ def test_trainers_leave_a_run_that_goes_on(tmp_path: Path, store: Store) -> None
         entry = Entry(tmp_path, store)
         state, nothing = entry.shared.state, SimpleNamespace()
         continuation = Continuation(store, state, None)
-        training = Training(entry.shared, nothing, None, nothing, store, None, continuation, nothing, None)
+        training = Training(entry.tables(store), nothing, continuation, nothing, None)
         entry.trainer_generation.ask_to_leave("SIGUSR1")
         assert not state.trainers_leave
         entry.hello(f"a{stopped}"), entry.hello(f"x{stopped}", index=1)
@@ -323,7 +336,7 @@ def test_trainers_that_are_not_where_the_run_is_end_it(
     (checkpoint / "state.json").write_text("{}")
     continuation = Continuation(store, entry.shared.state, None)
     nothing = SimpleNamespace()
-    training = Training(entry.shared, nothing, None, nothing, store, None, continuation, nothing, None)
+    training = Training(entry.tables(store), nothing, continuation, nothing, None)
     with pytest.raises(LaminarError, match=f"trainer 0 {reason}"):
         say(training, entry.members.at("trainer"))
     store.close()

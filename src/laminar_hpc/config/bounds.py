@@ -27,8 +27,7 @@ _NAME = "laminar"  # of our entry in a field's metadata
 
 @dataclass(frozen=True)
 class Bounds:
-    """What a number may be; None = no bound on that side. `why`: what is wrong beyond them, where the bound
-    alone does not say it."""
+    """What a number may be; None = no bound on that side. `why`: what is wrong beyond them, if not plain."""
 
     at_least: float | None = None
     above: float | None = None
@@ -214,8 +213,7 @@ def wrong_values(config: Any, prefix: str = "") -> list[str]:
 
 
 def _entries(key: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """The value itself, or each entry of a list (under the list's key, a section under its index) or table
-    (under its own key)."""
+    """The value, or each entry of a list (under its key, a section under its index) or table (own key)."""
     if isinstance(value, dict):
         yield from ((f"{key}.{name}", entry) for name, entry in value.items())
     elif isinstance(value, list):

@@ -114,15 +114,23 @@ def _meant(path: Path) -> str:
     return "name a Hugging Face model directory, or a model of the hub, e.g. model.path=Qwen/Qwen2.5-0.5B"
 
 
+def indexed_files(folder: Path) -> list[str]:
+    """The safetensors files that the folder's index names; none without an index. Raises ValueError for a
+    file that is none."""
+    index = folder / INDEX_FILE
+    try:
+        return sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.is_file() else []
+    except (ValueError, LookupError, TypeError, AttributeError):
+        raise ValueError(f"{index} is no index of safetensors files") from None
+
+
 def missing_files(path: str) -> list[str]:
     """What a Hugging Face directory lacks for a run, one line each with its cure."""
-    folder, lines = Path(path), []
-    index = folder / "model.safetensors.index.json"
+    folder, lines, named = Path(path), list[str](), list[str]()
     try:
-        named = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.is_file() else []
-    except (ValueError, LookupError, TypeError, AttributeError):
-        lines.append(f"model.path={path}: {index.name} is no index of safetensors files; download it again")
-        named = []
+        named = indexed_files(folder)
+    except ValueError:
+        lines.append(f"model.path={path}: {INDEX_FILE} is no index of safetensors files; download it again")
     again, anew = "download the model again", "save it anew with transformers"
     if gone := [name for name in named if not (folder / name).is_file()]:
         lines.append(f"model.path={path}: {', '.join(gone)} of its index is missing; {again}")
@@ -221,8 +229,7 @@ def _stage_experts(model: dict, stages: int) -> int:
 
 
 def _stage_parameters(model: dict, stages: int) -> float:
-    """Parameters of the fullest pipeline stage: the first has the embedding, the last the output layer and
-    the last norm."""
+    """Parameters of the fullest pipeline stage: the first has the embedding, the last head and norm."""
     total, embedding = count_parameters(model), model["vocab_size"] * model["hidden_size"]
     if stages == 1:
         return total

@@ -41,8 +41,7 @@ def plain(path: Path) -> Path:
 
 
 def labels(key: str, sources: list[Source]) -> list[str]:
-    """A name for each, its label where that is the only one. Raises LaminarError when even the longer labels
-    of two are the same."""
+    """A name for each: its label if that is the only one. Raises LaminarError when two are the same."""
     short = [source.label for source in sources]
     labels = [source.longer_label if short.count(source.label) > 1 else source.label for source in sources]
     twice = next((label for label in labels if labels.count(label) > 1), None)

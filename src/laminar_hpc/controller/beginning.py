@@ -17,14 +17,7 @@ from laminar_hpc.machine.locks.run_lock import RunLock, refuse_if_held
 from laminar_hpc.machine.observability import console
 from laminar_hpc.machine.observability.wandb_mirror import check_wandb
 from laminar_hpc.store.recovery import own_era, retire, settle
-from laminar_hpc.store.rundir import (
-    Start,
-    journal_folder,
-    prepare,
-    store_directory,
-    store_path,
-    unusable,
-)
+from laminar_hpc.store.rundir import Start, journal_folder, prepare, store_directory, store_path, unusable
 from laminar_hpc.store.same_run import refuse_changes, refuse_unsound_source
 from laminar_hpc.store.store_check import check_store, damage_of
 from laminar_hpc.store.turn import ONE_WORLD_SECONDS, await_turn

@@ -23,7 +23,8 @@ from dataclasses import dataclass
 
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.controller.fleet.handlers import Handlers, handlers
-from laminar_hpc.controller.parts import Protocols, Tables, make_flow, make_protocols
+from laminar_hpc.controller.parts import Protocols, make_flow, make_protocols
+from laminar_hpc.controller.tables import Tables
 from laminar_hpc.line.hub import Hub, UnreadableMessage
 from laminar_hpc.line.messages.membership import Hello, Stop, StopRequest
 from laminar_hpc.line.messages.wire import AnyMessage
@@ -86,18 +87,16 @@ class Controller(Protocols):
         elif isinstance(message, Hello):
             self.membership.on_hello(identity, message)
         elif isinstance(message, StopRequest):
-            (self.trainer_generation.ask_to_leave if message.trainers_only else self.request_stop)(
-                message.reason
-            )
+            stop = self.trainer_generation.ask_to_leave if message.trainers_only else self.request_stop
+            stop(message.reason)
         elif (member := self.members.of(identity)) is None:
             self.membership.on_stranger(identity, message)
         else:
             member.last_seen = time.monotonic()
             handler = self.handlers[member.hello.role].get(type(message))
             if handler is None:
-                return self.membership.refuse(
-                    identity, f"a {member.hello.role} sends no {type(message).__name__}"
-                )
+                reason = f"a {member.hello.role} sends no {type(message).__name__}"
+                return self.membership.refuse(identity, reason)
             handler(member, message)
             self.failover.place_orphans()
         return None
@@ -131,8 +130,7 @@ class Controller(Protocols):
 
 
 def make_controller(tables: Tables, hub: Hub, trace: Trace, relays: int) -> Controller:
-    """The parts over `tables`, with the loop; from here on the others are let in. `relays`: how many the run
-    starts with."""
+    """The parts over `tables`, and the loop; lets the others in. `relays`: how many the run starts with."""
     parts = make_protocols(make_flow(tables, relays), hub.address.run_id)
     controller = Controller(**vars(parts), hub=hub, trace=trace, handlers=handlers(parts))
     hub.announce(tables.store.store_id, tables.store.received())

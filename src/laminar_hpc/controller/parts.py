@@ -18,23 +18,20 @@ from laminar_hpc.controller.fleet.active_replicas import ActiveReplicas
 from laminar_hpc.controller.fleet.draining import Draining
 from laminar_hpc.controller.fleet.members import Member
 from laminar_hpc.controller.fleet.membership import Membership
-from laminar_hpc.controller.fleet.replicas import Replicas
 from laminar_hpc.controller.fleet.trainer_generation import TrainerGeneration
-from laminar_hpc.controller.shared import NUMBERS, HearsOfLosses, Shared
+from laminar_hpc.controller.shared import NUMBERS, HearsOfLosses
+from laminar_hpc.controller.tables import Tables
 from laminar_hpc.controller.takeover import Continuation, Reattachment
 from laminar_hpc.controller.training import Training
 from laminar_hpc.controller.trajectories.answers import AnswerRouting
 from laminar_hpc.controller.trajectories.dispatcher import Dispatcher
-from laminar_hpc.controller.trajectories.evaluations import Evaluations
 from laminar_hpc.controller.trajectories.failover import Failover
 from laminar_hpc.controller.trajectories.homes import HomeRouting
 from laminar_hpc.controller.trajectories.last_evaluation import LastEvaluation
 from laminar_hpc.controller.trajectories.migration import Migration
-from laminar_hpc.controller.trajectories.partial_responses import PartialResponsePool
 from laminar_hpc.controller.trajectories.repacker import Repacker
 from laminar_hpc.controller.trajectories.reports import TrajectoryReports
 from laminar_hpc.controller.trajectories.scorers import Scorers
-from laminar_hpc.controller.trajectories.tracker import TrajectoryTracker
 from laminar_hpc.controller.trajectories.unsaid_words import take_up
 from laminar_hpc.controller.weights.probes import Probes
 from laminar_hpc.controller.weights.weight_ids import Weights
@@ -42,20 +39,6 @@ from laminar_hpc.line.messages.membership import Ping, Pong
 from laminar_hpc.store import status
 from laminar_hpc.store.archiving import Archiving
 from laminar_hpc.store.gone_writers import GoneWriters
-from laminar_hpc.store.store import Store
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tables(Shared):
-    """`replay`: the store of another run, which has all batches. `slots`: its folder in shared memory."""
-
-    store: Store
-    tracker: TrajectoryTracker
-    evaluations: Evaluations | None
-    replay: Store | None
-    slots: str
-    replicas: Replicas
-    pool: PartialResponsePool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,17 +102,15 @@ def make_flow(t: Tables, relays: int) -> Flow:
     probes = Probes(t.config.model.dtype, layers, t.metrics, t.say)
     weights = Weights(t, relays, t.store, probes)
     first = t.store.get("restore_epoch", 0) * NUMBERS
-    migration = Migration(t, t.tracker, t.replicas, t.pool, weights.steps, first)
-    failover = Failover(t, t.tracker, t.replicas, weights, t.pool, migration)
+    migration = Migration(t, weights.steps, first)
+    failover = Failover(t, weights, migration)
     continuation, awaited, last_seen = Continuation(t.store, t.state, t.evaluations), set[int](), 0.0
     if t.roles_apart:
         continuation.recall(t.derived.rollout_ranks)
         awaited, last_seen = t.tracker.keep_owners(), status.last_seen(Path(t.config.run_dir))
-    active_replicas, homes = (
-        ActiveReplicas(t, t.replicas, awaited),
-        HomeRouting(t, t.tracker, t.replicas, t.pool),
-    )
-    scorers = Scorers(t, t.tracker, t.replicas)
+    active_replicas = ActiveReplicas(t, t.replicas, awaited)
+    homes = HomeRouting(t)
+    scorers = Scorers(t)
     return Flow(
         **vars(t),
         awaited=awaited,
@@ -138,14 +119,12 @@ def make_flow(t: Tables, relays: int) -> Flow:
         continuation=continuation,
         migration=migration,
         failover=failover,
-        answers=AnswerRouting(t, t.tracker, t.pool, migration),
+        answers=AnswerRouting(t, migration),
         homes=homes,
         active_replicas=active_replicas,
-        dispatcher=Dispatcher(
-            t, t.tracker, t.evaluations, t.replicas, weights, failover, probes, active_replicas, first
-        ),
+        dispatcher=Dispatcher(t, weights, failover, probes, active_replicas, first),
         scorers=scorers,
-        reports=TrajectoryReports(t, t.tracker, t.evaluations, t.pool, failover, scorers, homes),
+        reports=TrajectoryReports(t, failover, scorers, homes),
     )
 
 
@@ -155,34 +134,20 @@ def make_protocols(f: Flow, run_id: str) -> Protocols:
     patience = cluster.join_timeout_seconds + cluster.heartbeat_timeout_seconds
     gone = GoneWriters(store.run_dir, f.roles_apart, patience, time.monotonic())
     archiving = None if f.replay else Archiving(f.config, store, gone, f.metrics, f.say)
-    training = Training(
-        f, tracker, f.evaluations, f.weights, store, f.replay, f.continuation, f.active_replicas, archiving
-    )
-    trainer_generation, told = TrainerGeneration(f, store, [training, f.weights]), f.told_of_losses
+    training = Training(f, f.weights, f.continuation, f.active_replicas, archiving)
+    trainer_generation = TrainerGeneration(f, store, [training, f.weights])
     if f.roles_apart:
         take_up(Path(f.config.run_dir), store, tracker, f.pool, f.reports)
-    reattachment = Reattachment(f, store, tracker, f.replicas, f.failover, f.awaited, told, f.last_seen)
+    reattachment = Reattachment(f, f.failover, f.awaited, f.told_of_losses, f.last_seen)
     return Protocols(
         **vars(f),
         gone=gone,
-        repacker=Repacker(f, tracker, f.replicas, f.weights, f.migration),
-        draining=Draining(f, tracker, f.replicas, f.migration, f.failover, [f.homes, f.dispatcher]),
+        repacker=Repacker(f, f.weights, f.migration),
+        draining=Draining(f, f.migration, f.failover, [f.homes, f.dispatcher]),
         last_evaluation=LastEvaluation(f, f.evaluations),
         archiving=archiving,
         training=training,
         trainer_generation=trainer_generation,
         reattachment=reattachment,
-        membership=Membership(
-            f,
-            f.weights,
-            run_id,
-            store,
-            trainer_generation,
-            f.slots,
-            gone,
-            f.active_replicas,
-            f.continuation,
-            reattachment,
-            told,
-        ),
+        membership=Membership(f, run_id, trainer_generation, gone, reattachment),
     )

@@ -26,9 +26,9 @@ from laminar_hpc.controller.fleet.members import Members, rollout_silence
 from laminar_hpc.controller.fleet.replicas import Replicas
 from laminar_hpc.controller.fleet.trainer_generation import StopCutShort
 from laminar_hpc.controller.loop import Controller, make_controller
-from laminar_hpc.controller.parts import Tables
 from laminar_hpc.controller.shared import NUMBERS, Outbox, RunState
 from laminar_hpc.controller.standstill import Standstill
+from laminar_hpc.controller.tables import Tables
 from laminar_hpc.controller.trajectories.evaluations import Evaluations
 from laminar_hpc.controller.trajectories.partial_responses import PartialResponsePool
 from laminar_hpc.controller.trajectories.rewards import say_doubts, try_rewards
@@ -73,12 +73,7 @@ _STATUS_SECONDS = 1.0
 
 
 def build(
-    config: RunConfig,
-    begun: Begun,
-    hub: Hub,
-    relays: int,
-    machine: str,
-    say: Callable[[str], None],
+    config: RunConfig, begun: Begun, hub: Hub, relays: int, machine: str, say: Callable[[str], None]
 ) -> Controller:
     """Everything that the loop needs. The trainers say later which step the store goes back to."""
     with before_it_begins():

@@ -56,7 +56,7 @@ class RunState:
 
     trainer_step: int  # the version of the trainer's weights
     trainer_generation: str = (
-        ""  # the identity of the trainer 0 that has said where it starts, at whichever controller
+        ""  # identity of the trainer 0 that has said, to any controller, where it starts
     )
     groups_taken: int = 0  # by the trainer, of its present step
     steps_done: int = 0  # since the trainers started

@@ -71,8 +71,7 @@ def sample_line(whole: Whole, step: int, tokenizer: Tokenizer) -> str:
 
 
 def shown(text: str, characters: int) -> str:
-    """Printable on one line, its middle left out beyond so many characters: a prompt's task and a response's
-    answer tend to end it."""
+    """Printable on one line, its middle left out: a prompt's task and a response's answer end it."""
     if len(text) > characters:
         half = characters // 2
         text = f"{text[:half]} ... {len(text) - 2 * half:,} characters ... {text[-half:]}"

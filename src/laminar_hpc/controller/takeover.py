@@ -26,12 +26,11 @@ from collections.abc import Sequence
 import msgspec
 
 from laminar_hpc.controller.fleet.members import Member, rollout_silence
-from laminar_hpc.controller.fleet.replicas import Replicas
-from laminar_hpc.controller.shared import HearsOfLosses, RunState, Shared
+from laminar_hpc.controller.shared import HearsOfLosses, RunState
+from laminar_hpc.controller.tables import Tables
 from laminar_hpc.controller.trajectories.evaluations import Evaluations
 from laminar_hpc.controller.trajectories.failover import Failover
 from laminar_hpc.controller.trajectories.migration import attempt_of
-from laminar_hpc.controller.trajectories.tracker import TrajectoryTracker
 from laminar_hpc.line.messages.data import Sample
 from laminar_hpc.line.messages.rollouts import Drop, Holds
 from laminar_hpc.machine.observability import console
@@ -177,25 +176,22 @@ class Reattachment:
 
     def __init__(
         self,
-        shared: Shared,
-        store: Store,
-        tracker: TrajectoryTracker,
-        replicas: Replicas,
+        tables: Tables,
         failover: Failover,
         awaited: set[int],
         told: Sequence[HearsOfLosses],
         last_seen: float,
     ) -> None:
-        self._shared = shared
-        self._store = store
-        self._tracker = tracker
-        self._replicas = replicas
+        self._shared = tables
+        self._store = tables.store
+        self._tracker = tables.tracker
+        self._replicas = tables.replicas
         self._failover = failover
         self._told = told
         self.awaited = awaited
         self._last_seen = last_seen
         # who has lost a controller looks for this one after 3 s (line/controller_watch.py)
-        silence = rollout_silence(shared.config.cluster.heartbeat_timeout_seconds)
+        silence = rollout_silence(tables.config.cluster.heartbeat_timeout_seconds)
         self._until = time.monotonic() + silence
         self._workers = 0  # that have outlived the last controller
         self._over = not last_seen

@@ -17,11 +17,9 @@ from pathlib import Path
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.controller.fleet.active_replicas import ActiveReplicas
 from laminar_hpc.controller.fleet.members import Member
-from laminar_hpc.controller.shared import Shared
 from laminar_hpc.controller.shown_samples import ShownSamples
+from laminar_hpc.controller.tables import Tables
 from laminar_hpc.controller.takeover import Continuation
-from laminar_hpc.controller.trajectories.evaluations import Evaluations
-from laminar_hpc.controller.trajectories.tracker import TrajectoryTracker
 from laminar_hpc.controller.weights.weight_ids import Weights
 from laminar_hpc.line.channel import SAME_VERSION
 from laminar_hpc.line.messages.training import (
@@ -53,33 +51,28 @@ class Training:
 
     def __init__(
         self,
-        shared: Shared,
-        tracker: TrajectoryTracker,
-        evaluations: Evaluations | None,
+        tables: Tables,
         weights: Weights,
-        store: Store,
-        replay: Store | None,
         continuation: Continuation,
         active_replicas: ActiveReplicas,
         archiving: Archiving | None,
     ) -> None:
-        self._shared = shared
-        self._config = shared.config
-        self._state = shared.state
-        self._tracker = tracker
-        self._evaluations = evaluations
+        self._shared = tables
+        self._config = tables.config
+        self._state = tables.state
+        self._tracker = tables.tracker
+        self._evaluations = tables.evaluations
         self._weights = weights
-        self._store = store
-        self._replay = replay
+        self._store = tables.store
+        self._replay = tables.replay
         self._continuation = continuation
         self._active_replicas = active_replicas
         self._archiving = archiving
         self._writer: PayloadWriter | None = None  # of a replay's steps that come from an archive
-        config = shared.config
-        self._samples = ShownSamples(Path(config.model.path), config.observability.show_samples, shared.say)
-        self._evaluated_before = bool(
-            self._state.trainer_generation
-        )  # it is due, or done, since an earlier controller
+        config = tables.config
+        self._samples = ShownSamples(Path(config.model.path), config.observability.show_samples, tables.say)
+        # it is due, or done, since an earlier controller
+        self._evaluated_before = bool(self._state.trainer_generation)
         self._request: TakeBatch | None = None
         self._wait_reason = ""
         self._last_not_yet = self._last_step_time = 0.0

@@ -181,8 +181,7 @@ class Engine(Protocol):
     # Whatever fails raises KvRefused of one line, and the trajectory goes on by re-prefill from its tokens.
 
     async def kv_reserve(self, move_id: str, weight_id: int, tokens: int) -> str:
-        """The destination makes room for `tokens` tokens and listens; returns the address that the source
-        needs, which is a secret."""
+        """The destination makes room for `tokens` tokens; returns the address for the source, a secret."""
 
     async def kv_send(self, move_id: str, request_id: str, address: str) -> None:
         """The source sends the KV of all full pages that the request has now; it decodes on."""

@@ -89,8 +89,7 @@ class HttpReward:
         return text
 
     def _connected(self) -> aiohttp.ClientSession:
-        """One session per event loop. Neither proxies nor .netrc of the environment: only the URL is
-        contacted."""
+        """One session per event loop. No proxies or .netrc of the environment: only the URL is contacted."""
         loop = asyncio.get_running_loop()
         if self._session is None or self._loop is not loop:
             connector, unbounded = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout()

@@ -191,9 +191,7 @@ COMMANDS: dict[str, Subcommand] = {
     "doctor": Subcommand(
         elsewhere("launch.doctor.command"),
         "what this machine can run, and what killed runs have left on it, which --clean removes",
-        {
-            "laminar doctor": "one line for each thing that a run needs; exit code 1 if one fails",
-        },
+        {"laminar doctor": "one line for each thing that a run needs; exit code 1 if one fails"},
         options={"--clean": flag("remove what killed runs have left here")},
     ),
 }

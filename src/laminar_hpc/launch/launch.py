@@ -207,8 +207,7 @@ class NodeAgent:
         self._alone_at = math.inf
 
     def run(self, look: Callable[[], None] = lambda: None) -> int:
-        """Until all have ended for good; `look` takes orders. Exit code: 0 = done or left in order, 2 =
-        refused, 1 = failed."""
+        """Until all have ended; `look` takes orders. Exit code: 0 = done or left, 2 = refused, 1 = failed."""
         while going_on := [group for group in self.groups if group.code is None]:
             look()
             for group in going_on:

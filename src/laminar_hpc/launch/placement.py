@@ -35,9 +35,6 @@ def place(config: RunConfig) -> tuple[RoleOfRank, list[RoleOfRank], int]:
         raise LaminarError(
             f"first_index={config.first_index}: leave it out for rollouts; the controller numbers them"
         )
-    if config.role == "rollout":  # counted on this machine: the controller gives them their numbers
-        here = [RoleOfRank("rollout", other) for other in range(first, first + per_node)]
-        return here[rank - first], here, lanes
     if config.role != "all":
         if config.role == "relay":
             _refuse_broken_lanes(lanes, per_node, config.first_index)

@@ -28,8 +28,7 @@ _FAILED_SECONDS = 30.0  # ranks whom the failure of another one has left behind 
 
 @dataclass(frozen=True)
 class Ranks:
-    """Ranks of one world on this machine: which of the `here` that each of its machines has, and which of the
-    machines this is."""
+    """Ranks of one world here: which of each machine's `here` ones, and which of the machines this is."""
 
     places: Sequence[int]
     here: int

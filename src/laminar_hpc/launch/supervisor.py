@@ -58,11 +58,8 @@ class WholeRun(WorkerGroup):
     def __init__(self, config: RunConfig, words: list[str], world: int) -> None:
         self._world = world
         self._earlier = newest_start(config)
-        restarts, advice = (
-            Restarts(config.restarts or 0),
-            ", then go on with the same command and resume=auto",
-        )
-        super().__init__(config, words, Ranks(range(world), world), restarts, advice=advice)
+        restarts = Restarts(config.restarts or 0)
+        super().__init__(config, words, Ranks(range(world), world), restarts, advice=GO_ON)
 
     def name(self, rank: int) -> str:
         derived, lanes = derive(self.config), self.config.relay.lanes

@@ -80,8 +80,7 @@ def read_address(run_dir: Path) -> ControllerAddress | None:
 
 
 def own_address(host: str) -> str:
-    """The IP address at which this machine is reached by the others: loopback for a run on one machine, else
-    the route to `host`."""
+    """The IP address at which others reach this machine: loopback on one machine, else the way to `host`."""
     target = socket.gethostbyname(host)
     if target.startswith("127."):
         return target

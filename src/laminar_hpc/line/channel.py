@@ -207,8 +207,7 @@ class Channel:
                 self.wait(timeout=_FLUSH_SECONDS)
 
     def subscribe(self, callback: Callable[[Message | Exception], None]) -> None:
-        """From now on every message, and a ControllerLost or StopReceived instance, goes to `callback`, in
-        the I/O thread."""
+        """Every message, ControllerLost or StopReceived goes to `callback` from now on, in the I/O thread."""
         with self._arrived:
             self._callback = callback
             for item in self._inbox:

@@ -159,8 +159,7 @@ class Receiver:
         return True
 
     def misses(self, sent: int, now: float) -> bool:
-        """Whether to ask for all behind `received` once more: the sender has put `sent` on the wire, and a
-        wire keeps the order."""
+        """Whether to ask again for all behind `received`: the sender has put `sent` on the wire, in order."""
         if sent <= self.received:
             return False
         due = self.received + 1

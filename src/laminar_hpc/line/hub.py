@@ -241,8 +241,7 @@ class Hub:
     # ---- what is acknowledged ------------------------------------------------------------------------------
 
     def received(self) -> dict[str, int]:
-        """By identity, the newest number that has arrived since the last `committed`: for the transaction
-        that holds the effects."""
+        """By identity, the newest number since the last `committed`: for the transaction with the effects."""
         return {peer.identity: peer.arrived for peer in self._due if peer.arrived}
 
     def committed(self) -> None:

@@ -18,8 +18,7 @@ _MIB = 1 << 20
 
 
 def gigabytes_of_gpus() -> list[float]:
-    """Memory of each GPU that this process may use, in 10^9 bytes and the order of `present`; [] without GPUs
-    or when it is unknown."""
+    """Memory of each GPU here in 10^9 bytes, in the order of `present`; [] without GPUs or if unknown."""
     names = present()
     if not names:
         return []

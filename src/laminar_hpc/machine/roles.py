@@ -34,12 +34,7 @@ class Gpus:
 
 
 def assign_roles(
-    trainers: int,
-    rollouts: int,
-    nodes: int,
-    ranks_per_node: int,
-    lanes: int = 1,
-    gpus: Gpus | None = None,
+    trainers: int, rollouts: int, nodes: int, ranks_per_node: int, lanes: int = 1, gpus: Gpus | None = None
 ) -> list[RoleOfRank]:
     """Roles by rank; relay number i is lane i modulo `lanes` of its machine. `gpus`: of nodes that have some;
     where they are too few for each to have one use only, they are shared, and do not decide.
@@ -95,8 +90,7 @@ def _by_gpus(
 
 
 def _fits(trainers: int, rollouts: int, nodes: int, ranks_per_node: int, lanes: int) -> bool:
-    """Whether every node's ranks after trainers and controller are none, or all its relays and rollouts, and
-    the rollouts add up."""
+    """Whether each node's ranks behind trainers and controller are none or whole, and rollouts add up."""
     left = [max(0, min(ranks_per_node, (n + 1) * ranks_per_node - trainers - 1)) for n in range(nodes)]
     return (
         trainers + 1 <= nodes * ranks_per_node

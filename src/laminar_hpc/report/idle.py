@@ -60,8 +60,7 @@ def training_windows(run: Run) -> list[Interval]:
 
 
 def idle_fraction(run: Run, role: str) -> float | None:
-    """Idle process-seconds of `role` (trainer, rollout) over its process-seconds in the windows; None without
-    such traces."""
+    """Idle process-seconds of `role` (trainer, rollout) over all of its seconds; None without traces."""
     windows = training_windows(run)
     length = sum(end - start for start, end in windows)
     processes = [spans for name, spans in run.spans.items() if name.rstrip("0123456789") == role]

@@ -84,8 +84,7 @@ def figures(run: Run) -> dict:
 
 
 def versions_max(run: Run) -> int | None:
-    """Weight ids of a trained trajectory; the steps' lines tell of those that the store has no more, and in a
-    replay of all."""
+    """Weight ids of a trained trajectory; of those not in the store, or in a replay, by the steps' lines."""
     stored, told = run.versions_max(), _whole_max(run.steps, "versions_per_trajectory_max")
     if stored is None or (run.has_old_steps and told is not None):
         return told if stored is None else max(stored, told or 0)

@@ -40,8 +40,7 @@ def text(value: object) -> str:
 
 
 def tag(name: str, content: str = "", /, *, title: str = "", **attributes: object) -> str:
-    """An element. `content` is markup, `title` becomes its tooltip; attributes: `text_anchor` is text-anchor,
-    `class_` is class."""
+    """An element of `content`, markup; `title`: its tooltip; attributes: `text_anchor` is text-anchor."""
     written = "".join(
         f' {key.strip("_").replace("_", "-")}="{_written(value)}"' for key, value in attributes.items()
     )
@@ -243,8 +242,7 @@ def percent(share: float) -> str:
 
 
 def share_bars(counts: Sequence[tuple[int, int]], color: str, x_name: str, bound: int | None = None) -> str:
-    """A bar per (whole number, count): its share of all. `bound`, the largest number allowed, is drawn as a
-    line beside its bar."""
+    """A bar per (whole number, count): its share of all. `bound`, the maximum, is a line beside its bar."""
     total = sum(n for _, n in counts)
     if not total:
         return empty("no trajectories stored")

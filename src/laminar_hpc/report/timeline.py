@@ -44,8 +44,7 @@ class TimelineRow:
 
 
 def rows(run: Run) -> list[TimelineRow]:
-    """Trainers, relays, rollouts (each followed by its tools and its scoring), controller; processes without
-    spans are left out."""
+    """Trainers, relays, rollouts (each with its tools and scoring), controller; those with spans."""
     rows = []
     for name in sorted(run.spans, key=_order):
         spans = run.spans[name]
@@ -87,8 +86,7 @@ class RunTime:
 
 
 def accounts(run: Run) -> list[tuple[str, list[tuple[str, float, str]]]]:
-    """Per process (kind, seconds, colour) within the training windows; the seconds of a process add up to the
-    windows' length."""
+    """Per process (kind, seconds, colour) within the training windows, whose length they add up to."""
     windows = training_windows(run)
     length = sum(end - start for start, end in windows)
     result = []

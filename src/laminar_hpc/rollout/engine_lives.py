@@ -7,8 +7,7 @@ from laminar_hpc.engine.interface import Engine, EngineFactory
 
 
 class EngineLives:
-    """`current` is the engine to use now; only the weight loader replaces it, in a pull. `seed` gives each
-    life another seed."""
+    """`current`: the engine to use now; only the weight loader replaces it. `seed`: another for each life."""
 
     def __init__(self, new_engine: EngineFactory, seed: Callable[[], int]) -> None:
         self._new_engine = new_engine

@@ -41,8 +41,7 @@ Found = list[ToolCall] | Malformed  # in a turn
 
 
 class TurnCalls:
-    """A replica's. `stateful`: environments stay at their homes. `dialogues`: how the model talks, by name of
-    the environment."""
+    """A replica's. `stateful`: environments stay at their homes. `dialogues`: by name of the environment."""
 
     def __init__(
         self, context: RoleContext, stop_ids: Sequence[int], stateful: bool, hand_over: HandOver
@@ -98,8 +97,7 @@ class TurnCalls:
     # ---- what its calls come to ----------------------------------------------------------------------------
 
     async def answer(self, trajectory: TrajectoryInFlight, found: Found) -> Answer:
-        """What the calls of its last turn come to, wherever they are made. Raises Ended and
-        EnvironmentFailed."""
+        """What the calls of its last turn come to, wherever made. Raises Ended and EnvironmentFailed."""
         part, last = trajectory.partial, int(tokens_of(trajectory.partial)[-1])
         away = self._stateful and trajectory.session is None and isinstance(found, list)
         maker = replica_of(part.home) if away else self._context.index
@@ -186,8 +184,7 @@ class TurnCalls:
     # ---- who hears of it -----------------------------------------------------------------------------------
 
     def tell(self, trajectory: TrajectoryInFlight) -> None:
-        """The pool knows all of it: what stands between a whole turn and its result tells of a call that may
-        have been made."""
+        """The pool knows all of it: between a whole turn and its result a call may have been made."""
         if self._context.config.rollout.increment_tokens and trajectory.is_told:
             self._context.channel.send(trajectory.increment(trajectory.told))
 

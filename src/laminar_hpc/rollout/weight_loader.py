@@ -124,8 +124,7 @@ class WeightLoader:
         self._unstarted = False  # the engine was replaced, and starts with the next pull
 
     def hold(self, weight_id: int) -> None:
-        """Keeps the slot of these weights from being rewritten until `let_go`: they are to be pulled soon.
-        Raises SlotGone."""
+        """Keeps the slot of these weights, soon to be pulled, as it is until `let_go`. Raises SlotGone."""
         self.let_go()
         self._held.enter_context(self.reader.lease(self.reader.find(weight_id)))
 

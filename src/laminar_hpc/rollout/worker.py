@@ -80,8 +80,7 @@ def new_episodes(context: RoleContext, stop_ids: Sequence[int], hand_over: HandO
 
 
 class RolloutWorker:
-    """One replica. `pool`: reward workers that several replicas of one process share, which the caller starts
-    and closes."""
+    """One replica. `pool`: reward workers of several replicas of one process, which the caller owns."""
 
     def __init__(
         self, context: RoleContext, new_engine: EngineFactory, pool: RewardPool | None = None

@@ -48,8 +48,7 @@ class Clock:
         self.at(self.now + seconds, call, *arguments)
 
     def run(self) -> None:
-        """Makes the calls in order until `running` is false or none is left. Raises LaminarError when nothing
-        is finished any more."""
+        """Makes the calls in order until `running` is false. Raises LaminarError when nothing is finished."""
         heap = self._heap
         while self.running and heap:
             self.now, _, call, arguments = heapq.heappop(heap)

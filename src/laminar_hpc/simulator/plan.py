@@ -82,8 +82,7 @@ def price(config: PlanConfig, candidate: Candidate) -> float:
 
 
 def tensor_parallels(config: PlanConfig, pool: PoolConfig) -> list[int]:
-    """TPs within a machine at which the model and the longest trajectory fit; the smallest three, as more
-    only adds exchanges."""
+    """The smallest three TPs within a machine at which model and longest trajectory fit."""
     model, tokens_min = MODELS[config.model], 2 * config.workload.longest
     machine = min(pool.count, GPUS[pool.gpu].machine)
     return [

@@ -9,14 +9,7 @@ from dataclasses import dataclass
 from laminar_hpc.config.directories import conf_directory
 from laminar_hpc.config.yaml_text import load_yaml
 from laminar_hpc.simulator.constants import DEFAULT
-from laminar_hpc.simulator.plan import (
-    Candidate,
-    away,
-    describe,
-    kv_cache_tokens,
-    repack_of,
-    trainer_settings,
-)
+from laminar_hpc.simulator.plan import Candidate, away, describe, kv_cache_tokens, repack_of, trainer_settings
 from laminar_hpc.simulator.schema import PlanConfig
 from laminar_hpc.simulator.tables import GPUS, MODELS
 

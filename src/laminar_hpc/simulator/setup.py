@@ -15,13 +15,7 @@ from laminar_hpc.simulator.request import EngineAdmission
 from laminar_hpc.simulator.rules import Rules
 from laminar_hpc.simulator.schema import PoolConfig, WorkloadConfig
 from laminar_hpc.simulator.tables import GPUS, Gpu, Model
-from laminar_hpc.simulator.trainer_cost import (
-    JobCosts,
-    Layout,
-    job_costs,
-    offloaded_layout,
-    trainer_layout,
-)
+from laminar_hpc.simulator.trainer_cost import JobCosts, Layout, job_costs, offloaded_layout, trainer_layout
 from laminar_hpc.simulator.turns.course import Known
 from laminar_hpc.simulator.turns.environments import Environments
 from laminar_hpc.simulator.wide_area.link import Site, WanLink, chained

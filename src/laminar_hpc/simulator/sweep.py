@@ -22,8 +22,7 @@ _SEARCH_STEPS = 3  # beyond the warm-up, while splits are compared
 
 
 def rules_of(config: SimulationConfig, pipeline: str) -> Rules:
-    """The pipeline's rules, with the configuration's staleness bound unless the pipeline is synchronous by
-    name: then it is 0."""
+    """The pipeline's rules, with the configuration's staleness bound; 0 if synchronous by name."""
     rules = PIPELINES[pipeline]
     if config.max_staleness is not None and rules.max_staleness != 0:
         rules = dataclasses.replace(rules, max_staleness=config.max_staleness)

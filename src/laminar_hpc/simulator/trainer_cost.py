@@ -78,13 +78,7 @@ def only_training(token: float) -> JobCosts:
 
 
 def job_costs(
-    model: Model,
-    gpu: Gpu,
-    gpus: int,
-    layout: Layout,
-    rollout_gpus: int,
-    cap: int,
-    c: Constants,
+    model: Model, gpu: Gpu, gpus: int, layout: Layout, rollout_gpus: int, cap: int, c: Constants
 ) -> JobCosts:
     """`gpu`, `gpus`: the trainer's; `cap`: tokens of the longest response allowed.
 
@@ -290,13 +284,7 @@ def packed(tokens: list[int], room: int, ranks: int) -> list[tuple[int, int]]:
 
 
 def pass_seconds(
-    tokens: list[int],
-    room: int,
-    ranks: int,
-    stages: int,
-    token: float,
-    attention: float,
-    microbatch: float,
+    tokens: list[int], room: int, ranks: int, stages: int, token: float, attention: float, microbatch: float
 ) -> float:
     """Seconds until the slowest rank is through its packs: `token` for each token, `attention` for each
     squared token of a trajectory, `microbatch` for each pack. A pipeline's buffers have one size, so its

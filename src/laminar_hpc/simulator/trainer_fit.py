@@ -31,8 +31,7 @@ def tokens_per_microbatch(w: WorkloadConfig, context: int = 1) -> int:
 
 
 def shards(model: Model, tensor: int) -> bool:
-    """Whether heads, key-value heads and the feed-forward width can be split over `tensor` ranks, as
-    config/check.py asks."""
+    """Whether heads, KV heads and feed-forward width can be split over `tensor` ranks, as in a run."""
     shape = model.config
     return all(
         n % tensor == 0 for n in (shape["num_attention_heads"], kv_heads(shape), shape["intermediate_size"])

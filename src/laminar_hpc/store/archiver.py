@@ -19,7 +19,7 @@ from laminar_hpc.policies.retention import kept
 from laminar_hpc.store.archive import files
 from laminar_hpc.store.payload.whole import Whole, wholes
 from laminar_hpc.store.payload.writer import FOLDER as PAYLOADS
-from laminar_hpc.store.rows import stored_groups
+from laminar_hpc.store.rows import Rows, stored_groups
 
 _PART_BYTES = 64 << 20  # of payloads that are in memory at once
 
@@ -72,8 +72,7 @@ class Archiver:
 
     def _archive(self, db: sqlite3.Connection, step: int) -> Archived:
         done = Archived(step)
-        sql = "SELECT id FROM groups WHERE state = 'consumed' AND consumed_step = ? ORDER BY id"
-        done.groups = [group for (group,) in db.execute(sql, (step,))]
+        done.groups = Rows(db).consumed_groups(step)
         self._add_given_up(db, done)
         if kept(self._rule, step + 1, step + 1):
             done.bytes, done.digest = files.write(self._run_dir, step + 1, self._parts(db, done))

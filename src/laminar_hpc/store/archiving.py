@@ -68,8 +68,7 @@ class Archiving:
         self._limit = found[-keep] if len(found) >= keep else 0
 
     def tick(self, trainer_step: int) -> None:
-        """Takes what the thread has done, and gives it the next step. The trainers have done `trainer_step`
-        steps."""
+        """Takes what the thread has done, and gives it the next of the trainers' `trainer_step` steps."""
         self._work(trainer_step)
         self._gone.tick(time.monotonic())  # of this turn, for the jobs after its commit
 

@@ -24,6 +24,7 @@ from typing import Any
 
 import msgspec
 
+from laminar_hpc.machine.files.durable import sync_folder
 from laminar_hpc.machine.observability import console
 from laminar_hpc.store.journal_files import (
     Position,
@@ -36,10 +37,10 @@ from laminar_hpc.store.journal_files import (
     since,
     snapshot_name,
     snapshots,
-    sync_folder,
 )
 from laminar_hpc.store.journal_watch import JournalWatch
 from laminar_hpc.store.recorded import RecordedConnection
+from laminar_hpc.store.store_layout import meta
 
 log = logging.getLogger(__name__)
 FOLDER = "journal"
@@ -187,31 +188,22 @@ class Journal:
 
 def position_of(db: sqlite3.Connection) -> Position:
     """Of the store that `db` is; the very beginning if it has no mark."""
-    text = _meta(db, MARK)
+    text = meta(db, MARK)
     return Position.parse(text) if text else Position()
 
 
 def store_id_of(db: sqlite3.Connection) -> str:
     """Empty if it has none."""
-    return _meta(db, "store_id")
+    return meta(db, "store_id")
 
 
 def run_dir_of(db: sqlite3.Connection) -> str:
     """Returns the folder of the run that wrote it last; empty if it had no journal."""
-    return _meta(db, RUN_DIR)
-
-
-def _meta(db: sqlite3.Connection, key: str) -> str:
-    row = db.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
-    return row[0] if row else ""
+    return meta(db, RUN_DIR)
 
 
 def take_snapshot(
-    store: Path,
-    folder: Path,
-    closing: threading.Event,
-    era: int,
-    is_sure: Callable[[], bool] = lambda: True,
+    store: Path, folder: Path, closing: threading.Event, era: int, is_sure: Callable[[], bool] = lambda: True
 ) -> int:
     """Copies what is committed into `folder`, then removes what it makes superfluous, if this controller is
     sure that no other one has begun to read without it. Returns its size.

@@ -29,6 +29,8 @@ from pathlib import Path
 
 import msgspec
 
+from laminar_hpc.machine.files.durable import sync_folder
+
 _MAGIC = b"\xa7LJ1"
 _FRAME = struct.Struct("<4sQQ")
 _CRC = struct.Struct("<I")
@@ -293,12 +295,3 @@ def _join(at: Position | None, start: Position, segment: Segment) -> Position | 
     if here.checksum != expected.checksum:
         raise OtherHistory
     return expected
-
-
-def sync_folder(folder: Path) -> None:
-    """What was made, renamed or deleted in it is on the disk."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -11,11 +11,18 @@ import sqlite3
 import struct
 from pathlib import Path
 
+import numpy as np
+
 from laminar_hpc.machine.files import durable
 
 _LOG_HEADER = struct.Struct(">8xI4x8s8x")  # page size, salt
-_FRAME_HEADER = struct.Struct(">II8s8x")  # page, size of the database in pages if a commit ends here, salt
-_READ_BYTES = 1 << 20
+_READ_FRAMES = 256  # at once; a longer transaction is read by more
+
+
+def _frame_type(size: int) -> np.dtype:
+    """`page`: its number from 1; `pages`: of the database, where a commit ends in this frame, else 0."""
+    fields = [("page", ">u4"), ("pages", ">u4"), ("salt", "V8"), ("sums", "V8"), ("content", f"V{size}")]
+    return np.dtype(fields)
 
 
 class MemoryCopy:
@@ -26,6 +33,7 @@ class MemoryCopy:
         self._log = os.open(path.with_name(f"{path.name}-wal"), os.O_RDONLY)
         self._salt = b""
         self._end = _LOG_HEADER.size
+        self._frame = _frame_type(0)
         self._pages = bytearray()
         self.follow()  # past what an earlier controller has left in the log
         self._pages = bytearray(db.serialize() or b"")
@@ -39,31 +47,27 @@ class MemoryCopy:
         if salt != self._salt:  # the log has begun again
             self._salt = salt
             self._end = _LOG_HEADER.size
-        at, found, data = 0, list[tuple[int, int]](), b""
+            self._frame = _frame_type(size)
+        count = _READ_FRAMES
         while True:
-            if at + _FRAME_HEADER.size + size > len(data):
-                data += os.pread(self._log, _READ_BYTES, self._end + len(data))
-                if at + _FRAME_HEADER.size + size > len(data):
-                    return
-            page, pages, salt = _FRAME_HEADER.unpack_from(data, at)
-            if salt != self._salt:  # an old frame, which the log has not overwritten yet
+            data = os.pread(self._log, count * self._frame.itemsize, self._end)
+            frames = np.frombuffer(data, self._frame, len(data) // self._frame.itemsize)
+            old = np.flatnonzero(frames["salt"] != np.void(salt))  # which the log has not overwritten yet
+            frames = frames[: old[0]] if len(old) else frames
+            commits = np.flatnonzero(frames["pages"])
+            if len(commits):
+                taken = frames[: commits[-1] + 1]
+                self._take(taken["page"].astype(int), taken["content"], int(taken["pages"][-1]))
+                self._end += taken.nbytes
+            if len(frames) < count:
                 return
-            at += _FRAME_HEADER.size
-            found.append((page, at))
-            at += size
-            if pages:
-                self._take(found, data, size, pages)
-                self._end = self._end + at
-                found = []
-                data = data[at:]
-                at = 0
+            count *= 1 if len(commits) else 2
 
-    def _take(self, found: list[tuple[int, int]], data: bytes, size: int, pages: int) -> None:
-        """`found`: pages of `size` bytes, and where they are in `data`; `pages`: how many there are now."""
-        self._pages.extend(bytes(max(0, pages * size - len(self._pages))))
-        view = memoryview(data)
-        for page, at in found:
-            self._pages[(page - 1) * size : page * size] = view[at : at + size]
+    def _take(self, numbers: np.ndarray, contents: np.ndarray, pages: int) -> None:
+        """`numbers` of pages, from 1, and their contents, the newer behind; `pages`: how many there are."""
+        size = contents.itemsize
+        self._pages.extend(bytes(max(0, int(numbers.max()) * size - len(self._pages))))
+        np.frombuffer(self._pages, contents.dtype)[numbers - 1] = contents
         del self._pages[pages * size :]
 
     def write(self, path: Path) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from laminar_hpc.line.messages.data import ScorePart, Trajectory
 from laminar_hpc.line.messages.wire import encode
 from laminar_hpc.policies.metrics import accuracy
+from laminar_hpc.store.store_layout import meta
 
 ROWS_MAX = 1_000_000  # some 400 MB
 _GROUPS_AT_ONCE = 64  # in one turn of the controller
@@ -33,7 +34,7 @@ class OldSteps:
 
     def next_trajectory(self) -> int:
         """The next free trajectory id, also where the rows of the last ones are gone."""
-        known = self._meta(_NEXT)
+        known = int(meta(self._db, _NEXT) or 0)
         [(last,)] = self._db.execute("SELECT COALESCE(MAX(id), -1) FROM trajectories")
         return max(known, last + 1)
 
@@ -69,7 +70,8 @@ class OldSteps:
             "SELECT id FROM groups WHERE state = 'given_up' AND consumed_step IS NULL AND id >= ? AND id < ? "
             "ORDER BY id LIMIT ?"
         )
-        found = self._db.execute(sql, (self._meta(_FIRST_GIVEN_UP), before, 4 * _GROUPS_AT_ONCE))
+        first = int(meta(self._db, _FIRST_GIVEN_UP) or 0)
+        found = self._db.execute(sql, (first, before, 4 * _GROUPS_AT_ONCE))
         groups = [group for (group,) in found]
         if groups:
             self._put(_FIRST_GIVEN_UP, groups[-1] + 1)
@@ -126,10 +128,6 @@ class OldSteps:
     def forget_sums(self, step: int) -> None:
         """Of `step` and later ones, whose trajectories have their rows again."""
         self._db.execute("DELETE FROM old_steps WHERE consumed_step >= ?", (step,))
-
-    def _meta(self, key: str) -> int:
-        row = self._db.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
-        return 0 if row is None else int(row[0])
 
     def _put(self, key: str, value: int) -> None:
         self._db.execute("INSERT OR REPLACE INTO meta VALUES(?, ?)", (key, str(value)))

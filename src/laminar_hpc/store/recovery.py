@@ -20,16 +20,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from laminar_hpc.config.errors import Refused
+from laminar_hpc.machine.files.durable import sync_folder
 from laminar_hpc.machine.observability import console
 from laminar_hpc.store import journal_files as files
 from laminar_hpc.store.full_disk import is_full_disk
-from laminar_hpc.store.journal import (
-    MARK,
-    position_of,
-    run_dir_of,
-    store_id_of,
-    take_snapshot,
-)
+from laminar_hpc.store.journal import MARK, position_of, run_dir_of, store_id_of, take_snapshot
 from laminar_hpc.store.journal_files import DamagedJournal, OtherHistory, Position
 from laminar_hpc.store.rebuild import build, refusal, replay
 from laminar_hpc.store.store_layout import connect_read_only
@@ -175,7 +170,7 @@ def _rebuild(folder: Path, store: Path, say: Callable[[str], None]) -> None:
         position, count, read = build(folder, temporary)
         aside = move_aside(store)
         temporary.rename(store)
-        files.sync_folder(store.parent)
+        sync_folder(store.parent)
     finally:
         temporary.unlink(missing_ok=True)
     seconds = time.monotonic() - begun

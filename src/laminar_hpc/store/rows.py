@@ -233,12 +233,8 @@ class Rows:
 
     def consumed_groups(self, step: int) -> list[int]:
         """Groups that step `step` trained on, in the order of the batch: by id."""
-        return [
-            row[0]
-            for row in self._db.execute(
-                "SELECT id FROM groups WHERE state = 'consumed' AND consumed_step = ? ORDER BY id", (step,)
-            )
-        ]
+        sql = "SELECT id FROM groups WHERE state = 'consumed' AND consumed_step = ? ORDER BY id"
+        return [group for (group,) in self._db.execute(sql, (step,))]
 
 
 # ---- scored trajectories: all but their columns, which are in payload files --------------------------------

@@ -55,8 +55,7 @@ def prepare(config: RunConfig, lock: RunLock | None = None) -> Start:
 
 
 def try_out(run_dir: Path) -> None:
-    """For a command line, before anything starts. Raises Refused when `run_dir` cannot be made or written;
-    leaves nothing behind."""
+    """For a command line. Raises Refused when `run_dir` cannot be made or written; leaves nothing behind."""
     missing = [folder for folder in (run_dir, *run_dir.parents) if not folder.exists()]
     try:
         run_dir.mkdir(parents=True, exist_ok=True)

@@ -51,8 +51,7 @@ def key_path(config: RunConfig, run_dir: Path) -> Path:
 
 
 def own_key(config: RunConfig, run_dir: Path) -> SigningKey:
-    """The key that signs this run's checkpoints; made where it is not there. Raises LaminarError where
-    checkpoint.key names none."""
+    """The key that signs this run's checkpoints, made if missing. Raises LaminarError for a wrong one."""
     path = key_path(config, run_dir)
     if key := read_key(path):
         return key
@@ -124,27 +123,28 @@ def objection(config: RunConfig, run_dir: Path, checkpoint: Path) -> str:
     if config.checkpoint.unsigned:
         return ""
     path = key_path(config, run_dir)
-    try:
-        content = (checkpoint / SIGNATURE_FILE).read_bytes()
-    except FileNotFoundError:
+    if (content := _content(checkpoint, SIGNATURE_FILE)) is None:
         return f"{checkpoint} is not signed: {_TRUST}"
-    except OSError as error:
-        raise DamagedCheckpoint(f"{SIGNATURE_FILE} cannot be read ({error.strerror})") from None
     signer, digest = _parsed(content)
     key = read_key(path)
     if key is None:
         return f"{checkpoint} is signed, and its key {path} is missing: {_TRUST}"
     if signer != key.name:
         return f"{checkpoint} is signed with another key than {path}: {_TRUST}"
-    try:
-        files = (checkpoint / LIST_FILE).read_bytes()
-    except FileNotFoundError:
-        raise DamagedCheckpoint(f"{LIST_FILE} is missing") from None
-    except OSError as error:
-        raise DamagedCheckpoint(f"{LIST_FILE} cannot be read ({error.strerror})") from None
+    if (files := _content(checkpoint, LIST_FILE)) is None:
+        raise DamagedCheckpoint(f"{LIST_FILE} is missing")
     if not key.has_signed(files, digest):
         raise DamagedCheckpoint(f"{LIST_FILE} has changed since it was signed")
     return ""
+
+
+def _content(checkpoint: Path, name: str) -> bytes | None:
+    try:
+        return (checkpoint / name).read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise DamagedCheckpoint(f"{name} cannot be read ({error.strerror})") from None
 
 
 def _parsed(content: bytes) -> tuple[str, str]:

@@ -33,7 +33,7 @@ from laminar_hpc.store.recovery import move_aside
 from laminar_hpc.store.rows import Rows
 from laminar_hpc.store.seals import ALL_SEALED, Seals
 from laminar_hpc.store.store_check import damage_of
-from laminar_hpc.store.store_layout import LAYOUT, SCHEMA, has_tables
+from laminar_hpc.store.store_layout import LAYOUT, SCHEMA, has_tables, meta
 
 log = logging.getLogger(__name__)
 _CHECK_SECONDS = 5.0  # of a turn, for a look at the whole file
@@ -119,7 +119,7 @@ class Store:
     def _own_id(self) -> str:
         """Random, made with the store: tells it from every other one."""
         self._db.execute("INSERT OR IGNORE INTO meta VALUES('store_id', ?)", (secrets.token_hex(8),))
-        return self._db.execute("SELECT value FROM meta WHERE key = 'store_id'").fetchone()[0]
+        return self.get_text("store_id")
 
     def commit(self) -> None:
         """Raises OSError when the journal cannot be written. When it returns no other controller had begun
@@ -211,16 +211,15 @@ class Store:
     # ---- counters ------------------------------------------------------------------------------------------
 
     def get(self, key: str, default: int) -> int:
-        row = self._db.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
-        return default if row is None else int(row[0])
+        text = self.get_text(key)
+        return int(text) if text else default
 
     def put(self, key: str, value: int) -> None:
         self.put_text(key, str(value))
 
     def get_text(self, key: str) -> str:
         """ "" where there is none."""
-        row = self._db.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
-        return "" if row is None else str(row[0])
+        return meta(self._db, key)
 
     def put_text(self, key: str, value: str) -> None:
         self._db.execute(
@@ -233,8 +232,7 @@ class Store:
         return bool(self._db.execute("SELECT 1 FROM received WHERE identity = ?", (identity,)).fetchone())
 
     def received(self) -> dict[str, int]:
-        """By identity of a worker, the number of its newest message (line/delivery.py) whose effects are
-        here."""
+        """By identity of a worker, the number of its newest message (line/delivery.py) with effects here."""
         return dict(self._db.execute("SELECT identity, seq FROM received"))
 
     def note_received(self, numbers: dict[str, int]) -> None:

@@ -40,8 +40,7 @@ def check_store(path: Path, run_dir: Path, restored_step: int, replay: bool, sec
 
 
 def damage_of(path: Path, seconds: float) -> str:
-    """What is wrong with the store at `path`; "" where nothing is, or where there is none. `seconds`: as
-    above."""
+    """What is wrong with the store at `path`; "" if nothing, or if there is none. `seconds`: as above."""
     return _read(path, seconds)[0] if path.is_file() and path.stat().st_size else ""
 
 

@@ -46,13 +46,18 @@ def has_tables(db: sqlite3.Connection, path: Path) -> bool:
     among them those that do not name their layout."""
     if not db.execute("SELECT 1 FROM sqlite_master WHERE name = 'trajectories'").fetchone():
         return False
-    row = db.execute("SELECT value FROM meta WHERE key = 'layout'").fetchone()
-    found = str(row[0]) if row else "1"
+    found = meta(db, "layout") or "1"
     if found != LAYOUT:
         cure = "use it with that version, or choose another run_dir"
         text = f"was written by another version of laminar_hpc (layout {found}, not {LAYOUT})"
         raise LaminarError(f"{path} {text}; {cure}")
     return True
+
+
+def meta(db: sqlite3.Connection, key: str) -> str:
+    """A value of the table meta; "" where there is none."""
+    row = db.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
+    return str(row[0]) if row else ""
 
 
 def connect_read_only(path: Path, seconds: float = 5.0) -> sqlite3.Connection:

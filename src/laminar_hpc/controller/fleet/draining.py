@@ -13,11 +13,10 @@ import time
 from collections.abc import Sequence
 
 from laminar_hpc.controller.fleet.members import Member
-from laminar_hpc.controller.fleet.replicas import Replicas
-from laminar_hpc.controller.shared import HearsOfLosses, Shared
+from laminar_hpc.controller.shared import HearsOfLosses
+from laminar_hpc.controller.tables import Tables
 from laminar_hpc.controller.trajectories.failover import Failover
 from laminar_hpc.controller.trajectories.migration import Migration
-from laminar_hpc.controller.trajectories.tracker import TrajectoryTracker
 from laminar_hpc.line.messages.data import ReplicaLoad
 from laminar_hpc.line.messages.rollouts import Leaving, Unfinished
 from laminar_hpc.policies import failover
@@ -29,17 +28,15 @@ class Draining:
 
     def __init__(
         self,
-        shared: Shared,
-        tracker: TrajectoryTracker,
-        replicas: Replicas,
+        tables: Tables,
         migration: Migration,
         failover: Failover,
         told: Sequence[HearsOfLosses],
     ) -> None:
         """`told`: the parts that treat a replica that leaves as one that is lost."""
-        self._shared = shared
-        self._tracker = tracker
-        self._replicas = replicas
+        self._shared = tables
+        self._tracker = tables.tracker
+        self._replicas = tables.replicas
         self._migration = migration
         self._failover = failover
         self._told = told

@@ -41,11 +41,7 @@ Handlers = dict[type[Message], Handler]
 
 def handlers(c: Protocols) -> dict[str, Handlers]:
     """Returns the handlers by role; called once, when all parts are made."""
-    everyone: Handlers = {
-        Ping: c.on_ping,
-        Goodbye: c.membership.on_goodbye,
-        Failure: c.membership.on_failure,
-    }
+    everyone: Handlers = {Ping: c.on_ping, Goodbye: c.membership.on_goodbye, Failure: c.membership.on_failure}
     trainer: Handlers = {
         TrainersMeet: c.trainer_generation.on_trainers_meet,
         Restored: c.training.on_restored,

@@ -6,16 +6,13 @@ rollout, and wait for other trainers (controller/fleet/trainer_generation.py).
 
 import logging
 import time
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.controller.fleet.active_replicas import ActiveReplicas
 from laminar_hpc.controller.fleet.members import Member
 from laminar_hpc.controller.fleet.numbers import ReplicaNumbers
 from laminar_hpc.controller.fleet.trainer_generation import TrainerGeneration
-from laminar_hpc.controller.shared import HearsOfLosses, Shared
-from laminar_hpc.controller.takeover import Continuation, Reattachment
-from laminar_hpc.controller.weights.weight_ids import Weights
+from laminar_hpc.controller.takeover import Reattachment
 from laminar_hpc.data.pretrained import recorded_name
 from laminar_hpc.line.agent_line import orders
 from laminar_hpc.line.channel import SAME_VERSION
@@ -34,7 +31,9 @@ from laminar_hpc.line.messages.rollouts import WeightsAvailable
 from laminar_hpc.line.messages.wire import AnyMessage
 from laminar_hpc.machine.processes import oom_kills, process_is_alive
 from laminar_hpc.store.gone_writers import GoneWriters
-from laminar_hpc.store.store import Store
+
+if TYPE_CHECKING:
+    from laminar_hpc.controller.parts import Flow
 
 log = logging.getLogger(__name__)
 REPLACED = "other trainers have taken the place of these"
@@ -48,38 +47,25 @@ _MEMORY_CURES = {
 
 
 class Membership:
-    """Takes members in and out, and tells the parts that have to do with them. `told`: the parts that hear of
-    a lost replica, in this order."""
+    """Takes members in and out, and tells the parts that have to do with them, most of them of `flow`."""
 
     def __init__(
         self,
-        shared: Shared,
-        weights: Weights,
+        flow: "Flow",
         run_id: str,
-        store: Store,
         trainer_generation: TrainerGeneration,
-        slots: str,
         gone: GoneWriters,
-        active_replicas: ActiveReplicas,
-        continuation: Continuation,
         reattachment: Reattachment,
-        told: Sequence[HearsOfLosses],
     ) -> None:
-        self._shared = shared
-        self._members = shared.members
-        self._outbox = shared.outbox
-        self._weights = weights
-        self._store = store
-        self._trainer_generation = trainer_generation
+        self._flow = flow
+        self._members = flow.members
+        self._outbox = flow.outbox
         self._run_id = run_id
-        self._slots = slots
+        self._trainer_generation = trainer_generation
         self._gone = gone
-        self._active_replicas = active_replicas
-        self._continuation = continuation
         self._reattachment = reattachment
-        self._told = told
         self._oom_kills = oom_kills()
-        self._numbers = ReplicaNumbers(store, self._members)
+        self._numbers = ReplicaNumbers(flow.store, self._members)
 
     # ---- who comes -----------------------------------------------------------------------------------------
 
@@ -109,40 +95,44 @@ class Membership:
         self._outbox.send_to(identity, self._welcome(identity, hello.index))
         if not is_member and (member := self._members.of(identity)):
             self._came(member)
-        if self._shared.state.ending:
-            self._outbox.send_to(identity, Stop(self._shared.state.stopping or "done"))
+        if self._flow.state.ending:
+            self._outbox.send_to(identity, Stop(self._flow.state.stopping or "done"))
         if trains:
             self._trainer_generation.joined(identity)
         elif hello.role == "relay":
-            self._weights.relay_joined(hello.index, hello.machine)
-        elif hello.role == "rollout" and (newest := self._weights.newest_on(hello.machine)):
+            self._flow.weights.relay_joined(hello.index, hello.machine)
+        elif hello.role == "rollout" and (newest := self._flow.weights.newest_on(hello.machine)):
             self._outbox.send_to(identity, WeightsAvailable(*newest))
         return None
 
     def _came(self, member: Member) -> None:
         """A worker has come that was no member."""
         role, index = member.hello.role, member.hello.index
-        if (role, index) == ("trainer", 0) and member.identity != self._shared.state.trainer_generation:
-            self._continuation.other_trainers()
+        if (role, index) == ("trainer", 0) and member.identity != self._flow.state.trainer_generation:
+            self._flow.continuation.other_trainers()
         if role == "rollout":
-            self._active_replicas.joined(index)
+            self._flow.active_replicas.joined(index)
             self._gone.came(index)
         self._reattachment.joined(member)
 
     def _welcome(self, identity: str, index: int) -> Welcome:
-        model, store = str(recorded_name(self._shared.config.model.path) or ""), self._store
-        epoch, trainer_generation = (
-            store.get("restore_epoch", 0),
-            self._trainer_generation.of(identity) or self._trainer_generation.number,
-        )
+        model, store = str(recorded_name(self._flow.config.model.path) or ""), self._flow.store
+        trainer_generation = self._trainer_generation.of(identity) or self._trainer_generation.number
+        epoch = store.get("restore_epoch", 0)
         return Welcome(
-            self._run_id, model, store.store_id, epoch, trainer_generation, slots=self._slots, index=index
+            self._run_id,
+            model,
+            store.store_id,
+            epoch,
+            trainer_generation,
+            slots=self._flow.slots,
+            index=index,
         )
 
     def on_stranger(self, identity: str, message: AnyMessage) -> None:
         """A worker that was taken for dead may come back, unless another process has taken its place."""
         log.warning("%s from %s, which is no member any more, was refused", type(message).__name__, identity)
-        if self._shared.state.ending or not self._shared.roles_apart or not isinstance(message, Ping):
+        if self._flow.state.ending or not self._flow.roles_apart or not isinstance(message, Ping):
             return
         if self._trainer_generation.has_ended(identity):
             return self._outbox.send_to(identity, TrainersEnded(REPLACED))
@@ -163,17 +153,17 @@ class Membership:
         text = f"a message from {member.name if member else identity} was refused: {reason}; {SAME_VERSION}"
         log.error(text)
         self._outbox.send_to(identity, Failure(text))
-        if member is None or self._shared.state.ending:
+        if member is None or self._flow.state.ending:
             return
         if self._is_needed(member):
             raise LaminarError(text)
         self._leave(member)
         if not orders().one_terminal:
-            self._shared.say(f"{text}; the others go on")
+            self._flow.say(f"{text}; the others go on")
 
     def _is_needed(self, member: Member) -> bool:
         """Whether the run cannot go on without it."""
-        return not self._shared.roles_apart or member.hello.role == "trainer"
+        return not self._flow.roles_apart or member.hello.role == "trainer"
 
     def _leave(self, member: Member) -> None:
         self._members.leave(member)
@@ -183,9 +173,9 @@ class Membership:
         """What a lost rollout had in hand goes to others; a lost relay's neighbours are joined."""
         role, index = member.hello.role, member.hello.index
         if role == "relay" and self._members.at("relay", index) is None:
-            self._weights.relay_lost(index)
+            self._flow.weights.relay_lost(index)
         if role == "rollout":
-            for part in self._told:
+            for part in self._flow.told_of_losses:
                 part.replica_lost(index)
             self._gone.away(index, time.monotonic())
             if member.hello.machine == self._members.machine and not process_is_alive(member.hello.pid):
@@ -200,8 +190,8 @@ class Membership:
 
     def _ends_trainers(self, member: Member) -> bool:
         """Whether its loss makes the run wait for other trainers."""
-        state = self._shared.state
-        trains = member.hello.role == "trainer" and self._shared.roles_apart
+        state = self._flow.state
+        trains = member.hello.role == "trainer" and self._flow.roles_apart
         return trains and not (state.ending or state.trainer_done)
 
     def on_failure(self, member: Member, failure: Failure) -> None:
@@ -209,13 +199,13 @@ class Membership:
         if self._ends_trainers(member) and not failure.permanent:
             return self._trainer_generation.failed(member.name, failure.text)
         if self._is_needed(member):
-            if not self._shared.state.ending:
+            if not self._flow.state.ending:
                 raise LaminarError("a worker has failed")  # it has said itself why
             return
         text = f"{member.name} failed: {failure.text}"
         log.error(text)
         if not orders().one_terminal:
-            self._shared.say(f"{text}; the others go on")
+            self._flow.say(f"{text}; the others go on")
         self._forget(member)
 
     def remove_dead(self) -> None:
@@ -229,7 +219,7 @@ class Membership:
         ends_trainers = self._ends_trainers(member)
         if not ends_trainers:  # else with its trainer generation: it may be stopped, not dead
             self._leave(member)
-        hello, state = member.hello, self._shared.state
+        hello, state = member.hello, self._flow.state
         if state.ending or (state.trainer_done and hello.role == "trainer"):
             return
         text = (
@@ -246,7 +236,7 @@ class Membership:
             raise LaminarError(f"{text}, then go on with the same command and resume=auto")
         log.error(text)
         if not has_been_said:
-            self._shared.say(f"{text}; the others go on")
+            self._flow.say(f"{text}; the others go on")
 
     def _cause_of_death(self, member: Member) -> str:
         if member.hello.machine != self._members.machine:

@@ -104,8 +104,7 @@ class TrainerGeneration:
         return 0 < self.of(identity) < self.number
 
     def admit(self, identity: str, hello: Hello) -> None:
-        """A rank says Hello: of the present trainer generation, or, where another process had its place in
-        that, of the next one."""
+        """A rank says Hello: of this trainer generation or, where its place is taken, of the next one."""
         if not self.of(identity):
             rank = f"gang_rank {hello.index}"
             if self.number and self._store.get(rank, 0) == self.number:
@@ -162,8 +161,7 @@ class TrainerGeneration:
             self.end(f"{reason}: the trainers have left")
 
     def failed(self, name: str, text: str) -> None:
-        """A rank ends by an error of its own. Raises LaminarError when another trainer generation would meet
-        the same."""
+        """A rank ends by its own error. Raises LaminarError when another generation would meet it too."""
         cause = f"{name} failed: {text}"
         why_not = self._failures.refusal(cause, self._shared.state.trainer_step, time.time())
         if why_not:

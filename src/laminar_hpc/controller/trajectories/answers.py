@@ -10,22 +10,18 @@ an owner that waits in vain gives up by itself.
 """
 
 from laminar_hpc.controller.fleet.members import Member
-from laminar_hpc.controller.shared import Shared
+from laminar_hpc.controller.tables import Tables
 from laminar_hpc.controller.trajectories.migration import Migration
-from laminar_hpc.controller.trajectories.partial_responses import PartialResponsePool
-from laminar_hpc.controller.trajectories.tracker import TrajectoryTracker
 from laminar_hpc.line.messages.moves import Answer
 
 
 class AnswerRouting:
     """Called for Answer, and when a replica is lost."""
 
-    def __init__(
-        self, shared: Shared, tracker: TrajectoryTracker, pool: PartialResponsePool, migration: Migration
-    ) -> None:
-        self._shared = shared
-        self._tracker = tracker
-        self._pool = pool
+    def __init__(self, tables: Tables, migration: Migration) -> None:
+        self._shared = tables
+        self._tracker = tables.tracker
+        self._pool = tables.pool
         self._migration = migration
 
     def on_answer(self, _: Member, answer: Answer) -> None:

@@ -8,11 +8,8 @@ import time
 
 from laminar_hpc.controller.fleet.active_replicas import ActiveReplicas
 from laminar_hpc.controller.fleet.members import Member
-from laminar_hpc.controller.fleet.replicas import Replicas
-from laminar_hpc.controller.shared import Shared
-from laminar_hpc.controller.trajectories.evaluations import Evaluations
+from laminar_hpc.controller.tables import Tables
 from laminar_hpc.controller.trajectories.failover import Failover, Rescue
-from laminar_hpc.controller.trajectories.tracker import TrajectoryTracker
 from laminar_hpc.controller.weights.probes import Probes
 from laminar_hpc.controller.weights.weight_ids import Weights
 from laminar_hpc.line.messages.data import Partial, PromptGroup
@@ -33,10 +30,7 @@ class Dispatcher:
 
     def __init__(
         self,
-        shared: Shared,
-        tracker: TrajectoryTracker,
-        evaluations: Evaluations | None,
-        replicas: Replicas,
+        tables: Tables,
         weights: Weights,
         failover: Failover,
         probes: Probes,
@@ -44,12 +38,12 @@ class Dispatcher:
         first_batch: int,
     ) -> None:
         """`first_batch`: the id of the next local batch; no earlier controller has given it."""
-        self._shared = shared
-        self._config = shared.config
-        self._state = shared.state
-        self._tracker = tracker
-        self._evaluations = evaluations
-        self._replicas = replicas
+        self._shared = tables
+        self._config = tables.config
+        self._state = tables.state
+        self._tracker = tables.tracker
+        self._evaluations = tables.evaluations
+        self._replicas = tables.replicas
         self._weights = weights
         self._failover = failover
         self._probes = probes

@@ -259,8 +259,7 @@ class Evaluations:
             evaluation.takes(share, None)
 
     def replica_lost(self, replica: int) -> None:
-        """Its shares go to another replica on the same id; one that nobody serves any more starts again on a
-        newer id."""
+        """Its shares go to another replica on the same id; one that nobody serves begins again on a newer."""
         for evaluation in self.queue:
             for share in evaluation.shares:
                 if share.replica == replica and not share.done:

@@ -17,11 +17,9 @@ import time
 from dataclasses import dataclass
 
 from laminar_hpc.controller.fleet.members import Member
-from laminar_hpc.controller.fleet.replicas import Replica, Replicas
-from laminar_hpc.controller.shared import Shared
+from laminar_hpc.controller.fleet.replicas import Replica
+from laminar_hpc.controller.tables import Tables
 from laminar_hpc.controller.trajectories.migration import Migration, moved
-from laminar_hpc.controller.trajectories.partial_responses import PartialResponsePool
-from laminar_hpc.controller.trajectories.tracker import TrajectoryTracker
 from laminar_hpc.controller.weights.weight_ids import Weights
 from laminar_hpc.line.messages.data import Partial, PromptGroup
 from laminar_hpc.line.messages.rollouts import EngineHung, NotLoaded
@@ -54,20 +52,12 @@ class Rescue:
 class Failover:
     """Called when a replica is lost, by the dispatcher, and after each message and tick."""
 
-    def __init__(
-        self,
-        shared: Shared,
-        tracker: TrajectoryTracker,
-        replicas: Replicas,
-        weights: Weights,
-        pool: PartialResponsePool,
-        migration: Migration,
-    ) -> None:
-        self._shared = shared
-        self._tracker = tracker
-        self._replicas = replicas
+    def __init__(self, tables: Tables, weights: Weights, migration: Migration) -> None:
+        self._shared = tables
+        self._tracker = tables.tracker
+        self._replicas = tables.replicas
         self._weights = weights
-        self._pool = pool
+        self._pool = tables.pool
         self._migration = migration
         self._waiting = WaitingOrphans()
         self._loading: dict[int, Rescue] = {}  # by replica

@@ -9,10 +9,7 @@ Owns nothing: where an environment is stands in its name, which each response so
 """
 
 from laminar_hpc.controller.fleet.members import Member
-from laminar_hpc.controller.fleet.replicas import Replicas
-from laminar_hpc.controller.shared import Shared
-from laminar_hpc.controller.trajectories.partial_responses import PartialResponsePool
-from laminar_hpc.controller.trajectories.tracker import TrajectoryTracker
+from laminar_hpc.controller.tables import Tables
 from laminar_hpc.line.messages.data import Message
 from laminar_hpc.line.messages.homes import Ask, LetGo, replica_of
 from laminar_hpc.line.messages.moves import Answer
@@ -22,13 +19,11 @@ from laminar_hpc.line.messages.rollouts import Generated, ScoreOrder
 class HomeRouting:
     """Called for Ask, for Generated with a home, when a replica is lost or leaves, and once in each turn."""
 
-    def __init__(
-        self, shared: Shared, tracker: TrajectoryTracker, replicas: Replicas, pool: PartialResponsePool
-    ) -> None:
-        self._shared = shared
-        self._tracker = tracker
-        self._replicas = replicas
-        self._pool = pool
+    def __init__(self, tables: Tables) -> None:
+        self._shared = tables
+        self._tracker = tables.tracker
+        self._replicas = tables.replicas
+        self._pool = tables.pool
 
     def on_ask(self, member: Member, ask: Ask) -> None:
         replica = replica_of(ask.home)

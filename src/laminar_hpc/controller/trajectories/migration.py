@@ -17,10 +17,7 @@ from heapq import heappop, heappush
 import msgspec
 
 from laminar_hpc.controller.fleet.members import Member
-from laminar_hpc.controller.fleet.replicas import Replicas
-from laminar_hpc.controller.shared import Shared
-from laminar_hpc.controller.trajectories.partial_responses import PartialResponsePool
-from laminar_hpc.controller.trajectories.tracker import TrajectoryTracker
+from laminar_hpc.controller.tables import Tables
 from laminar_hpc.line.messages.data import Message, Partial
 from laminar_hpc.line.messages.moves import (
     Import,
@@ -52,19 +49,11 @@ class _MoveProgress:
 class Migration:
     """`steps`: the trainer step of each weight id. `first_number`: of moves, above earlier controllers'."""
 
-    def __init__(
-        self,
-        shared: Shared,
-        tracker: TrajectoryTracker,
-        replicas: Replicas,
-        pool: PartialResponsePool,
-        steps: dict[int, int],
-        first_number: int,
-    ) -> None:
-        self._shared = shared
-        self._tracker = tracker
-        self._replicas = replicas
-        self._pool = pool
+    def __init__(self, tables: Tables, steps: dict[int, int], first_number: int) -> None:
+        self._shared = tables
+        self._tracker = tables.tracker
+        self._replicas = tables.replicas
+        self._pool = tables.pool
         self._steps = steps
         self._moves: dict[str, _MoveProgress] = {}  # under way, and the last of those that are over
         self._over: deque[str] = deque()

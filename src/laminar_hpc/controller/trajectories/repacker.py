@@ -7,10 +7,8 @@ Called by the controller's tick every `pipeline.repack_seconds`, and once more a
 import time
 from dataclasses import dataclass
 
-from laminar_hpc.controller.fleet.replicas import Replicas
-from laminar_hpc.controller.shared import Shared
+from laminar_hpc.controller.tables import Tables
 from laminar_hpc.controller.trajectories.migration import Migration
-from laminar_hpc.controller.trajectories.tracker import TrajectoryTracker
 from laminar_hpc.controller.weights.weight_ids import HeldVersion, Weights
 from laminar_hpc.line.messages.data import ReplicaLoad
 from laminar_hpc.policies import admission, repack
@@ -32,18 +30,11 @@ class _Seen:
 class Repacker:
     """Called at each tick; begins moves and keeps what it saw at its last planning."""
 
-    def __init__(
-        self,
-        shared: Shared,
-        tracker: TrajectoryTracker,
-        replicas: Replicas,
-        weights: Weights,
-        migration: Migration,
-    ) -> None:
-        self._shared = shared
-        self._config = shared.config
-        self._tracker = tracker
-        self._replicas = replicas
+    def __init__(self, tables: Tables, weights: Weights, migration: Migration) -> None:
+        self._shared = tables
+        self._config = tables.config
+        self._tracker = tables.tracker
+        self._replicas = tables.replicas
         self._weights = weights
         self._migration = migration
         self._seen: dict[int, _Seen] = {}  # by replica
@@ -151,12 +142,7 @@ def _view(replica: int, seen: _Seen) -> repack.ReplicaView:
     report = seen.report
     assert report.weight_id is not None
     return repack.ReplicaView(
-        replica,
-        report.weight_id,
-        report.held_tokens,
-        seen.kv_tokens_before,
-        report.in_flight,
-        report.waiting,
+        replica, report.weight_id, report.held_tokens, seen.kv_tokens_before, report.in_flight, report.waiting
     )
 
 

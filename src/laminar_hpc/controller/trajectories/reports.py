@@ -6,15 +6,13 @@ import time
 
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.controller.fleet.members import Member
-from laminar_hpc.controller.shared import Shared
+from laminar_hpc.controller.tables import Tables
 from laminar_hpc.controller.trajectories.evaluations import Evaluations
 from laminar_hpc.controller.trajectories.failover import Failover
 from laminar_hpc.controller.trajectories.groups import Group
 from laminar_hpc.controller.trajectories.homes import HomeRouting
-from laminar_hpc.controller.trajectories.partial_responses import PartialResponsePool
 from laminar_hpc.controller.trajectories.rewards import RewardErrors
 from laminar_hpc.controller.trajectories.scorers import Scorers
-from laminar_hpc.controller.trajectories.tracker import TrajectoryTracker
 from laminar_hpc.line.messages.data import Sample
 from laminar_hpc.line.messages.rollouts import Drop, Generated, Increment, Lost, Scored
 from laminar_hpc.machine.observability import console
@@ -28,24 +26,15 @@ _PROGRESS_SECONDS = 5.0
 class TrajectoryReports:
     """The handlers of Generated, Increment, Scored and Lost."""
 
-    def __init__(
-        self,
-        shared: Shared,
-        tracker: TrajectoryTracker,
-        evaluations: Evaluations | None,
-        pool: PartialResponsePool,
-        failover: Failover,
-        scorers: Scorers,
-        homes: HomeRouting,
-    ) -> None:
-        self._shared = shared
-        self._tracker = tracker
-        self._evaluations = evaluations
-        self._pool = pool
+    def __init__(self, tables: Tables, failover: Failover, scorers: Scorers, homes: HomeRouting) -> None:
+        self._shared = tables
+        self._tracker = tables.tracker
+        self._evaluations = tables.evaluations
+        self._pool = tables.pool
         self._failover = failover
         self._scorers = scorers
         self._homes = homes
-        self.reward_errors = RewardErrors(shared.config, shared.say)
+        self.reward_errors = RewardErrors(tables.config, tables.say)
         self._refused = False  # it was said that a request of an agent was
         self._last_progress = 0.0
 
@@ -86,8 +75,7 @@ class TrajectoryReports:
         self._shared.metrics.write("lost", **fields)
 
     def _ungraded(self, lost: Lost) -> None:
-        """Nothing of a group without a grade is trained. Ends the run, with a checkpoint, when a whole batch
-        of groups had none."""
+        """Nothing ungraded is trained. Ends the run, with a checkpoint, when a whole batch of groups was."""
         tracker, shared = self._tracker, self._shared
         group = tracker.ungraded(lost, time.time())
         if group is None:

@@ -11,9 +11,7 @@ from collections import Counter
 from heapq import heapify, heapreplace
 from itertools import islice
 
-from laminar_hpc.controller.fleet.replicas import Replicas
-from laminar_hpc.controller.shared import Shared
-from laminar_hpc.controller.trajectories.tracker import TrajectoryTracker
+from laminar_hpc.controller.tables import Tables
 
 log = logging.getLogger(__name__)
 _AT_ONCE = 64  # asked of one replica; more would keep its own responses waiting
@@ -22,10 +20,10 @@ _AT_ONCE = 64  # asked of one replica; more would keep its own responses waiting
 class Scorers:
     """Called when a replica is lost, for each score, and at each tick."""
 
-    def __init__(self, shared: Shared, tracker: TrajectoryTracker, replicas: Replicas) -> None:
-        self._shared = shared
-        self._tracker = tracker
-        self._replicas = replicas
+    def __init__(self, tables: Tables) -> None:
+        self._shared = tables
+        self._tracker = tables.tracker
+        self._replicas = tables.replicas
         self._asked: dict[int, int] = {}  # trajectory -> replica
 
     def replica_lost(self, replica: int) -> None:

@@ -292,8 +292,7 @@ class TrajectoryTracker:
         return self.groups.live.finished
 
     def consume(self, group_ids: list[int], step: int) -> list[BatchGroup]:
-        """Takes groups out for step `step`; they are in the store as consumed before the batch is sent. What
-        goes out of them."""
+        """Takes groups out for step `step`, consumed in the store before the batch is sent; returns them."""
         self._rows.consume(group_ids, step)
         for group_id in group_ids:
             self.groups.forget(group_id)

@@ -7,7 +7,6 @@ directory. Its errors are passed on in one line, with the cure; the token stands
 """
 
 import contextlib
-import json
 import shutil
 import signal
 import sys
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.config.models import INDEX_FILE, SIDE_FILES, WEIGHTS_FILE
+from laminar_hpc.config.models import INDEX_FILE, SIDE_FILES, WEIGHTS_FILE, indexed_files
 from laminar_hpc.data.pretrained.names import HubName
 from laminar_hpc.machine.observability.console import LABEL_WIDTH, line, size
 
@@ -119,15 +118,10 @@ def size_left(name: HubName, folder: Path) -> int:
 
 def weight_files(folder: Path) -> list[str]:
     """Names of the safetensors files: those of the index, or the only one."""
-    index = folder / INDEX_FILE
-    if not index.is_file():
-        return [WEIGHTS_FILE]
     try:
-        return sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise LaminarError(
-            f"{index} is no index of safetensors files; the model's owner has to mend it"
-        ) from None
+        return indexed_files(folder) or [WEIGHTS_FILE]
+    except ValueError as error:
+        raise LaminarError(f"{error}; the model's owner has to mend it") from None
 
 
 def missing_files(folder: Path) -> list[str]:

@@ -123,8 +123,7 @@ class EngineProcess:
         return self._child.pid
 
     def start(self, arguments: list[str]) -> None:
-        """Starts the server with SGLang's `arguments` on a free loopback port. The end of the calling thread
-        ends the child."""
+        """Starts SGLang with `arguments` on a free loopback port. It ends with the thread that calls this."""
         leftovers.clean()
         self.folder = Path(tempfile.mkdtemp(prefix=ENGINE_FOLDER_PREFIX))
         claim(self.folder)

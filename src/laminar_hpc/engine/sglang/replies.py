@@ -58,8 +58,7 @@ def decode(body: bytes) -> GenerateReply:
 
 
 def logprob(value: float | None) -> float:
-    """JSON has no NaN and no infinities: SGLang writes null for each. They are NaN here, and the caller
-    decides."""
+    """JSON has no NaN and no infinities: SGLang writes null. They are NaN here; the caller decides."""
     return math.nan if value is None else value
 
 

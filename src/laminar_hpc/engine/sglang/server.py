@@ -228,8 +228,7 @@ class SglangServer(MoveCalls):
         return sums
 
     async def flush(self) -> None:
-        """Empties the prefix cache as soon as the scheduler is idle. Raises RequestFailed when it still is
-        not after FLUSH_SECONDS."""
+        """Empties the prefix cache once the scheduler is idle. Raises RequestFailed after FLUSH_SECONDS."""
         deadline = time.monotonic() + FLUSH_SECONDS
         while True:
             try:

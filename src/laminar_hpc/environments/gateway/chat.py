@@ -176,8 +176,7 @@ def parse(raw: bytes) -> Chat:
 
 
 def read(raw: bytes, kind: type[T], unused: Collection[str] = UNUSED) -> T:
-    """The body of a request; null is absent. Raises Rejected, also for a field that is neither `kind`'s nor
-    one of `unused`."""
+    """The body of a request; null is absent. Raises Rejected, also for a field neither known nor `unused`."""
     try:
         given = msgspec.json.decode(raw)
         body = msgspec.convert(given, kind)

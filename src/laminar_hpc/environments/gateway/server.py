@@ -78,8 +78,7 @@ class Gateway:
 
     @web.middleware
     async def _refusals(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Every error has a body as OpenAI's clients read it, and is noted unless a limit of the run is its
-        reason."""
+        """Every error has a body as OpenAI's clients read it, and is noted but for limits of the run."""
         try:
             return await handler(request)
         except Rejected as error:

@@ -91,8 +91,7 @@ class Door:
         return await self._asked.get()
 
     def answer(self, body: dict, message: dict) -> None:
-        """Of the open question; `message`: the assistant's, as the model's template takes it; of token ids
-        it is not looked at."""
+        """Of the open question; `message`: the assistant's, for the template; ignored for token ids."""
         assert self._open is not None
         chat = self._open.chat
         self._dialect = type(chat)
@@ -118,8 +117,7 @@ class Door:
 
 
 def added(said: Messages, messages: Messages) -> Messages:
-    """What stands in `messages` behind all of `said`. Raises Rejected for another history, and for what
-    cannot follow an answer."""
+    """What `messages` has behind all of `said`. Raises Rejected for another history, or a wrong follower."""
     for at, (before, now) in enumerate(zip(said, messages, strict=False)):
         if _meant(before) != _meant(now):
             raise Rejected(f"messages[{at}] ({before['role']}) is not what it was: {_GROWS}")

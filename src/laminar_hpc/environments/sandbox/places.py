@@ -66,8 +66,7 @@ class SandboxTier(ABC):
 
     @abstractmethod
     def start(self, body: Body, streams: Streams) -> int:
-        """`body` in a box, with these as its input, output and errors. Returns a descriptor that can be read
-        when it has ended."""
+        """`body` in a box with these streams. Returns a descriptor that can be read when it has ended."""
 
     def begin(self) -> None:  # noqa: B027
         """The code is about to begin; `start` may be long ago."""

@@ -22,8 +22,7 @@ MAX_PACKET = 1 << 16
 
 
 def serve(control: socket.socket, place: SandboxTier | None, trouble: str, at_once: int) -> None:
-    """Until nobody can send calls any more; a keeper that dies is replaced. `place` None: `trouble` is the
-    answer to every call."""
+    """Until nobody can send calls; replaces keepers that die. `place` None: answers all with `trouble`."""
     parent = os.getpid()
 
     def fork() -> int:

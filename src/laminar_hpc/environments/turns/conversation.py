@@ -79,8 +79,7 @@ class Conversation:
         return self._encode(text)
 
     def opening(self, observation: str) -> list[int]:
-        """What follows on a prompt that was cut before `closing`: more of the last user's words, and the
-        rest."""
+        """What follows on a prompt that was cut before `closing`: more of the user's words, and the rest."""
         return self._encode(self._plain(observation) + self.closing)
 
     def between(self, last: int, results: Sequence[ToolResult]) -> list[int]:

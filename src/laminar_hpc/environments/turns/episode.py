@@ -60,8 +60,7 @@ class Episode:
         self.waited(seconds)
 
     def turn(self, seen_tokens: int, cached_tokens: int, seconds: float) -> None:
-        """A turn has ended, which the engine drew in so many seconds, and of whose prompt it has had so many
-        tokens before."""
+        """A turn has ended: the seconds that it took, and how much of its prompt the engine had before."""
         self.generate_seconds += seconds
         if seen_tokens:
             self.seen_tokens += seen_tokens
@@ -81,8 +80,7 @@ class Episode:
         return self.limits.max_seconds - (now - self.began)
 
     def called(self, wanted: Sequence[str], failed: int, seconds: float) -> None:
-        """Its turn's calls have been answered, in so many seconds; `failed`: with an error, as is a call that
-        could not be read."""
+        """Its turn's calls have been answered, in so many seconds; `failed`: with an error or unreadable."""
         self.calls += len(wanted)
         self.failed_calls += failed
         self.tool_seconds += seconds

@@ -85,11 +85,7 @@ def _schema(function: Callable, name: str, label: str) -> dict:
         of_one.pop("title", None)
         of_one |= {"description": described[argument]} if argument in described else {}
     parameters.pop("additionalProperties", None)
-    return {
-        "name": name,
-        "description": _SECTION.split(text)[0].strip(),
-        "parameters": parameters,
-    }
+    return {"name": name, "description": _SECTION.split(text)[0].strip(), "parameters": parameters}
 
 
 def _descriptions(text: str) -> dict[str, str]:

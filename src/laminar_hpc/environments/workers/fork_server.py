@@ -214,8 +214,7 @@ class ForkServer:
         return Worker(forked.pid, self, reader, writer)
 
     async def _await_ready(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """What a new worker says first. Raises LaminarError where it is an error, or a program does not
-        start."""
+        """What a new worker says first. Raises LaminarError for an error, or if a program does not start."""
         program = self.setup.program
         limit = START_SECONDS if program else IMPORT_SECONDS
         try:

@@ -37,8 +37,7 @@ CHECKS = CheckTable()
 
 
 def main(options: Namespace) -> int:
-    """Prints the table. Exit code 1 if a row says FAIL. Raises LaminarError outside an allocation, or where
-    no node answers."""
+    """Prints the table; 1 if a row says FAIL. Raises LaminarError outside an allocation, or unanswered."""
     check, *folders = options.words
     if check != "check" or len(folders) > 1:
         raise LaminarError("usage: laminar slurm check [FOLDER], where FOLDER is one that all nodes share")

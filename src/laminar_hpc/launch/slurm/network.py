@@ -18,19 +18,14 @@ class NetworkDown(LaminarError):
     """There is a network here that is down; it may come back."""
 
 
-def addresses() -> dict[str, str]:
-    """The IPv4 addresses of this node's interfaces by name, without loopback and those that are down."""
-    up = {name for name, state in psutil.net_if_stats().items() if state.isup}
-    return {name: address for name, address in _all_addresses().items() if name in up}
-
-
-def _all_addresses() -> dict[str, str]:
-    """Those of interfaces that are down too."""
+def addresses(down: bool = False) -> dict[str, str]:
+    """The IPv4 addresses of this node's interfaces by name, without loopback; `down`: of those too."""
+    up = {name for name, state in psutil.net_if_stats().items() if down or state.isup}
     return {
         name: entry.address
         for name, entries in psutil.net_if_addrs().items()
         for entry in entries
-        if entry.family == socket.AF_INET and not entry.address.startswith("127.")
+        if name in up and entry.family == socket.AF_INET and not entry.address.startswith("127.")
     }
 
 
@@ -39,7 +34,7 @@ def own_address() -> str:
     loopback address of its own /etc/hosts; else of the first interface.
 
     Raises LaminarError where there is none, NetworkDown where it may come back."""
-    here, everything, wanted = addresses(), _all_addresses(), os.environ.get(INTERFACE, "")
+    here, everything, wanted = addresses(), addresses(down=True), os.environ.get(INTERFACE, "")
     if wanted:
         if wanted in here:
             return here[wanted]

@@ -32,8 +32,7 @@ def slurm_configuration() -> str:
 
 
 def patience(config: RunConfig, words: Sequence[str], configuration: str) -> list[str]:
-    """The setting that makes the jobs wait long enough under this configuration of Slurm; none where they do,
-    or the user has set it."""
+    """The setting that makes jobs wait long enough under this Slurm; none if they do, or the user set it."""
     noticed = re.search(r"^SlurmdTimeout\s*=\s*(\d+)", configuration, re.MULTILINE)
     if noticed is None or any(word.startswith(f"{_KEY}=") for word in words):
         return []

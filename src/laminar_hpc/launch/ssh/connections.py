@@ -99,8 +99,7 @@ class Launcher:
         return len(begun) == len(self._commands)
 
     def run(self) -> int:
-        """Exit code: 0 = the run is done or was stopped in order, 2 = a machine has refused it, 1 = it
-        failed, or a part of it did."""
+        """Exit code: 0 = done or stopped in order, 2 = refused by a machine, 1 = all or a part has failed."""
         for part, command in self._commands:
             self._connections.append(Connection(part, command, self._say))
         if self._signals:  # it came meanwhile

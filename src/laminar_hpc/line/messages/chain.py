@@ -34,23 +34,20 @@ class JoinEpoch(Message):
 
 
 class SendAgain(Message):
-    """To a relay: send your newest weights over the link of this epoch, for `relays` that stand behind it and
-    miss them."""
+    """To a relay: send your newest weights over this epoch's link, for `relays` behind it that miss them."""
 
     epoch: int
     relays: int
 
 
 class CutLink(Message):
-    """To a relay: whoever sends over the link of this epoch has been replaced. Nothing that still comes over
-    it may be seen."""
+    """To a relay: the sender over this epoch's link is replaced. Nothing that still comes may be seen."""
 
     epoch: int
 
 
 class LinkDown(Message):
-    """From the trainer or a relay: the link of this epoch broke. The controller has it made anew, around
-    whoever is gone."""
+    """From the trainer or a relay: this epoch's link broke. The controller makes another, around the lost."""
 
     epoch: int
     text: str

@@ -19,8 +19,7 @@ class Reserve(Message):
 
 
 class Reserved(Message):
-    """`address`: where the destination's engine takes the KV cache; empty = nowhere. Said again until Import
-    or MoveAbort comes."""
+    """`address`: where the destination's engine takes the KV cache; empty = nowhere. Said until answered."""
 
     move_id: str
     address: str

@@ -117,8 +117,7 @@ class Leaving(Message):
 
 
 class EngineHung(Message):
-    """The replica's engine made no progress, and another one is started in its place. Unfinished follows for
-    what it generated."""
+    """Another engine starts in place of one that made no progress. Unfinished follows for its responses."""
 
     reason: str
 

@@ -80,8 +80,7 @@ def make(source: Path, folder: Path) -> Path:
 
 
 def variables() -> dict[str, str]:
-    """What a process that compiles for a GPU needs: CUDA_HOME, and PATH with nvcc and ninja; {} without a
-    toolkit."""
+    """What compiling for a GPU needs: CUDA_HOME, and PATH with nvcc and ninja; {} without a toolkit."""
     toolkit = home()
     if toolkit is None:
         return {}

@@ -24,14 +24,13 @@ def allow_connections(others: int, meshes: bool) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return
-    limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-    if limit < needed:
+    if hard != resource.RLIM_INFINITY and hard < needed:
         raise LaminarError(
             f"this process needs connections to {others} others and so about {needed} open files, and this "
             f"machine allows {hard}: raise its hard limit (ulimit -Hn, LimitNOFILE= of a service, "
             "--ulimit nofile= of a container)"
         )
-    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    allow_files(wanted)
 
 
 def allow_files(wanted: int) -> None:

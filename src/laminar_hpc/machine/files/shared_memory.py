@@ -73,8 +73,7 @@ class Note:
     doubtful: set[SharedSegment] = field(default_factory=set)
 
     def update(self, leader: int) -> None:
-        """Adds what the session of `leader` holds by now. Looks into its processes only if /dev/shm has
-        something new."""
+        """Adds what the session of `leader` holds by now, if /dev/shm has something new."""
         new = present() - self.before - self.noted
         if not new:
             return

@@ -92,8 +92,7 @@ class RunLock:
         return not self.lost and all(held.lease.is_sure for held in self._held.values())
 
     def assure(self) -> None:
-        """Returns when they are certainly held. Waits as long as the file system does not answer. Raises
-        LockLost."""
+        """Returns when they are certainly held, however slow the file system is. Raises LockLost."""
         while not self.is_sure and not self._released.is_set():
             if self.lost:
                 raise LockLost(self.lost)

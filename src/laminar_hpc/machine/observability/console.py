@@ -55,8 +55,7 @@ def line(label: str, text: str) -> str:
 
 
 def derived_block(derived: Mapping[str, object]) -> list[str]:
-    """The derived quantities printed before a run starts: one per line, names aligned, bytes and seconds by
-    their name's ending."""
+    """The derived quantities before a run starts, one per line, with units by their name's ending."""
     names = {name: _words(name) for name in derived}
     width = max((len(name) for name in names.values()), default=0)
     return [

@@ -131,8 +131,7 @@ class MetricsWriter:
 
 
 def curves(record: Mapping) -> Iterator[tuple[str, float]]:
-    """(TensorBoard tag, value) of every number in `record`: evaluation/heldout/greedy/accuracy,
-    pull/0/parts/load, step/loss ..."""
+    """(TensorBoard tag, value) of every number in `record`: evaluation/heldout/greedy/accuracy, ..."""
     labels = LABELS.get(record["kind"], ())
     prefix = "/".join([record["kind"], *(str(record.get(name, "")) for name in labels)])
     yield from _numbers(

@@ -47,8 +47,7 @@ class Trace:
 
     @contextmanager
     def span(self, kind: str, **fields: object) -> Iterator[dict]:
-        """Records the block as a span of `kind`. Gives the dict of fields, so that the block can add what it
-        learns on the way."""
+        """Records the block as a span of `kind`. Gives the dict of fields, to which the block may add."""
         t0 = time.time()
         try:
             yield fields
@@ -56,8 +55,7 @@ class Trace:
             self.record(kind, t0, time.time(), **fields)
 
     def record(self, kind: str, t0: float, t1: float, **fields: object) -> None:
-        """Records a span that is over; one that the disk does not take is left out. Raises ValueError for a
-        kind that is not in KINDS."""
+        """Records a span that is over, if the disk takes it. Raises ValueError for a kind not in KINDS."""
         if kind not in KINDS:
             raise ValueError(f"'{kind}' is no kind of span; those there are: {', '.join(KINDS)}")
         try:

@@ -12,6 +12,7 @@ from laminar_hpc.store.archive import files
 from laminar_hpc.store.payload.layout import DamagedResponse
 from laminar_hpc.store.payload.whole import Whole, wholes
 from laminar_hpc.store.rows import stored_groups
+from laminar_hpc.store.store_layout import meta
 
 _AT_ONCE = 16  # groups that are read together
 Part = tuple[int | None, list[Whole]]  # the step that trained them, from 1
@@ -43,8 +44,7 @@ def lost(db: sqlite3.Connection, run_dir: Path, first: int, last: int | None) ->
 
 
 def _archived_steps(db: sqlite3.Connection) -> int:
-    row = db.execute("SELECT value FROM meta WHERE key = 'archived_steps'").fetchone()
-    return int(row[0]) if row else 0
+    return int(meta(db, "archived_steps") or 0)
 
 
 def _of_step(db: sqlite3.Connection, run_dir: Path, step: int, groups: list[int]) -> Iterator[list[Whole]]:

@@ -92,12 +92,7 @@ class EmulatedDecoding:
         self._born = time.monotonic()
         rollout = config.rollout
         self._replica = SimulatedReplica(
-            index,
-            self.costs,
-            rollout.kv_cache_tokens,
-            rollout.max_concurrent,
-            admission,
-            tensor_parallel,
+            index, self.costs, rollout.kv_cache_tokens, rollout.max_concurrent, admission, tensor_parallel
         )
         self._call = _call_tokens(config)
         self._jobs: dict[str, EmulatedRequest] = {}
@@ -264,8 +259,7 @@ class EmulatedDecoding:
             self._job_of.pop(id(job.request), None)
 
     def _turn_end(self, first: int, prompt_tokens: Prompt) -> int:
-        """The next multiple of emulation.turn_tokens that leaves room for a call, or that a call which has
-        begun leads to."""
+        """The next multiple of emulation.turn_tokens with room for a call, or where a begun call leads."""
         every, call = self.config.emulation.turn_tokens, self._call
         end = (first // every + 1) * every
         written = first - (end - len(call))  # tokens of the call that would be there by now

@@ -111,8 +111,7 @@ def turn_speeds(
 def replayed(
     played: Sequence[Played], curve: DecodeCurve, queue: Queue, timeout_seconds: float
 ) -> list[list[tuple[float, float]]]:
-    """A local batch through the simulator's engine, its calls as long as they were: begin and end of each
-    turn of each trajectory."""
+    """A local batch through the simulator's engine, with its calls' times: begin and end of each turn."""
     engine = SimulatedReplica(
         0, curve.costs(curve.prefill), queue.kv_cache_tokens, queue.max_concurrent, queue.admission, 1
     )

@@ -41,8 +41,7 @@ class Known:
     resets: Sequence[Took]
 
     def course(self, index: int, sample: int, seed: int, tries: int = 1) -> Course:
-        """Of a sample of group `index`, over again where there are more; another try takes other times. By
-        these numbers alone."""
+        """Of a sample of group `index`, by these numbers alone; another try takes other times."""
         group = self.groups[index % len(self.groups)]
         found = group[sample % len(group)]
         draw = random.Random(f"{seed}/{index}/{sample}/{tries}")

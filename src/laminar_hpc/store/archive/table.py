@@ -105,8 +105,7 @@ def writer(path: Path, schema: pa.Schema = SCHEMA) -> Iterator[pq.ParquetWriter]
 
 
 def read(path: Path, only: Container[int] | None = None) -> Iterator[Whole]:
-    """Row by row, without places; `only`: trajectories with these ids. Raises OSError, and DamagedResponse
-    for what is no such file."""
+    """Row by row, without places; `only`: these trajectories. Raises OSError, DamagedResponse."""
     with _pyarrow_errors(), pq.ParquetFile(path) as file:
         if not file.schema_arrow.equals(SCHEMA):
             raise DamagedResponse("it has other columns than a file of the archive")

@@ -107,8 +107,7 @@ class WeightsRow(msgspec.Struct):
 
 @dataclass
 class TrainerLaunch:
-    """One start of the trainers from a checkpoint, and the steps that it reported. `restored`: 0 where there
-    was no checkpoint."""
+    """A start of the trainers from a checkpoint (`restored`, 0: none), and the steps that it reported."""
 
     restored: int
     trajectories_per_step: int | None

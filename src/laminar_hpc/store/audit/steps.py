@@ -27,8 +27,7 @@ _FIGURES = (
 
 
 def steps_follow(records: Records) -> Iterator[str | None]:
-    """Each launch goes on from a step that was reached, one step after the other; checkpoints are of steps
-    that were reached."""
+    """Each launch goes on from a step that was reached, step by step; so are those of checkpoints."""
     reached = 0
     for number, launch in enumerate(records.launches, 1):
         if launch.restored > reached + 1:

@@ -104,8 +104,7 @@ def register() -> None:
 
 
 def register_in_server() -> None:
-    """Called by serve.py in the HTTP server's process, before it starts. In a scheduler's it would import
-    half a server."""
+    """Called first by serve.py in the HTTP server; in a scheduler it would import half a server."""
     for hook in REPLY_HOOKS:
         _register(hook)
 

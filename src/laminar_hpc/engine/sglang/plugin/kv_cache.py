@@ -44,8 +44,7 @@ def served_weight_id() -> int | None:
 
 
 def pool_of(buffers: object, page_size: int) -> Pool:
-    """SGLang's pool as the extension sees it. Raises KvRefused for one that has no keys and values per layer,
-    as MLA's."""
+    """SGLang's pool as the extension sees it. Raises KvRefused without keys and values per layer (MLA)."""
     keys, values = getattr(buffers, "k_buffer", None), getattr(buffers, "v_buffer", None)
     if not isinstance(keys, list) or not isinstance(values, list):
         raise KvRefused(
@@ -113,8 +112,7 @@ class KvCache:
     # ---- requests ------------------------------------------------------------------------------------------
 
     def running(self, request_id: str) -> Any:
-        """The request, prefilled and decoding. Raises KvRefused where there is none, or one whose state a
-        move would lose."""
+        """The request, prefilled and decoding. Raises KvRefused if there is none, or a move would harm it."""
         for batch in (self.scheduler.running_batch, self.scheduler.last_batch):
             for request in batch.reqs if batch is not None else ():
                 if (
@@ -143,8 +141,7 @@ class KvCache:
     # ---- pages ---------------------------------------------------------------------------------------------
 
     def reserve(self, tokens: int) -> torch.Tensor:
-        """Whole pages for `tokens` tokens, int64 on the pool's device; unlocked prefixes are evicted for
-        them. Raises KvRefused."""
+        """Whole pages for `tokens` tokens, int64 on the pool's device, by eviction. Raises KvRefused."""
         global _reserved
         from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
@@ -171,8 +168,7 @@ class KvCache:
         self._room()
 
     def insert(self, tokens: list[int], namespace: str, pages: torch.Tensor) -> Hold:
-        """Reserved `pages`, of which the first len(tokens) are filled, become a prefix in the tree; what is
-        over is given back."""
+        """Reserved `pages`, the first len(tokens) filled, become a prefix in the tree; the rest is free."""
         global _reserved
         from sglang.srt.mem_cache.base_prefix_cache import InsertParams
 
