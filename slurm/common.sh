@@ -54,7 +54,7 @@ run_job() {
   trap tidy EXIT
   [ -z "${early:-}" ] || told "$early"            # by a signal that came before
   with_room put "$mine" "$head"
-  say "$role on $SLURM_JOB_NUM_NODES nodes, the first is $head; run $RUN_DIR"
+  say "$role on $head$([ "$SLURM_JOB_NUM_NODES" = 1 ] || echo " and $((SLURM_JOB_NUM_NODES - 1)) more nodes"); run $RUN_DIR"
   code=0
   await_others && start_nodes "$@" || code=$?
   if [ "$role" = hetjob ] && [ $code != 0 ]; then rm -f "$again"; fi   # what the others left because of that

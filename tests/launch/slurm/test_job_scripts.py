@@ -61,7 +61,7 @@ def test_a_signal_that_comes_before_the_script_can_hear_it_counts(tmp_path: Path
     job = f"{STUBS} export SLURM_JOB_ID=7 SLURM_JOB_NUM_NODES=1 SLURM_JOB_NODELIST=n1; run_job trainer"
     said, error = bash(tmp_path, f"{line}\nkill -USR1 $$\n{job}").communicate(timeout=60)
     assert "told to end (limit)" in said and "requeued, to go on from here" in said, said + error
-    assert "the first is n1; run" in said, "of more names than a pipe holds"
+    assert "trainer on n1; run" in said, "of more names than a pipe holds"
     assert "srun was called" not in said
     firsts = [
         next(line for line in path.read_text().splitlines() if not line.startswith("#"))
