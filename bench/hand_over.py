@@ -11,8 +11,8 @@ Link, stream, slot and load are those of a run; sums are compared at either end.
 is killed when a third has left: the sender must leave its link, as it would when the controller proposes
 another one, and hand over all of it to the next relay.
 
-Stages of a hand-over, which overlap: the copies from the GPU to host memory, the sender's waits for the relay,
-and the relay's copies into its slot, which take the sums on the way (`--relay-threads`).
+Stages of a hand-over, which overlap: the copies from the GPU to host memory, the sender's waits for the
+relay, and the relay's copies into its slot, which take the sums on the way (`--relay-threads`).
 
 Figures: `pull_over_pinned_copy`, the load's rate over that of a plain copy of as many bytes from pinned
 memory (goal: at least 0.8); `hand_over_gb_per_second`; `leave_seconds`, from the kill until the sender has
