@@ -20,7 +20,7 @@ import contextlib
 import functools
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -301,7 +301,7 @@ class _SharedMemory:
             self.address, self.handle = extension().device_share(PIECE_BYTES)
 
 
-def share(pool: Pool, slots: torch.Tensor, after: StreamEvent | None = None) -> Iterator[Ticket]:
+def share(pool: Pool, slots: torch.Tensor, after: StreamEvent | None = None) -> Generator[Ticket, None, None]:
     """The rows of `slots`, piece after piece, in memory that another process may map; the next piece takes
     the place of the last one, so it is asked for when that was taken. Raises RuntimeError where CUDA has no
     such memory, or other moves use it for SHARE_SECONDS."""

@@ -36,6 +36,12 @@ class CpuPlatform(SRTPlatform):
     def get_torch_distributed_backend_str(self) -> str:
         return "gloo"
 
+    def get_torch_profiler_activity_str(self) -> str:
+        return "CPU"
+
+    def get_torch_profiler_activity(self) -> torch.profiler.ProfilerActivity:
+        return torch.profiler.ProfilerActivity.CPU
+
     # ---- memory, in bytes ----------------------------------------------------------------------------------
 
     def get_device_total_memory(self, device_id: int = 0) -> int:
