@@ -112,11 +112,11 @@ def test_microbatches_come_in_multiples(multiple: int) -> None:
     """Promise: every rank has as many micro-batches, a multiple of the stages, within the budget, each
     trajectory in one; where there are more than needed they are even."""
     lengths = [7 * i % 23 + 1 for i in range(41)]
-    plan = plan_microbatches(lengths, 2, 60, multiple)
+    plan = plan_microbatches(lengths, 2, 60, multiple=multiple)
     assert sorted(i for rank in plan for part in rank for i in part) == list(range(41))
     assert len({len(rank) for rank in plan}) == 1 and len(plan[0]) % multiple == 0
     sizes = [[sum(lengths[i] for i in part) for part in rank] for rank in plan]
     assert all(size <= 60 for rank in sizes for size in rank)
     if multiple == 4:
         assert all(max(rank) - min(rank) <= max(lengths) for rank in sizes)
-    assert plan_microbatches([5, 3], 1, 60, 4) == [[[0], [1], [], []]]
+    assert plan_microbatches([5, 3], 1, 60, multiple=4) == [[[0], [1], [], []]]
