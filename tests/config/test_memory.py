@@ -215,6 +215,22 @@ def test_virtual_stages_keep_more_activations():
         assert activations(virtual) == pytest.approx(kept * layer, rel=0.05)
 
 
+def test_ranks_that_share_micro_batches_need_less():
+    """Promise: with the distributed optimizer they share its state as data-parallel ranks do; their own
+    tokens decide the rest, whatever the length of a trajectory."""
+    model, one = known_models()["Qwen2.5-7B"], TrainerConfig(tokens_per_microbatch=32_768)
+    shared = replace(one, context_parallel=4, tokens_per_microbatch=8192)
+    assert shared.pack_tokens == one.pack_tokens and shared.ranks == 4 * one.ranks
+    assert trainer_bytes(model, 2, shared) == trainer_bytes(
+        model, 2, replace(one, tokens_per_microbatch=8192)
+    )
+    split = replace(shared, distributed_optimizer=True)
+    as_data = replace(split, context_parallel=1, data_parallel=4)
+    assert (
+        trainer_bytes(model, 2, split) == trainer_bytes(model, 2, as_data) < trainer_bytes(model, 2, shared)
+    )
+
+
 def test_activations_are_recomputed_where_the_estimate_does_not_fit():
     """Promise: trainer.recompute_activations=auto is the first of none, selective and full that fits the
     trainer's share of the GPU, beside an engine too; a choice of the user stands; unknown memory is none."""

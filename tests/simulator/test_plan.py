@@ -295,8 +295,10 @@ def test_a_model_that_fits_nowhere_is_refused():
     small = ["model=72B", "pools=[{gpu: L40S, count: 2}]"]  # which would train on more of them
     with pytest.raises(LaminarError, match=r"fits on no pool to generate \(2 L40S\); add GPUs"):
         search(load_plan("mixed", small))
+    with pytest.raises(LaminarError, match=r"fits on no pool to generate \(2 L40S\); add GPUs"):
+        search(load_plan("mixed", [*small, "workload.max_response_tokens=100000"]))  # in shared micro-batches
     with pytest.raises(LaminarError, match=r"fits on no pool to train or generate \(2 L40S\); add GPUs"):
-        search(load_plan("mixed", [*small, "workload.max_response_tokens=100000"]))
+        search(load_plan("mixed", ["model=Llama-3.1-405B", small[1]]))
     with pytest.raises(LaminarError, match="fits on no pool that is not preemptible to train"):
         search(load_plan("node", ["pools=[{gpu: H100, count: 8, preemptible: true}]"]))
     assert Candidate(0, 8, ((0, 8, 4),)).replicas == 2

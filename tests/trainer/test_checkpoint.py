@@ -165,6 +165,7 @@ def test_a_half_written_checkpoint_is_never_seen(
         "state_hash": "",
         "skipped_in_a_row": 0,
         "tensor_parallel": 1,
+        "context_parallel": 1,
         "pipeline_parallel": 1,
         "virtual_stages": 1,
         "data_parallel": 1,

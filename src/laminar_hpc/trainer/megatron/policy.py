@@ -259,7 +259,7 @@ class MegatronPolicy:
         self, sequences: list[list[int]], read: Callable[[torch.Tensor, Pack], torch.Tensor]
     ) -> list[torch.Tensor]:
         """`read(logits [1, places, vocabulary / TP], pack)` on the last stage, at the places of all tokens of
-        all sequences but the first of each."""
+        all sequences but the first of each, of this rank's share of them."""
         return self._read([self._all_places(sequences)], read, whole=True)
 
     def _all_places(self, sequences: list[list[int]]) -> Pack:

@@ -72,7 +72,7 @@ def outcomes(
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """A pack and its trained tokens, in the order of `pack.selected`."""
+    """A pack and its trained tokens, in their order in the whole pack."""
 
     pack: Pack
     tokens: TrainedTokens
