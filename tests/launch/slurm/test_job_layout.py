@@ -28,8 +28,11 @@ EXPERIMENTS = group_names(FOLDER)
 # script -> nodes, GPUs on each, processes on each; of the array of rollouts a node per element
 EXPECTED = {
     "cluster_1024gpu_72b": {"control": (1, 0), "trainer": (96, 8), "rollouts": (32, 8)},
+    "cluster_128gpu_235b_a22b": {"control": (1, 0), "trainer": (12, 8), "rollouts": (4, 8)},
     "cluster_64gpu_32b": {"control": (1, 0), "trainer": (4, 8), "rollouts": (4, 8)},
     "demo": {"laminar_single": (1, 0)},
+    "moe": {"laminar_single": (1, 0)},
+    "node_8gpu_30b_a3b": {"laminar_single": (1, 8)},
     "node_8gpu_7b": {"laminar_single": (1, 8)},
     "one_gpu": {"laminar_single": (1, 1)},
     "retool_32b": {"control": (1, 0), "trainer": (2, 8), "rollouts": (2, 8)},
@@ -81,7 +84,7 @@ def test_every_experiment_has_its_jobs(name: str, capsys: pytest.CaptureFixture[
         nodes, gpus = EXPECTED[name][script]
         here = [RoleOfRank(role, index) for index in range(ranks // nodes)]
         assert len(here) * nodes == ranks and jobs["rollouts"][0]["ROLLOUTS"] == str(
-            derived.rollout_ranks // 32 or 2
+            derived.rollout_ranks // EXPECTED[name]["rollouts"][0]
         )
         config.role = role
         used = [device for mine in here for device in devices_of(config, here, mine, gpus)]
