@@ -163,8 +163,8 @@ def folders(*patterns: str) -> list[str]:
 
 
 conf, slurm = folders("conf/**/*.yaml"), folders("slurm/*.sbatch")
-# for experiment=demo and laminar init
-examples = folders("examples/*/data/*.jsonl", "examples/*/base/config.json")
+# for experiment=demo, experiment=moe and laminar init
+examples = folders("examples/*/data/*.jsonl", "examples/*/*/config.json")
 
 setup(
     name="laminar_hpc",

@@ -95,9 +95,12 @@ EXPERIMENTS = {
     "cluster_64gpu_32b": (32, 8, 64, 32.764e9, 66),
     "cluster_64gpu_32b_128k": (32, 4, 64, 32.764e9, 66),
     "cluster_1024gpu_72b": (768, 32, 1024, 72.706e9, 145),
+    "node_8gpu_30b_a3b": (6, 1, 8, 30.532e9, 61),
+    "cluster_128gpu_235b_a22b": (96, 4, 128, 235.094e9, 470),
 }
+GIGABYTES = {"one_gpu": 24, "node_8gpu_30b_a3b": 141}  # of a GPU, where it is not 80
 
-SMALL = {"demo", "tools"}  # run as they are, on two cores
+SMALL = {"demo", "tools", "moe"}  # run as they are, on two cores
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
@@ -116,7 +119,7 @@ def test_ready_experiments_pass_a_dry_run_without_gpu_and_model(name, capsys):
     )
     assert derived.parameters == pytest.approx(parameters, rel=1e-3)
     assert round(derived.publish_bytes / 1e9) == gigabytes
-    per_gpu = 24e9 if name == "one_gpu" else 80e9
+    per_gpu = GIGABYTES.get(name, 80) * 1e9
     shared = derived.trainer_gpu_memory_bytes * (name == "one_gpu") + derived.rollout_gpu_memory_bytes
     assert max(derived.trainer_gpu_memory_bytes, shared) < 0.95 * per_gpu
     for words in (
@@ -129,7 +132,8 @@ def test_ready_experiments_pass_a_dry_run_without_gpu_and_model(name, capsys):
     ):
         assert words in printed
     assert max(len(line) for line in printed.splitlines() if not line.startswith("before a run")) <= 120
-    assert "before a run model.path=Qwen/Qwen2.5-" in printed and "a run downloads it from the" in printed
+    family = "Qwen3-" if name.endswith(("_a3b", "_a22b")) else "Qwen2.5-"
+    assert f"before a run model.path=Qwen/{family}" in printed and "a run downloads it from the" in printed
     assert "before a run data.train=(empty)" in printed
     with pytest.raises(LaminarError, match="a run downloads it"):
         check(load_config([f"experiment={name}"]))

@@ -26,7 +26,7 @@ from laminar_hpc.machine.roles import assign_roles
 GPU_EXPERIMENTS = sorted(
     path.stem
     for path in (conf_directory() / "experiment").glob("*.yaml")
-    if path.stem not in ("demo", "tools")
+    if path.stem not in ("demo", "tools", "moe")
 )
 NODE = ["experiment=node_8gpu_7b", "dry_run=true", "trainer.recompute_activations=none"]
 

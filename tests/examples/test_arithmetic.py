@@ -136,9 +136,30 @@ def test_base_is_small_and_its_tokenizer_round_trips(make_data: ModuleType, toke
             assert tokenizer.decode([*ids, tokenizer.eos_token_id], skip_special_tokens=True) == text
 
 
-def test_base_leaves_room_to_learn(tokenizer) -> None:
-    """Decoded greedily, the base model answers between 20% and 50% of the held-out problems correctly."""
-    model = AutoModelForCausalLM.from_pretrained(EXAMPLE / "base", dtype=torch.float32)
+def test_the_mixture_is_made_from_the_base(train_base: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before it is trained, a mixture computes what the base does; what is shipped is such a model, of at
+    most 2 MB, whose experts have become different ones."""
+    monkeypatch.setitem(sys.modules, "train_base", train_base)
+    script = load_script("train_mixture")
+    base = AutoModelForCausalLM.from_pretrained(EXAMPLE / "base", dtype=torch.float32).eval()
+    made = script.build_mixture(base).eval()
+    tokens = torch.randint(2, 16, (2, 40), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        assert (made(tokens).logits - base(tokens).logits).abs().max() < 1e-3
+    shipped = AutoModelForCausalLM.from_pretrained(EXAMPLE / "mixture", dtype=torch.float32)
+    assert shipped.config.num_experts == script.EXPERTS and type(shipped) is type(made)
+    assert sum(file.stat().st_size for file in (EXAMPLE / "mixture").iterdir()) <= 2_000_000
+    experts = shipped.model.layers[0].mlp.experts.down_proj
+    assert (experts[0] - experts[1]).abs().max() > 1e-3
+    assert (EXAMPLE / "mixture" / "tokenizer.json").read_bytes() == (
+        EXAMPLE / "base" / "tokenizer.json"
+    ).read_bytes()
+
+
+@pytest.mark.parametrize("name", ["base", "mixture"])
+def test_the_models_leave_room_to_learn(name: str, tokenizer) -> None:
+    """Decoded greedily, each answers between 20% and 50% of the held-out problems correctly."""
+    model = AutoModelForCausalLM.from_pretrained(EXAMPLE / name, dtype=torch.float32)
     rows = sorted(rows_of("heldout"), key=lambda row: len(row["prompt"]))
     num_right = 0.0
     for width, group in itertools.groupby(

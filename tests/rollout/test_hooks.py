@@ -73,6 +73,11 @@ NEEDED_FOR = {
         "RotaryEmbedding.forward_native",
         "torch.cat((query_rot, query_pass)",
     ),
+    "fused_gate_sigmoid_mul_add": (
+        "sglang.srt.models.qwen2_moe",
+        "Qwen2MoeSparseMoeBlock",
+        "fused_gate_sigmoid_mul_add(",
+    ),
     "Qwen2DecoderLayer.forward": (
         "sglang.srt.models.qwen2",
         "Qwen2DecoderLayer.forward",
@@ -102,6 +107,7 @@ READ_IN = {  # environment variables of the engine -> the module of SGLang that 
     "SGLANG_CPU_OMP_THREADS_BIND": "sglang.srt.utils.numa_utils",
     "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": "sglang.srt.distributed.bootstrap",
     "SGLANG_EXTERNAL_MODEL_PACKAGE": "sglang.srt.models.registry",
+    "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED": "sglang.srt.layers.quantization.unquant",
     "SGLANG_RETURN_ORIGINAL_LOGPROB": "sglang.srt.layers.sampler",
     "SGLANG_ROPE_CACHE_FP32": "sglang.srt.layers.rotary_embedding.base",
     "SGLANG_TIMEOUT_KEEP_ALIVE": "sglang.srt.entrypoints.http_server",

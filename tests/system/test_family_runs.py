@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from helpers.runs import Run, metrics, summary
-from helpers.trainer.tiny import FAMILIES, make_model
+from helpers.trainer.tiny import EXPERTS, FAMILIES, make_model
 from laminar_hpc.config.directories import examples_directory
 
 STEPS = 4
@@ -16,7 +16,7 @@ REWARD = "def score(*, prompt, response, row):\n    return response.count('1') /
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
-@pytest.mark.parametrize("family", ["qwen3-untied", "llama3-gqa8"])
+@pytest.mark.parametrize("family", ["qwen3-untied", "llama3-gqa8", *EXPERTS])
 def test_a_run_of_each_family(family, tmp_path, monkeypatch):
     """Random weights behind the example's tokenizer, trained, published and served: one policy each,
     log-probs to 1e-3 at every step."""
@@ -28,7 +28,7 @@ def test_a_run_of_each_family(family, tmp_path, monkeypatch):
         "pad_token_id": 0,
         "bos_token_id": None,
     }
-    make_model(model, 3, **{**FAMILIES[family], **ids})
+    make_model(model, 3, **{**(FAMILIES | EXPERTS)[family], **ids})
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         shutil.copy(example / name, model / name)
     (tmp_path / "ones.py").write_text(REWARD)

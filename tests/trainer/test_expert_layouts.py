@@ -137,3 +137,44 @@ def test_any_layout_of_experts_resumes_at_any_other(
 ) -> None:
     """The whole matrix of the test above."""
     check_resume(before, after, ranks, models["qwen3-moe"], tmp_path)
+
+
+# of about 2 MB, so that lanes and chunks have something to do
+LARGER = {
+    **tiny.EXPERTS["qwen3-moe"],
+    "hidden_size": 64,
+    "moe_intermediate_size": 128,
+    "num_hidden_layers": 3,
+}
+
+
+@pytest.mark.parametrize(
+    ("layout", "lanes", "delta"),
+    [
+        ("ep2-dp2", 2, "off"),
+        pytest.param("ep2-dp2", 1, "auto", marks=pytest.mark.slow),
+        pytest.param("tp2-ep2", 2, "auto", marks=pytest.mark.slow),
+        pytest.param("tp2-ep4-dp2", 4, "off", marks=pytest.mark.slow),
+        pytest.param("pp2-ep2-dp2-distributed", 4, "auto", marks=pytest.mark.slow),
+    ],
+)
+def test_experts_are_published_in_lanes(
+    layout: str, lanes: int, delta: str, ranks: Ranks, tmp_path: Path
+) -> None:
+    """Slots have the bytes and sums of each step, and engines whose ranks divide whole experts load them. A
+    rank's experts follow on each other, so that lanes end where ranks meet: few are gathered."""
+    name, expert_parallel = LAYOUTS[layout]
+    model = tiny.make_model(tmp_path / "model", 3, **LARGER)
+    settings = settings_of(
+        name,
+        trainer__expert_parallel=expert_parallel,
+        relay__chunk_megabytes=1,
+        relay__lanes=lanes,
+        relay__delta=delta,
+        relay__publish_timeout_seconds=30.0,
+    )
+    told = ranks.run(
+        world_of(name), "cases:published_in_lanes", model=str(model), settings=settings, folder=str(tmp_path)
+    )[0]
+    assert told["size"] > 2_000_000 and len(set(told["senders"])) >= min(lanes, 2)
+    assert sum(told["gathered"]) < 0.6 * told["size"]

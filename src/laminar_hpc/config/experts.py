@@ -111,10 +111,9 @@ def experts_text(model: dict) -> str:
     """What a run does with a model's experts; "" for a dense one."""
     if (experts := experts_of(model)) is None:
         return ""
-    shared = f", and one shared of width {experts.shared_width}" if experts.shared_width else ""
-    weights = "weights that sum to 1" if experts.normalized else "weights as the softmax gives them"
-    coefficient = model.get("router_aux_loss_coef", 0)
+    shared = f" and one shared of {experts.shared_width}" if experts.shared_width else ""
+    weights = "weights sum to 1" if experts.normalized else "the softmax's weights"
     return (
-        f"{experts.per_token} of {experts.count} per token, of width {experts.width}{shared}; {weights}; "
-        f"router in float32; no auxiliary loss (router_aux_loss_coef={coefficient} is not used)"
+        f"{experts.per_token} of {experts.count} of width {experts.width}{shared} per token, {weights}; "
+        "router in float32; no auxiliary loss"
     )

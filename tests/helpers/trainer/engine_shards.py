@@ -1,5 +1,6 @@
 """An engine's tensor-parallel ranks without a server: parameters named, fused, padded and split as SGLang's
-for a Qwen2, loaded from a slot by the plugin's own loader."""
+for a Qwen2, or for a Qwen3-MoE whose ranks divide whole experts, loaded from a slot by the plugin's own
+loader."""
 
 import json
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ from laminar_hpc.weights.slots import SlotHandle
 
 def shapes(c: SimpleNamespace, size: int) -> dict[str, tuple[int, ...]]:
     """Of one rank of `size`; heads and key-value heads divide by it."""
-    head = c.hidden_size // c.num_attention_heads
+    head = c.head_dim or c.hidden_size // c.num_attention_heads
     fused = (c.num_attention_heads + 2 * c.num_key_value_heads) * head // size
     found = {
         "model.embed_tokens.weight": ((c.vocab_size + 63) // 64 * 64 // size, c.hidden_size),
@@ -30,7 +31,19 @@ def shapes(c: SimpleNamespace, size: int) -> dict[str, tuple[int, ...]]:
             "input_layernorm.weight": (c.hidden_size,),
             "post_attention_layernorm.weight": (c.hidden_size,),
         }
+        if experts := getattr(c, "num_local_experts", 0):
+            for name in ("self_attn.qkv_proj.bias", "mlp.gate_up_proj.weight", "mlp.down_proj.weight"):
+                del of_layer[name]
+            of_layer |= {
+                "mlp.gate.weight": (experts, c.hidden_size),
+                "mlp.experts.w13_weight": (experts // size, 2 * c.moe_intermediate_size, c.hidden_size),
+                "mlp.experts.w2_weight": (experts // size, c.hidden_size, c.moe_intermediate_size),
+                "self_attn.q_norm.weight": (head,),
+                "self_attn.k_norm.weight": (head,),
+            }
         found |= {f"model.layers.{i}.{name}": shape for name, shape in of_layer.items()}
+    if not c.tie_word_embeddings:
+        found["lm_head.weight"] = found["model.embed_tokens.weight"]
     return found
 
 
@@ -50,8 +63,8 @@ def load(slot: SlotHandle, size: int) -> None:
     """Into all ranks of an engine of `size`; what they then hold together must be what the slot's manifest
     says."""
     config = SimpleNamespace(**json.loads((slot.directory / "config.json").read_text()))
-    config.head_dim = None
-    ranks = [list(canonical_views(Rank(config, size), config, rank, size)) for rank in range(size)]
+    config.head_dim = getattr(config, "head_dim", None)
+    ranks = [list(canonical_views(Rank(config, size), config, rank, size, size)) for rank in range(size)]
     loaded = [load_slot(views, slot.directory) for views in ranks]
     assert loaded == [live_sums(views) for views in ranks]
     layouts, entries = [live_layout(views) for views in ranks], slot.manifest.tensors

@@ -28,9 +28,12 @@ EXPERIMENTS = group_names(FOLDER)
 # script -> nodes, GPUs on each, processes on each; of the array of rollouts a node per element
 EXPECTED = {
     "cluster_1024gpu_72b": {"control": (1, 0), "trainer": (96, 8), "rollouts": (32, 8)},
+    "cluster_128gpu_235b_a22b": {"control": (1, 0), "trainer": (12, 8), "rollouts": (4, 8)},
     "cluster_64gpu_32b": {"control": (1, 0), "trainer": (4, 8), "rollouts": (4, 8)},
     "cluster_64gpu_32b_128k": {"control": (1, 0), "trainer": (4, 8), "rollouts": (4, 8)},
     "demo": {"laminar_single": (1, 0)},
+    "moe": {"laminar_single": (1, 0)},
+    "node_8gpu_30b_a3b": {"laminar_single": (1, 8)},
     "node_8gpu_7b": {"laminar_single": (1, 8)},
     "one_gpu": {"laminar_single": (1, 1)},
     "retool_32b": {"control": (1, 0), "trainer": (2, 8), "rollouts": (2, 8)},

@@ -46,6 +46,16 @@ def rotate(
     return rotated(query, factors), rotated(key, factors)
 
 
+def add_gated(
+    hidden_states: torch.Tensor, gate_weight: torch.Tensor, shared: torch.Tensor, sums: torch.Tensor
+) -> None:
+    """In place of SGLang's triton kernel: adds the shared expert's output, weighted by the sigmoid of its
+    gate, to that of the routed experts. hidden_states, shared, sums: [tokens, hidden]; gate_weight: [hidden].
+    """
+    gate = torch.sigmoid(hidden_states.float() @ gate_weight.float())
+    sums.addcmul_(shared, gate[:, None].to(sums.dtype))
+
+
 def rotation(rope: Any, positions: torch.Tensor) -> torch.Tensor:
     """float32 [tokens, 1, 2 * head_size]: the two factors of each position."""
     # made at first, and when SGLang lengthens its cache

@@ -59,7 +59,7 @@ NOT_IN_0_5_17 = {hook.module for hook in PORT_HOOKS if hook.module != SCHEDULER}
 
 
 def cpu_hooks() -> tuple[Hook, ...]:
-    """What makes an engine on the CPU faster; none changes a number but by rounding."""
+    """What an engine on the CPU needs, or is faster with; none changes a number but by rounding."""
     from laminar_hpc.engine.sglang.plugin import attention, cpu_functions, cpu_layers
 
     return (
@@ -85,6 +85,13 @@ def cpu_hooks() -> tuple[Hook, ...]:
             "RotaryEmbedding.forward_native",
             "AROUND",
             cpu_functions.rotate,
+        ),
+        # models/qwen2_moe.py:881 calls this triton kernel
+        Hook(
+            "sglang.kernels.ops.elementwise.elementwise",
+            "fused_gate_sigmoid_mul_add",
+            "REPLACE",
+            cpu_functions.add_gated,
         ),
         # models/qwen2.py:297 calls a dozen nested modules per layer
         Hook("sglang.srt.models.qwen2", "Qwen2DecoderLayer.forward", "AROUND", cpu_layers.decoder_layer),
