@@ -12,9 +12,9 @@ the two take turns. Only real tokens count.
 
 Figures: `throughput_over_transformers` = our tokens per second over theirs: the median of the ratios of
 neighbouring measurements, and of the numbers of threads the one that is lower. Goal: at least 0.9.
-Counted, not timed (bench/trainer_counts.py): `logit_passes`, the bytes that a bfloat16 head on a GPU moves over
-those of its logits, at most 6; `selective_extra_arithmetic`, what trainer.recompute_activations=selective
-adds to the arithmetic of matrix products, at most 0.02.
+Counted, not timed (bench/trainer_counts.py): `logit_passes`, the bytes that a bfloat16 head on a GPU moves
+over those of its logits, at most 6; `selective_extra_arithmetic`, what
+trainer.recompute_activations=selective adds to the arithmetic of matrix products, at most 0.02.
 """
 
 import argparse

@@ -27,7 +27,8 @@ class _Rotate(torch.autograd.Function):
     def backward(ctx: Any, of_query: torch.Tensor, of_key: torch.Tensor) -> tuple:
         from laminar_hpc.weights.kernels.triton_layers import rotate as on_gpu
 
-        return *on_gpu(of_query, of_key, *ctx.saved_tensors, -1.0), None, None
+        cos, sin = ctx.saved_tensors
+        return *on_gpu(of_query, of_key, cos, sin, -1.0), None, None
 
 
 def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
