@@ -19,10 +19,13 @@ from helpers.trainer.ranks import Ranks
 from laminar_hpc.engine.interface import sampling_parameters
 from laminar_hpc.engine.sglang.command_line import arguments
 from laminar_hpc.engine.sglang.server import SglangServer
-from laminar_hpc.trainer.megatron.attention import rotated, rotation_of
+from laminar_hpc.trainer.megatron import residual
+from laminar_hpc.trainer.megatron.attention import rotation_of
 from laminar_hpc.trainer.megatron.linear import float32_product
 from laminar_hpc.trainer.megatron.packs import make_pack
 from laminar_hpc.trainer.megatron.policy import MegatronPolicy
+from laminar_hpc.weights.kernels import layers
+from laminar_hpc.weights.kernels.layers import rotated
 from laminar_hpc.weights.probe import probe_sequences
 
 EXAMPLE = EXAMPLES / "arithmetic"
@@ -44,11 +47,11 @@ def test_rope_is_rounded_once() -> None:
         torch.tensor([0, 1, 2, 50, 500, 999, 5000, 31999, 131071]),
     )
     rotation = rotation_of(frequencies, positions)
-    assert torch.equal(rotated(x, rotation), rotated(x.float(), rotation).bfloat16())
+    assert torch.equal(rotated(x, *rotation), rotated(x.float(), *rotation).bfloat16())
     pair = x.double()[:, :, 3] + 1j * x.double()[:, :, 11]
     turned = pair * torch.exp(1j * (positions[:, None].double() * frequencies[3].double()))
     assert (
-        rotated(x.float(), rotation)[:, :, 3] - turned.real
+        rotated(x.float(), *rotation)[:, :, 3] - turned.real
     ).abs().max() < 1e-2  # float32 positions times float32 frequencies
 
 
@@ -177,3 +180,20 @@ def test_engine_and_trainer_agree(tmp_path: Path, world: None) -> None:
     on_probe, on_drawn = mismatches(policy_of(BASE))
     assert on_probe < 0.03 and on_drawn < 6e-4
     assert mismatches(policy_of(BASE, model__float32_head=False))[1] > 6e-4
+
+
+@pytest.mark.parametrize(("recompute", "joined"), [("none", 6), ("selective", 6), ("full", 3)])
+def test_a_sum_comes_with_its_norm(
+    recompute: str, joined: int, tmp_path: Path, world: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Promise: each norm but the first takes what the sum before it has computed, so that on a GPU both are
+    one launch; where layers are recomputed whole, those inside a layer. Log-probs are those of apart."""
+    model = tiny.make_model(tmp_path / "model", num_hidden_layers=3)
+    policy = policy_of(model, trainer__recompute_activations=recompute)
+    texts, alone = [[1, 2, 3, 4, 5, 6]], []
+    monkeypatch.setattr(residual, "normed", lambda *inputs: alone.append(0) or layers.normed(*inputs))
+    found = policy.logprobs(texts)
+    assert len(alone) == 7 - joined  # two norms a layer, and the last one
+    for layer in policy.gpt.decoder.layers:
+        layer.self_attn_bda.norm = layer.mlp_bda.norm = None
+    assert torch.equal(policy.logprobs(texts), found) and len(alone) == 14 - joined

@@ -1,5 +1,7 @@
 """Another flash attention than torch's own is used only where it gives the same."""
 
+import logging
+import os
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -75,3 +77,18 @@ def test_what_is_not_installed_or_not_for_this_gpu_is_not_tried(monkeypatch) -> 
     assert [list(flash.candidates(major)) for major in (8, 9, 10)] == [[], [], []]
     monkeypatch.setattr(flash, "_installed", lambda module: True)
     assert [list(flash.candidates(major)) for major in (8, 9, 10)] == [[], ["FA3", "FA4"], ["FA4"]]
+
+
+def test_the_log_says_which_runs_and_fa4_keeps_its_kernels(hopper, monkeypatch, caplog) -> None:
+    """Promise: the cache of FA4's compiled kernels is on before its package is imported, unless the user has
+    said otherwise; torch's own attention is named in the log too."""
+    key, seen = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", []
+    for name in ("FA3", "FA4"):
+        hopper(name, lambda: [torch.zeros(4)], lambda: seen.append(os.environ.get(key)) or Handle())
+    monkeypatch.delenv(key, raising=False)
+    with caplog.at_level(logging.INFO):
+        assert flash.use_fastest_attention(CPU, (8, 2), 64) == "FA2"
+    assert seen == ["1", "1"] and "attention by FA2, torch's own" in caplog.text
+    monkeypatch.setenv(key, "0")
+    flash.use_fastest_attention(CPU, (8, 2), 64)
+    assert seen[2:] == ["0", "0"]

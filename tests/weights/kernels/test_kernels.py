@@ -11,9 +11,8 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
+from helpers.kernels import compiled
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.weights.kernels import Delta, delta_apply, delta_encode, pack, place
 from laminar_hpc.weights.kernels.grid import common_grid
@@ -22,19 +21,19 @@ from laminar_hpc.weights.kernels.triton_delta import BLOCK, compact_kernel, mark
 from laminar_hpc.weights.kernels.triton_logprobs import gradient_kernel, summary_kernel
 from laminar_hpc.weights.kernels.triton_pack import pack_kernel
 
-CASES = Path(__file__).with_name("interpreted_cases.py")
+CASES = [Path(__file__).with_name(name) for name in ("interpreted_cases.py", "interpreted_layers.py")]
 PACK = {"BR": 1, "BC": 1024, "WIDE": False, "ALIGNED": True}
 
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ("marked", "cases"), [("not slow", 70), pytest.param("slow", 10, marks=pytest.mark.slow)]
+    ("marked", "cases"), [("not slow", 88), pytest.param("slow", 10, marks=pytest.mark.slow)]
 )
 def test_bit_exact_in_the_interpreter(marked: str, cases: int) -> None:
-    """More than so many of interpreted_cases.py, in a process of its own, as TRITON_INTERPRET acts when
+    """More than so many of the interpreted cases, in a process of its own, as TRITON_INTERPRET acts when
     triton is imported."""
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", str(CASES), "-q", "-m", marked, "-p", "no:cacheprovider"],
+        [sys.executable, "-m", "pytest", *map(str, CASES), "-q", "-m", marked, "-p", "no:cacheprovider"],
         env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -42,23 +41,6 @@ def test_bit_exact_in_the_interpreter(marked: str, cases: int) -> None:
     )
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
     assert int(re.search(r"(\d+) passed", done.stdout)[1]) > cases and "skipped" not in done.stdout
-
-
-def compiled(
-    kernel: triton.JITFunction, constants: dict, capability: int, divisible: bool = True, **types: str
-) -> str:
-    """PTX of a kernel whose arguments are all divisible by 16, as those of real models are, or not known to
-    be."""
-    signature = {
-        name: types.get(name, "constexpr" if name in constants else "i32") for name in kernel.arg_names
-    }
-    names = [] if not divisible else [name for name in kernel.arg_names if name not in constants]
-    attributes = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in names}
-    made = triton.compile(
-        ASTSource(kernel, signature, constants, attributes), target=GPUTarget("cuda", capability, 32)
-    )
-    assert len(made.asm["cubin"]) > 1000  # the assembler takes it
-    return made.asm["ptx"]
 
 
 PACKED = [

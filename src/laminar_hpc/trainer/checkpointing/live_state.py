@@ -57,7 +57,7 @@ class LiveState:
         tensors |= {f"rng.{name}": t for name, t in rng_state().items()}
         for name in sorted(tensors):
             found.update(name.encode())
-            found.update(tensors[name].cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+            found.update(tensors[name].cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
         found.update(json.dumps(self._policy.scheduler.state_dict(), sort_keys=True).encode())
         return found.digest()
 

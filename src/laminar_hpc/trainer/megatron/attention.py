@@ -22,6 +22,7 @@ from megatron.core.utils import divide
 from torch.nn.attention.varlen import varlen_attn
 
 from laminar_hpc.trainer.megatron.context import heads_of_all_tokens, tokens_of_all_heads
+from laminar_hpc.weights.kernels.layers import rotate
 
 _STEP = 1.25  # of a bucket's longest sequence to its shortest: under a quarter of padding, few buckets
 
@@ -131,18 +132,11 @@ def pack_layout(lengths: list[int], device: torch.device) -> PackLayout:
 
 def rotation_of(frequencies: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """RoPE's two factors at `positions` [tokens], float32 [tokens, 1, head_dim]: the cosine, and the sine
-    with the sign of its half. frequencies [head_dim / 2] float32."""
+    with the sign of its half. frequencies [head_dim / 2] float32. Megatron's own RoPE rounds the factors and
+    each product to the dtype of what it rotates."""
     angles = torch.outer(positions.to(frequencies.dtype), frequencies)
     cos, sin = angles.cos(), angles.sin()
     return torch.cat((cos, cos), dim=-1)[:, None], torch.cat((-sin, sin), dim=-1)[:, None]
-
-
-def rotated(x: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """x [tokens, heads, head_dim] of any dtype, rotated in float32 and rounded once, as the engines do;
-    Megatron's own RoPE rounds the factors and each product to x's dtype."""
-    cos, sin = rotation
-    wide = x.float()
-    return (wide * cos + wide.roll(x.shape[-1] // 2, -1) * sin).to(x.dtype)
 
 
 class PackedCausalAttention(MegatronModule):
@@ -191,7 +185,7 @@ class PackedCausalAttention(MegatronModule):
             or layout.rotation is None
         ):
             raise ValueError("PackedCausalAttention takes a PackLayout with its rotation and no mask")
-        query, key = rotated(query, layout.rotation), rotated(key, layout.rotation)
+        query, key = rotate(query, key, *layout.rotation)
         if self.context.size() == 1:
             return self._attend(query, key, value, layout)
         query, key, value = heads_of_all_tokens(query, key, value, self.context)
@@ -211,6 +205,7 @@ class PackedCausalAttention(MegatronModule):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: PackLayout
     ) -> torch.Tensor:
         ends, longest = layout.cu_seqlens_q, layout.max_seqlen_q
+        value = value.contiguous()  # the backward pass keeps it, and of a view queries and keys too
         out = varlen_attn(
             query,
             key,

@@ -38,7 +38,7 @@ from laminar_hpc.trainer.megatron.chunks import schedule_settings
 from laminar_hpc.trainer.megatron.experts import expert_settings, is_router
 from laminar_hpc.trainer.megatron.linear import bias_before_rounding, float32_output
 from laminar_hpc.trainer.megatron.recompute import Forgetting
-from laminar_hpc.trainer.megatron.residual import Norm, SumNorm, sum_in_float32
+from laminar_hpc.trainer.megatron.residual import Norm, SumNorm, join_sums_and_norms, sum_in_float32
 from laminar_hpc.weights.hf import ModelShape, RopeScaling
 
 # The padded vocabulary is a multiple of this at every tensor-parallel size that divides it, so a checkpoint
@@ -195,6 +195,9 @@ def build_gpt(
 def _finish_layers(gpt: GPTModel, forgetful: bool) -> None:
     """What Megatron's own layers cannot be told by their spec. `forgetful`: norms and activations are
     computed again in the backward pass."""
+    if isinstance(gpt.decoder.layers[0].input_layernorm, SumNorm):
+        full = gpt.config.recompute_granularity == "full"  # then a layer's input is another tensor each time
+        join_sums_and_norms(gpt.decoder, across_layers=not full)
     for layer in gpt.decoder.layers:
         qkv, mlp = layer.self_attention.linear_qkv, layer.mlp
         if gpt.config.add_qkv_bias and _rounds_as_sglang(gpt.config.params_dtype):

@@ -8,6 +8,7 @@ backward: what it lacks shows in the first second of a run, and the run goes on 
 
 import importlib.util
 import logging
+import os
 from collections.abc import Iterator
 
 import torch
@@ -68,6 +69,8 @@ def _differ(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
 def use_fastest_attention(device: torch.device, heads: tuple[int, int], head_dim: int) -> str:
     """Tells torch to use the best implementation that works for these numbers of query and key heads.
     Returns its name; "FA2" is torch's own."""
+    # of FA4's kernels, else compiled anew in every process; it is read when the package is imported
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
     names = list(candidates(torch.cuda.get_device_capability(device)[0]))
     expected = _attend(device, heads, head_dim) if names else []
     for name in names:
@@ -83,4 +86,5 @@ def use_fastest_attention(device: torch.device, heads: tuple[int, int], head_dim
             why = f"{type(failure).__name__}: {str(failure).splitlines()[0] if str(failure) else ''}"
         restore_flash_attention_impl(_raise_warn=False)
         logger.warning("%s is installed and not used: %s", name, why)
+    logger.info("attention by FA2, torch's own")
     return "FA2"

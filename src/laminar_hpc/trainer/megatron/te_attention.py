@@ -4,7 +4,8 @@ Engine is installed (GPUs)."""
 import torch
 from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
-from laminar_hpc.trainer.megatron.attention import PackLayout, rotated
+from laminar_hpc.trainer.megatron.attention import PackLayout
+from laminar_hpc.weights.kernels.layers import rotate
 
 
 class TransformerEngineAttention(TEDotProductAttention):
@@ -20,5 +21,5 @@ class TransformerEngineAttention(TEDotProductAttention):
         **keywords: object,
     ) -> torch.Tensor:
         assert packed_seq_params.rotation is not None
-        query, key = rotated(query, packed_seq_params.rotation), rotated(key, packed_seq_params.rotation)
+        query, key = rotate(query, key, *packed_seq_params.rotation)
         return super().forward(query, key, *args, packed_seq_params=packed_seq_params, **keywords)
