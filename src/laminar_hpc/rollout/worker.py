@@ -107,16 +107,12 @@ class RolloutWorker:
         self.batch = LocalBatch(
             context, self.engines, self.state, stop_ids, self._ended, moves.hand_over, turns
         )
-        self.reporter = UtilizationReporter(
-            context, self.state, self.engines, self.batch, lambda: self.scoring.pending
-        )
-        self.weights = ServedWeights(
-            context, reader, self.state, self.weight_loader, self.reporter, self.batch.keep_kv
-        )
+        self.reporter = UtilizationReporter(self.batch, lambda: self.scoring.pending)
+        self.weights = ServedWeights(self.batch, reader, self.weight_loader, self.reporter)
         self.results = Results(context, self.payloads, self.scoring, self.health, self.reporter.finished)
         answers = self.episodes.answers if self.episodes else None
-        self.migration = ReplicaMigration(context, self.batch, self.state, moves.mail, answers)
-        self.shutdown = GracefulShutdown(context, self.batch, self._leave, answers)
+        self.migration = ReplicaMigration(self.batch, moves.mail, answers)
+        self.shutdown = GracefulShutdown(self.batch, self._leave, answers)
         self.resets = ResetsAhead(self.episodes.pool if self.episodes else None, self.state)
         self.grants = Grants(self.state, self.weight_loader)
         self.wake = asyncio.Event()  # a grant or newer weights
