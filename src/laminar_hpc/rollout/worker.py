@@ -122,8 +122,7 @@ class RolloutWorker:
         self.leaving: asyncio.Future[None] | None = None  # its exception says why
 
     def _engine_seed(self) -> int:
-        """Another seed for each start of each engine, so that nothing is drawn twice; the same ones for the
-        same run.seed."""
+        """Another seed for each start of an engine: nothing is drawn twice; the same for one run.seed."""
         self.engine_starts += 1
         replica, epoch = self.context.index, self.context.welcome.epoch
         name = f"{self.config.seed}/{replica}/{epoch}/{self.engine_starts}"
@@ -227,8 +226,7 @@ class RolloutWorker:
             self.leaving.set_exception(error)
 
     async def _guarded(self, life: Coroutine[Any, Any, None]) -> None:
-        """Runs `life` until it ends, the engine dies, or the controller says Stop or falls silent; raises in
-        the latter cases."""
+        """Runs `life` until it ends. Raises if the engine dies, at Stop, or if the controller is silent."""
         assert self.leaving is not None
         task = asyncio.create_task(life)
         try:
