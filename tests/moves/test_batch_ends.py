@@ -60,7 +60,7 @@ class OneBatch:
             moves.hand_over,
             None,
         )
-        self.migration = ReplicaMigration(context, self.batch, self.state, moves.mail, None)
+        self.migration = ReplicaMigration(self.batch, moves.mail, None)
 
     async def granted(self, folder: Path, group: PromptGroup, length: int) -> asyncio.Task[None]:
         """Nothing of it has begun yet."""

@@ -339,8 +339,7 @@ def rollout_bytes(model: dict, width: int, tensor: int, kv_tokens: int) -> int:
 
 
 def kv_shard_bytes(token_bytes: float, kv_heads: int, tensor: int) -> float:
-    """Bytes of a token's KV cache over the `tensor` ranks of an engine together: beyond one rank per KV head
-    the heads are copied."""
+    """Bytes of a token's KV cache over an engine's ranks: beyond one rank per head heads are copied."""
     return token_bytes * tensor / min(tensor, kv_heads)
 
 

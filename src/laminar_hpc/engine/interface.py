@@ -138,8 +138,7 @@ class Engine(Protocol):
         not finite. Raises RequestFailed, EngineDied."""
 
     async def decode_curve(self, max_requests: int, context: int) -> list[tuple[int, float]]:
-        """(requests, seconds per decode step) for 1, 2, 4 ... `max_requests` requests of `context` tokens,
-        on the idle engine."""
+        """(requests, seconds per decode step) for 1, 2, 4 ... `max_requests` of `context` tokens, idle."""
 
     async def profile(self, folder: Path) -> None:
         """Begins a profile of what the engine does next, which ends by itself after PROFILED_PASSES forward
@@ -195,8 +194,7 @@ class Engine(Protocol):
         until the move is over; returns that prefix's length. Nothing of it need be running."""
 
     async def kv_import(self, move_id: str, tokens: list[int]) -> int:
-        """The destination takes the KV into its prefix cache, if it is of a prefix of `tokens`; returns that
-        prefix's length."""
+        """The destination takes the KV of a prefix of `tokens` into its cache; returns its length."""
 
     async def kv_commit(self, move_id: str) -> None:
         """Releases what is held for the move; its KV stays in the prefix cache until the room is needed."""

@@ -1,7 +1,6 @@
 """What an agent (launch/launch.py) and the ranks that it forks tell each other: orders at the start in one
 environment variable, reports through a file in memory, and exit codes. A rank that a user's own torchrun
-starts has neither orders nor anybody to report to.
-"""
+starts has neither orders nor anybody to report to."""
 
 import os
 

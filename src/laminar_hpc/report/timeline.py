@@ -190,8 +190,7 @@ def _rectangles(row: TimelineRow, index: int, time: RunTime) -> str:
 
 
 def _joined(spans: Sequence[TraceSpan], time: RunTime) -> list[tuple[float, float, str]]:
-    """(start, end, tooltip) of spans; scoring as the times in which any call was open, and crowds joined
-    until they are few enough."""
+    """(start, end, tooltip) of spans; scoring: while any call was open; crowds joined until few."""
     placed = [(time(s.t0), time(s.t1), _title(s)) for s in spans]
     if spans and spans[0].kind == "score":
         placed = [(t0, t1, f"score, {t1 - t0:.2f} s") for t0, t1 in union((t0, t1) for t0, t1, _ in placed)]

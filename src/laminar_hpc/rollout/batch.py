@@ -275,8 +275,7 @@ class LocalBatch:
             await self._abort_all()
 
     async def _abort_all(self) -> None:
-        """Returns when no request is in the engine. One that is on its way there it does not know yet: it is
-        aborted again."""
+        """Returns when no request is in the engine. One on its way there is unknown, and aborted again."""
         await self.engines.current.abort()
         while self._generating:
             self._quiet.clear()

@@ -54,8 +54,7 @@ class BatchHealth:
             )
 
     def hung(self, error: EngineHangs | EngineDied) -> None:
-        """The engine hung or died in this local batch. Raises what ends the replica when that comes again and
-        again."""
+        """The engine hung or died in this local batch. Raises what ends a replica if it does repeatedly."""
         self._hangs_in_a_row += 1
         if self._hangs_in_a_row == MAX_HANGS_IN_A_ROW:
             raise LaminarError(f"{error}, as {MAX_HANGS_IN_A_ROW} in a row; see {self.engines.current.log}")

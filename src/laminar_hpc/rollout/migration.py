@@ -20,7 +20,6 @@ import msgspec
 
 from laminar_hpc.engine.interface import Engine, RequestFailed
 from laminar_hpc.engine.kv.errors import KvRefused
-from laminar_hpc.line.context import RoleContext
 from laminar_hpc.line.messages.data import Message, Partial
 from laminar_hpc.line.messages.moves import (
     Answer,
@@ -39,7 +38,7 @@ from laminar_hpc.rollout.batch import LocalBatch
 from laminar_hpc.rollout.in_flight import OrderedMove, TrajectoryInFlight
 from laminar_hpc.rollout.move_source import FromController, MoveMail
 from laminar_hpc.rollout.partial_response import tokens_of
-from laminar_hpc.rollout.state import ReplicaState, WrongState
+from laminar_hpc.rollout.state import WrongState
 
 logger = logging.getLogger(__name__)
 
@@ -47,17 +46,10 @@ logger = logging.getLogger(__name__)
 class ReplicaMigration:
     """Takes what the controller says of moves; its work is done in tasks of the local batch."""
 
-    def __init__(
-        self,
-        context: RoleContext,
-        batch: LocalBatch,
-        state: ReplicaState,
-        mail: MoveMail,
-        answers: CallAnswers | None,
-    ) -> None:
-        self.context = context
+    def __init__(self, batch: LocalBatch, mail: MoveMail, answers: CallAnswers | None) -> None:
+        self.context = batch.context
         self.batch = batch
-        self.state = state
+        self.state = batch.state
         self.answers = answers
         self._mail = mail
         self._not_taken: dict[str, int] = {}  # trajectories of moves to here that an engine's end broke off

@@ -9,15 +9,12 @@ from collections import deque
 from collections.abc import Callable
 
 from laminar_hpc.engine.interface import EngineHangs, Utilization
-from laminar_hpc.line.context import RoleContext
 from laminar_hpc.line.messages.data import ReplicaLoad
 from laminar_hpc.line.messages.membership import Ping
 from laminar_hpc.machine.own_time import own_time
 from laminar_hpc.policies.sizing import saturation_requests
 from laminar_hpc.rollout.batch import LocalBatch
-from laminar_hpc.rollout.engine_lives import EngineLives
 from laminar_hpc.rollout.engine_watch import EngineWatch
-from laminar_hpc.rollout.state import ReplicaState
 
 logger = logging.getLogger(__name__)
 REPORT_SECONDS = 1.0
@@ -30,21 +27,14 @@ class UtilizationReporter:
     """`scoring` gives the number of trajectories whose reward is awaited. Also watches the engine's progress
     with `batch`, which fails with EngineHangs when there is none."""
 
-    def __init__(
-        self,
-        context: RoleContext,
-        state: ReplicaState,
-        engines: EngineLives,
-        batch: LocalBatch,
-        scoring: Callable[[], int],
-    ) -> None:
-        self.context = context
-        self.state = state
-        self.engines = engines
+    def __init__(self, batch: LocalBatch, scoring: Callable[[], int]) -> None:
+        self.context = batch.context
+        self.state = batch.state
+        self.engines = batch.engines
         self.scoring = scoring
         self.batch = batch
         self._watch = EngineWatch()
-        self._watched = engines.current
+        self._watched = batch.engines.current
         self._saturation: int | None = None  # requests that saturate the engine
         self._finished: deque[tuple[float, int]] = deque()  # (when, response tokens)
 

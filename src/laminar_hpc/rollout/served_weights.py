@@ -10,10 +10,9 @@ import asyncio
 import time
 
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.line.context import RoleContext
 from laminar_hpc.line.messages.rollouts import WeightsOpened
+from laminar_hpc.rollout.batch import LocalBatch
 from laminar_hpc.rollout.reporting import UtilizationReporter
-from laminar_hpc.rollout.state import ReplicaState
 from laminar_hpc.rollout.weight_loader import WeightLoader
 from laminar_hpc.weights.slots import SlotGone, SlotReader
 
@@ -22,20 +21,14 @@ class ServedWeights:
     """`keep_kv`: requests that stand still for other weights keep their KV cache."""
 
     def __init__(
-        self,
-        context: RoleContext,
-        reader: SlotReader,
-        state: ReplicaState,
-        loader: WeightLoader,
-        reporter: UtilizationReporter,
-        keep_kv: bool,
+        self, batch: LocalBatch, reader: SlotReader, loader: WeightLoader, reporter: UtilizationReporter
     ) -> None:
-        self._context = context
+        self._context = batch.context
         self._reader = reader
-        self._state = state
+        self._state = batch.state
         self._loader = loader
         self._reporter = reporter
-        self._keep_kv = keep_kv
+        self._keep_kv = batch.keep_kv
 
     def newer(self) -> bool:
         """There are newer ones than are open."""

@@ -16,7 +16,6 @@ import logging
 from collections.abc import Callable
 
 from laminar_hpc.line.channel import StopReceived
-from laminar_hpc.line.context import RoleContext
 from laminar_hpc.line.messages.rollouts import Leaving
 from laminar_hpc.rollout.answers import CallAnswers
 from laminar_hpc.rollout.batch import LocalBatch
@@ -31,13 +30,9 @@ class GracefulShutdown:
     """`leave(error)` ends the worker's turns."""
 
     def __init__(
-        self,
-        context: RoleContext,
-        batch: LocalBatch,
-        leave: Callable[[BaseException], None],
-        answers: CallAnswers | None,
+        self, batch: LocalBatch, leave: Callable[[BaseException], None], answers: CallAnswers | None
     ) -> None:
-        self._context = context
+        self._context = batch.context
         self._batch = batch
         self._leave = leave
         self._answers = answers

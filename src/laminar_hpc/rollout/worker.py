@@ -108,16 +108,12 @@ class RolloutWorker:
         self.batch = LocalBatch(
             context, self.engines, self.state, stop_ids, self._ended, moves.hand_over, turns
         )
-        self.reporter = UtilizationReporter(
-            context, self.state, self.engines, self.batch, lambda: self.scoring.pending
-        )
-        self.weights = ServedWeights(
-            context, reader, self.state, self.weight_loader, self.reporter, self.batch.keep_kv
-        )
+        self.reporter = UtilizationReporter(self.batch, lambda: self.scoring.pending)
+        self.weights = ServedWeights(self.batch, reader, self.weight_loader, self.reporter)
         self.results = Results(context, self.payloads, self.scoring, self.health, self.reporter.finished)
         answers = self.episodes.answers if self.episodes else None
-        self.migration = ReplicaMigration(context, self.batch, self.state, moves.mail, answers)
-        self.shutdown = GracefulShutdown(context, self.batch, self._leave, answers)
+        self.migration = ReplicaMigration(self.batch, moves.mail, answers)
+        self.shutdown = GracefulShutdown(self.batch, self._leave, answers)
         self.resets = ResetsAhead(self.episodes.pool if self.episodes else None, self.state)
         self.grants = Grants(self.state, self.weight_loader)
         self.profile = EngineProfile(context, self.engines)
@@ -128,8 +124,7 @@ class RolloutWorker:
         self.leaving: asyncio.Future[None] | None = None  # its exception says why
 
     def _engine_seed(self) -> int:
-        """Another seed for each start of each engine, so that nothing is drawn twice; the same ones for the
-        same run.seed."""
+        """Another seed for each start of an engine: nothing is drawn twice; the same for one run.seed."""
         self.engine_starts += 1
         replica, epoch = self.context.index, self.context.welcome.epoch
         name = f"{self.config.seed}/{replica}/{epoch}/{self.engine_starts}"
@@ -233,8 +228,7 @@ class RolloutWorker:
             self.leaving.set_exception(error)
 
     async def _guarded(self, life: Coroutine[Any, Any, None]) -> None:
-        """Runs `life` until it ends, the engine dies, or the controller says Stop or falls silent; raises in
-        the latter cases."""
+        """Runs `life` until it ends. Raises if the engine dies, at Stop, or if the controller is silent."""
         assert self.leaving is not None
         task = asyncio.create_task(life)
         try:

@@ -81,8 +81,7 @@ def attention_share(model: Model) -> float:
 
 
 def exchange_seconds(model: Model, gpu: Gpu, tensor: int, c: Constants) -> float:
-    """One all-reduce of one token's hidden state over `tensor` GPUs: 2 (t - 1) / t times its bytes cross each
-    GPU's links."""
+    """One all-reduce of a token's hidden state over t GPUs: 2 (t - 1) / t of its bytes on each link."""
     return 2.0 * (tensor - 1) / tensor * 2.0 * model.hidden / (c.nvlink_efficiency * gpu.nvlink)
 
 

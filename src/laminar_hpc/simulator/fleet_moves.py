@@ -146,8 +146,7 @@ class Failures:
         self._next_trainer(mtbf)
 
     def _job_restarts(self, rollouts_too: bool = True) -> None:
-        """The trainer's job starts again. With the rollouts in it, everything in progress goes back to its
-        prompt, on the replica where it was."""
+        """The trainer's job starts again; with the rollouts in it, all in progress begins again."""
         r = self.rollouts
         restart = r.trainer.costs.job_restart
         r.trainer.fail(restart)

@@ -71,51 +71,38 @@ def _names(folder: str) -> list[str]:
     return sorted(path.stem for path in (conf_directory() / "simulation" / folder).glob("*.yaml"))
 
 
-def _unknown(what: str, name: str, folder: str, names: list[str]) -> str:
-    known = f"{', '.join(names)} in {conf_directory()}/simulation/{folder}"
-    return f"no {what} '{name}'{did_you_mean(name, names)}: there are {known}"
-
-
 def load_simulation(name: str, overrides: list[str]) -> SimulationConfig:
     """The experiment `name` of conf/simulation/experiment with overrides, `--config-dir DIR` among them for
     tables of one's own. Raises LaminarError that names what is wrong."""
-    overrides = _with_tables(overrides)
-    known = experiments()
-    if name not in known:
-        raise LaminarError(_unknown("simulation", name, "experiment", known))
-    config = _compose(SimulationConfig, "schema", "", {"experiment": name}, overrides)
+    config = _load(SimulationConfig, "simulation", "experiment", name, overrides)
     check(config)
     return config
 
 
 def load_plan(name: str, overrides: list[str]) -> PlanConfig:
     """The question `name` of conf/simulation/plan/question, as `load_simulation`."""
-    overrides = _with_tables(overrides)
-    known = questions()
-    if name not in known:
-        raise LaminarError(_unknown("plan", name, "plan/question", known))
-    config = _compose(PlanConfig, "plan_schema", "plan", {"question": name}, overrides)
+    config = _load(PlanConfig, "plan", "plan/question", name, overrides)
     check_plan(config)
     return config
 
 
-def _with_tables(overrides: list[str]) -> list[str]:
-    """Adds the tables of `--config-dir DIR`, DIR/tables/*.yaml; gives the other words."""
-    folder, rest = take_config_dir(overrides)
-    if folder is not None:
-        tables.add(folder / "tables")
-    return rest
-
-
-def _compose(
-    schema: type[Config], node: str, folder: str, group: dict[str, str], overrides: list[str]
-) -> Config:
+def _load(schema: type[Config], what: str, folder: str, name: str, overrides: list[str]) -> Config:
+    """`name`: a file of `folder`; its schema and those of its group's folder are composed with it."""
+    own, words = take_config_dir(overrides)
+    if own is not None:
+        tables.add(own / "tables")
+    shipped, known = conf_directory() / "simulation", _names(folder)
+    if name not in known:
+        there = f"{', '.join(known)} in {shipped}/{folder}"
+        raise LaminarError(f"no {what} '{name}'{did_you_mean(name, known)}: there are {there}")
     keys = Keys(schema, {}, key_names(schema), _INSTEAD if schema is PlanConfig else {})
-    read: Words = keys.read(overrides)
+    read: Words = keys.read(words)
     if read.broken:
         raise Refused(read.wrong)
-    read.groups = group
-    config: Config = compose_config(schema, node, conf_directory() / "simulation" / folder, keys, read)
+    parent, _, group = folder.rpartition("/")
+    read.groups = {group: name}
+    node = "plan_schema" if parent else "schema"
+    config: Config = compose_config(schema, node, shipped / parent, keys, read)
     if read.wrong:
         raise Refused([*read.wrong, *wrong_values(config)])
     if config.model not in MODELS and (Path(config.model) / "config.json").exists():

@@ -98,8 +98,7 @@ class Trainer:
         return self.ends_at if self.ends_at >= now else now + self.shortest
 
     def fail(self, down: float) -> None:
-        """Restores the last checkpoint: `down` seconds, and what was trained since is trained again (its
-        time; versions are kept)."""
+        """Restores the last checkpoint: `down` seconds, and what was trained since, again; keeps versions."""
         self.delay += down + self.since_checkpoint
         if self.waiting_since is not None:
             now = self.clock.now

@@ -1,6 +1,5 @@
 """The rows of groups and of their trajectories, with prompts and the places of responses. States and tables:
-store/store.py, store_layout.py.
-"""
+store/store.py, store_layout.py."""
 
 import sqlite3
 from collections.abc import Iterable, Sequence

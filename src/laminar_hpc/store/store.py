@@ -195,8 +195,7 @@ class Store:
             self._db.execute("ROLLBACK")
 
     def close(self) -> None:
-        """Commits and closes. On a full disk that raises sqlite3.Error or OSError; what was committed before
-        is safe."""
+        """Commits and closes. Raises sqlite3.Error or OSError on a full disk; earlier commits are safe."""
         try:
             self.look()
             if self._db.in_transaction:

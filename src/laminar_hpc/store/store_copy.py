@@ -1,6 +1,5 @@
 """A run's store for whoever only reads it, on any machine that sees the run directory: `laminar report` and
-`laminar audit`. Changes nothing.
-"""
+`laminar audit`. Changes nothing."""
 
 import tempfile
 from dataclasses import dataclass

@@ -1,6 +1,5 @@
 """Who takes which message of a member, by the sender's role. A message that its role does not send is refused
-(controller/fleet/membership.py); Hello and StopRequest come from anybody.
-"""
+(controller/fleet/membership.py); Hello and StopRequest come from anybody."""
 
 from collections.abc import Callable
 from typing import Any

@@ -64,8 +64,7 @@ class Ownership:
         return [self._groups.message(self._groups[group_id], ids) for group_id, ids in by_group.items()]
 
     def adopt(self, trajectory_id: int, attempt: int, replica: int) -> bool:
-        """`replica` has gone on with what nobody else was given meanwhile: it owns it again. Whether this
-        very attempt is open."""
+        """`replica` went on with what nobody else got: it owns it again. Whether this attempt is open."""
         sample = self._groups.unfinished(trajectory_id, attempt)
         if sample is None or not sample.is_open:
             return False

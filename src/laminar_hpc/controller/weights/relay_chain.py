@@ -125,8 +125,7 @@ class Chain:
         return link
 
     def relay_has(self, index: int, weight_id: int, passed_on: int | None) -> None:
-        """`passed_on` tells whether the next relay gets them as well: its link may have come after they began
-        to arrive here."""
+        """`passed_on`: whether the next relay gets them too; its link may be younger than they are here."""
         self.has[index] = max(weight_id, self.has.get(index, weight_id))
         self._strikes.pop(index, None)
         behind = next((link for link in self.links.values() if link.upstream == index), None)

@@ -53,8 +53,7 @@ def _landlock() -> None:
 
 
 def _namespaces() -> None:
-    """As the sandbox does it: its own, then a user namespace and a PID namespace inside, with /proc and files
-    that are read-only."""
+    """As the sandbox does it: its own, then user and PID namespaces, with /proc and read-only files."""
     enter_namespaces(kernel.CLONE_NEWNS | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS)
     kernel.mount("tmpfs", "/tmp", "tmpfs")
     os.mkdir("/tmp/usr")

@@ -269,8 +269,7 @@ class SharedCrew(_Crew):
 
 
 class WorkerPool:
-    """The workers of one fork server: what rewards and environments are made of. Used by `start` and `close`,
-    or as a context."""
+    """The workers of one fork server, of rewards and environments: `start` and `close`, or a context."""
 
     _has_calls = True  # else plain functions have a process with each session, and none before
 

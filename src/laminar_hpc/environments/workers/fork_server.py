@@ -1,6 +1,5 @@
 """The rollout's side of a fork server (process.py): it starts the server, has workers forked, ends them, and
-bounds what they print. Used by crews.py on one event loop.
-"""
+bounds what they print. Used by crews.py on one event loop."""
 
 import asyncio
 import contextlib

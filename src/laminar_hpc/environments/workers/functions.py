@@ -1,6 +1,5 @@
 """What a worker calls: the user's functions, imported, and the answers that they come to. Called by
-process.py; under another interpreter too (interpreter.py).
-"""
+process.py; under another interpreter too (interpreter.py)."""
 
 import importlib
 import inspect

@@ -28,8 +28,7 @@ def lead_seconds(run_dir: Path) -> float:
 
 
 def is_near(run_dir: Path, left: float | None) -> bool:
-    """Whether a job of this run that has `left` seconds was told of its limit, and not of anything else.
-    None: it has no limit."""
+    """Whether a job that has `left` seconds was told of its limit and nothing else. None: no limit."""
     return left is not None and left <= lead_seconds(run_dir) + _EARLY_SECONDS
 
 

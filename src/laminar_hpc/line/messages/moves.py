@@ -26,8 +26,7 @@ class Reserved(Message):
 
 
 class MoveOrder(Message):
-    """To the source: send the KV cache to `address` (empty = none), then stop the request. Answer: MoveReady
-    or MoveFailed."""
+    """To the source: send the KV to `address` (empty = none), then stop. Answer: MoveReady or MoveFailed."""
 
     move_id: str
     trajectory_id: int

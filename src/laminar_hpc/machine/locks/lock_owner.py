@@ -1,7 +1,6 @@
 """Who has made a file that says whose it is, and whether that process is alive: of locks (run_lock.py) and of
 the signs of those who wait (line/waiting.py). A process that cannot be seen from here shows its life by
-renewing the file's time.
-"""
+renewing the file's time."""
 
 import os
 import secrets

@@ -1,6 +1,5 @@
 """Continuous batching without a model: requests of invented length take the time that the simulator's
-`SimulatedReplica` gives them, at emulation.time_scale.
-"""
+`SimulatedReplica` gives them, at emulation.time_scale."""
 
 import asyncio
 import contextlib

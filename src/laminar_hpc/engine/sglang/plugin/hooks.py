@@ -1,7 +1,6 @@
 """All that is hooked into SGLang, in one table. SGLang's own registry applies the hooks; its files stay
 untouched. The lines cited are those of SGLang 0.5.21; tests/rollout/test_hooks.py fails where SGLang no
-longer does what a hook is for.
-"""
+longer does what a hook is for."""
 
 import importlib.util
 import os
