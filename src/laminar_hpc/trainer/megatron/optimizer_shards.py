@@ -39,6 +39,18 @@ def sharded_state(optimizer: MegatronOptimizer, model: torch.nn.Module, loading:
     return {**own.state_dict(), "param_state_sharding_type": "fully_reshardable", "ranges": ranges}
 
 
+def sharded_weights(model: torch.nn.Module, prefix: str) -> dict[str, ShardedTensor]:
+    """The parameters that the model has now, under names that begin with `prefix`; the tensors share their
+    memory, and keep to it when the parameters get another."""
+    replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    metadata = {"dp_cp_group": replicas, "distrib_optim_sharding_type": "fully_reshardable"}
+    named, _ = extract_sharded_tensors_and_factories(
+        model.sharded_state_dict(prefix=prefix, metadata=metadata)
+    )
+    found = (tensor for each in nested_values(named) for tensor, _ in _tensors(each))
+    return {str(number): replace(each, data=each.data.detach()) for number, each in enumerate(found)}
+
+
 def load_sharded_state(optimizer: MegatronOptimizer, loaded: dict) -> None:
     """Takes what `dist_checkpointing.load` made of `sharded_state(loading=True)`."""
     own = _only(optimizer)
