@@ -124,7 +124,7 @@ reward_weights | reward.functions | {NAME: {function: MODULE.NAME, weight: 0.5, 
 tools | environment.tools | dotted paths of functions
 environment_factory | environment.factory | the dotted path of the class
 max_tool_calling_iterations | environment.max_turns | answers of the model, one more than iterations
-lr_scheduler_type | optimizer.lr | it is constant behind optimizer.warmup_steps
+lr_scheduler_type | optimizer.schedule | constant, linear or cosine, after optimizer.warmup_steps
 vllm_gpu_memory_utilization | rollout.kv_cache_tokens | in tokens; dry_run=true says if it fits
 num_train_epochs | steps | an epoch is prompts / algorithm.prompts_per_step of them
 eval_steps | evaluation.every | 0 = before and after only

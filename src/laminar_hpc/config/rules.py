@@ -38,8 +38,8 @@ def broken_rules(config: RunConfig, model: dict | None) -> list[str]:
             value = getattr(value, name)
         return f"{match[1]}={_written(value)}"
 
-    parts = (_source, _data, _devices, _sampling, _rollout, _environment, _pipeline, _batch)
-    parts += (_loss, _corrections, _rewards, _advantages)
+    parts = [_source, _data, _devices, _sampling, _rollout, _environment, _pipeline, _batch]
+    parts += [_loss, _corrections, _rewards, _advantages, _schedule]
     texts = [text for part in parts for text in part(config)]
     texts += [*_model(config, model), *_experts(config, experts_of(model))] if model is not None else []
     return [re.sub(r"@([\w.]*\w)", written, text) for text in texts]
@@ -223,6 +223,24 @@ def _loss(config: RunConfig) -> Iterator[str]:
         yield f"algorithm.{values}: the first must be below the second"
 
 
+def _schedule(config: RunConfig) -> Iterator[str]:
+    """Yields what is wrong with the learning rate's course."""
+    o = config.optimizer
+    left = config.steps - o.warmup_steps
+    if o.schedule == "constant":
+        given = {"decay_steps": o.decay_steps is not None, "min_lr": o.min_lr > 0}
+        for key in (name for name, is_set in given.items() if is_set):
+            yield f"@optimizer.{key} belongs to a fall; set optimizer.schedule=linear, cosine or wsd"
+        return
+    if o.min_lr > o.lr:
+        yield "@optimizer.min_lr must be at most @optimizer.lr"
+    if o.schedule == "wsd" and o.decay_steps is None:
+        yield "@optimizer.schedule needs optimizer.decay_steps, for example a tenth of steps"
+    if left < (o.decay_steps or 1):
+        cure = "raise steps, or lower one of them"
+        yield f"@steps is too few for @optimizer.warmup_steps and @optimizer.decay_steps; {cure}"
+
+
 def _corrections(config: RunConfig) -> Iterator[str]:
     """Yields what is wrong with algorithm.corrections."""
     a = config.algorithm
@@ -272,6 +290,9 @@ def _rewards(config: RunConfig) -> Iterator[str]:
     if a.kl_in_reward and a.kl_coefficient == 0:
         what = "does nothing while algorithm.kl_coefficient=0"
         yield f"algorithm.kl_in_reward=true {what}: set one of them"
+    for key in ("kl_target", "reference_every"):
+        if getattr(a, key) is not None and a.kl_coefficient == 0:
+            yield f"@algorithm.{key} needs a reference: set algorithm.kl_coefficient above 0"
     if a.kl_in_reward and a.kl_estimator == "k3_weighted":
         yield "@algorithm.kl_estimator weighs a loss, and algorithm.kl_in_reward=true has none: use k1"
     if a.kl_coefficient > 0 and a.kl_estimator == "k1" and not a.kl_in_reward:

@@ -239,6 +239,10 @@ class AlgorithmConfig:
     counted (`kl_bounded_tokens`); null = no bound"""
     kl_in_reward: bool = False
     """taken off the reward instead of added to the loss"""
+    kl_target: float | None = number(None, above=0, at_most=1000)
+    """KL per token, in nats, to which kl_coefficient is steered after each step; null = it is constant"""
+    reference_every: int | None = number(None, at_least=1)
+    """trainer steps after which the reference becomes the policy as it is then; null = never"""
     entropy_coefficient: float = number(0.0, at_least=0, at_most=1000)
     """weight of the entropy of each token's distribution, taken off the loss; 0 = none"""
     overlong_buffer_tokens: int = number(0, at_least=0)
@@ -266,7 +270,14 @@ class OptimizerConfig:
     clip_grad: float = number(1.0, at_least=0)
     """largest global gradient norm; 0 = no clipping"""
     warmup_steps: int = number(0, at_least=0)
-    """linear warm-up of the learning rate"""
+    """trainer steps of the learning rate's linear rise to `optimizer.lr`"""
+    schedule: str = choice("constant", "linear", "cosine", "wsd")
+    """of the learning rate after its rise: constant, or a fall to `optimizer.min_lr`: linear, half a cosine,
+    or wsd, constant and then linear over the last `optimizer.decay_steps`"""
+    decay_steps: int | None = number(None, at_least=1)
+    """trainer steps of the fall; null = all of `steps` behind the rise"""
+    min_lr: float = number(0.0, at_least=0, at_most=1)
+    """learning rate at the end of the fall, and from there on"""
     max_skipped_updates: int = number(5, at_least=0)
     """non-finite gradients in a row before the run ends"""
 

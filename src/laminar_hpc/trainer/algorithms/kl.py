@@ -9,6 +9,8 @@ For tokens of an older policy k3_weighted takes k3 times pi / q, with the gradie
 unbiased estimate, arXiv 2512.02556 section 3.1, whose gradient is that of the reverse KL.
 """
 
+import math
+
 import torch
 
 
@@ -36,3 +38,11 @@ def kl_estimate(
         return k3
     assert old is not None
     return k3 * torch.exp(logprobs - old)
+
+
+def steered(coefficient: float, kl: float, target: float) -> float:
+    """The coefficient of the next step, D. Ziegler et al., arXiv 1909.08593 section 2.2: it grows by a tenth
+    of the relative error of this step's KL, which counts as 20 % at most. A KL that is not finite changes
+    nothing."""
+    error = kl / target - 1
+    return coefficient * (1 + 0.1 * min(0.2, max(-0.2, error))) if math.isfinite(error) else coefficient

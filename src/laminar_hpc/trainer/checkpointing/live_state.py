@@ -15,28 +15,44 @@ from laminar_hpc.trainer.megatron.adam import fuse, named_state, unshare_steps
 from laminar_hpc.trainer.megatron.building import apply_settings
 from laminar_hpc.trainer.megatron.optimizer_shards import load_sharded_state, sharded_state
 from laminar_hpc.trainer.megatron.policy import MegatronPolicy
+from laminar_hpc.trainer.step.rescoring import ReferenceWeights
 
 
 class LiveState:
-    """Weights, optimizer, schedule and random generators. `sharded` and `load` are collective."""
+    """Weights, optimizer, schedule, random generators, and `reference` where it moves. `sharded` and `load`
+    are collective."""
 
-    def __init__(self, policy: MegatronPolicy) -> None:
+    def __init__(self, policy: MegatronPolicy, reference: ReferenceWeights | None = None) -> None:
         self._policy = policy
+        self._reference = reference
 
-    def sharded(self, loading: bool) -> dict:
+    @property
+    def has_reference(self) -> bool:
+        """A checkpoint of it has the reference's weights."""
+        return self._reference is not None
+
+    def sharded(self, loading: bool, with_reference: bool = True) -> dict:
         """What is in megatron/, for `dist_checkpointing.save` and `load`."""
         optimizer = sharded_state(self._policy.optimizer, self._policy.gpt, loading)
-        return {"optimizer": optimizer, "scheduler": self._policy.scheduler.state_dict()}
+        state = {"optimizer": optimizer, "scheduler": self._policy.scheduler.state_dict()}
+        if self._reference is not None and with_reference:
+            state["reference"] = self._reference.sharded()
+        return state
 
-    def load(self, checkpoint: Path, with_random_states: bool, rng_file: str) -> None:
+    def load(
+        self, checkpoint: Path, with_random_states: bool, rng_file: str, with_reference: bool = False
+    ) -> None:
         """Reads this rank's weights from hf/, its optimizer state from megatron/, and its random states."""
         policy, folder = self._policy, str(checkpoint / "megatron")
         strategy = get_default_load_sharded_strategy(folder)
         replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
         if replicas.size() > 1 and not policy.config.trainer.distributed_optimizer:
             strategy = FullyParallelLoadStrategyWrapper(strategy, replicas)  # each reads a part for all
-        loaded = dist_checkpointing.load(self.sharded(loading=True), folder, strategy)
+        wanted = self.sharded(loading=True, with_reference=with_reference)
+        loaded = dist_checkpointing.load(wanted, folder, strategy)
         policy.load_hf(checkpoint / "hf")
+        if self._reference is not None and with_reference:
+            self._reference.take(loaded["reference"])
         load_sharded_state(policy.optimizer, loaded["optimizer"])
         policy.scheduler.num_steps = 0  # loading counts on from here
         policy.scheduler.load_state_dict(loaded["scheduler"])
@@ -49,12 +65,14 @@ class LiveState:
         """After a load: the optimizer goes on with the settings of this launch, not of the one that saved."""
         apply_settings(self._policy.config, self._policy.optimizer, self._policy.scheduler)
 
-    def digest(self) -> bytes:
+    def digest(self, with_reference: bool = True) -> bytes:
         """SHA-256 over all of it."""
         found = hashlib.sha256()
         tensors = {f"model.{name}": p.detach() for name, p in self._policy.gpt.named_parameters()}
         tensors |= {f"optimizer.{name}": t for name, t in named_state(self._policy.optimizer)}
         tensors |= {f"rng.{name}": t for name, t in rng_state().items()}
+        if self._reference is not None and with_reference:
+            tensors |= {f"reference.{name}": t for name, t in self._reference.tensors().items()}
         for name in sorted(tensors):
             found.update(name.encode())
             found.update(tensors[name].cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)

@@ -9,6 +9,7 @@ where it is built; else, and on the CPU, they are Megatron's own. Either way the
 import importlib.util
 import math
 import os
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -272,12 +273,14 @@ def wrap(
 def build_optimizer(
     config: RunConfig, models: list[DistributedDataParallel], dtype: torch.dtype
 ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
-    """AdamW, and its schedule: linear warm-up over optimizer.warmup_steps, then constant."""
-    c, updates = config.optimizer, config.algorithm.minibatches_per_step
+    """AdamW, and its schedule: linear warm-up over optimizer.warmup_steps, then optimizer.schedule."""
+    c = config.optimizer
+    schedule = _schedule(config)
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",
             lr=c.lr,
+            min_lr=schedule["min_lr"],
             weight_decay=c.weight_decay,
             adam_beta1=c.beta1,
             adam_beta2=c.beta2,
@@ -295,29 +298,41 @@ def build_optimizer(
     # nowhere else.
     scheduler = OptimizerParamScheduler(
         optimizer,
-        init_lr=c.lr / (c.warmup_steps * updates + 1),
-        max_lr=c.lr,
-        min_lr=c.lr,
-        lr_warmup_steps=c.warmup_steps * updates,
-        lr_decay_steps=_FOREVER,
-        lr_decay_style="constant",
-        start_wd=c.weight_decay,
-        end_wd=c.weight_decay,
         wd_incr_steps=_FOREVER,
         wd_incr_style="constant",
+        lr_wsd_decay_style="linear",
+        **schedule,
     )
     return optimizer, scheduler
+
+
+def _schedule(config: RunConfig) -> dict[str, Any]:
+    """OptimizerParamScheduler's attributes for optimizer.schedule; it counts updates."""
+    c, updates = config.optimizer, config.algorithm.minibatches_per_step
+    warmup, falls = c.warmup_steps * updates, c.schedule != "constant"
+    steps = config.steps if c.decay_steps is None else c.warmup_steps + c.decay_steps
+    end = (config.steps if c.schedule == "wsd" else steps) * updates
+    return {
+        "init_lr": c.lr / (warmup + 1),
+        "max_lr": c.lr,
+        "min_lr": c.min_lr if falls else c.lr,
+        "lr_warmup_steps": warmup,
+        "lr_decay_steps": end if falls else _FOREVER,
+        "lr_decay_style": {"wsd": "WSD"}.get(c.schedule, c.schedule),
+        "wsd_decay_steps": (c.decay_steps or 0) * updates,
+        "start_wd": c.weight_decay,
+        "end_wd": c.weight_decay,
+    }
 
 
 def apply_settings(
     config: RunConfig, optimizer: MegatronOptimizer, scheduler: OptimizerParamScheduler
 ) -> None:
-    """The configuration's learning rate, warm-up, weight decay, betas and epsilon, in place of those of the
+    """The configuration's learning rate, schedule, weight decay, betas and epsilon, in place of those of the
     run that wrote a checkpoint, which its load brings."""
-    c = config.optimizer
+    c, schedule = config.optimizer, _schedule(config)
     for group in optimizer.param_groups:
-        group.update(max_lr=c.lr, betas=(c.beta1, c.beta2), eps=c.eps)
-    scheduler.max_lr = scheduler.min_lr = c.lr
-    scheduler.lr_warmup_steps = c.warmup_steps * config.algorithm.minibatches_per_step
-    scheduler.start_wd = scheduler.end_wd = c.weight_decay
+        group.update(max_lr=c.lr, min_lr=schedule["min_lr"], betas=(c.beta1, c.beta2), eps=c.eps)
+    for name, value in schedule.items():
+        setattr(scheduler, name, value)
     scheduler.step(0)

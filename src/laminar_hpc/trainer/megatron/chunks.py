@@ -23,9 +23,10 @@ T = TypeVar("T")
 class ModelChunks(torch.nn.ModuleList):
     """A stage's chunks, in the order of their layers, as one module."""
 
-    def sharded_state_dict(self, metadata: dict) -> dict:
+    def sharded_state_dict(self, metadata: dict, prefix: str = "") -> dict:
         """What Megatron's checkpoints are told of the parameters; their keys there know no chunks."""
-        return {str(i): chunk.sharded_state_dict(metadata=metadata) for i, chunk in enumerate(self)}
+        parts = enumerate(self)
+        return {str(i): chunk.sharded_state_dict(prefix=prefix, metadata=metadata) for i, chunk in parts}
 
 
 def virtual_size(trainer: TrainerConfig) -> int | None:

@@ -6,19 +6,20 @@ trains its own part of it; the metrics are those of the whole batch on every ran
 the mini-batches whose update was skipped.
 """
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.models import even_tokens, model_config
-from laminar_hpc.config.schema import RunConfig
+from laminar_hpc.config.schema import AlgorithmConfig, RunConfig
 from laminar_hpc.line.messages.data import Trajectory
 from laminar_hpc.policies.metrics import batch_metrics, reward_means
 from laminar_hpc.trainer.algorithms.advantages import token_advantages
-from laminar_hpc.trainer.algorithms.kl import kl_estimate
+from laminar_hpc.trainer.algorithms.kl import kl_estimate, steered
 from laminar_hpc.trainer.algorithms.objective import SUMS, objective
 from laminar_hpc.trainer.megatron.policy import MegatronPolicy
 from laminar_hpc.trainer.step.batch import PlannedMicrobatch, StepBatch
@@ -47,8 +48,8 @@ class Collected(NamedTuple):
 
 
 class Learner:
-    """The algorithm of config.algorithm on a MegatronPolicy. `skipped_in_a_row` is part of a checkpoint's
-    state.
+    """The algorithm of config.algorithm on a MegatronPolicy; `state` and `moving_reference` are parts of a
+    checkpoint's.
 
     `mismatches`, of the last step and on every rank: trajectory id -> its log-prob mismatch, and the number
     of optimizer updates between the weights that generated it and those that it met.
@@ -64,8 +65,32 @@ class Learner:
         self.policy = policy
         self._progress = progress
         self.skipped_in_a_row = 0
+        self.kl_coefficient = config.algorithm.kl_coefficient
         self.mismatches: dict[int, tuple[float, int]] = {}
         self._reference = ReferenceWeights(policy) if config.algorithm.kl_coefficient > 0 else None
+
+    @property
+    def moving_reference(self) -> ReferenceWeights | None:
+        """The reference where it does not stay what model.path has."""
+        return self._reference if self.config.algorithm.reference_every is not None else None
+
+    @property
+    def state(self) -> dict[str, int | float]:
+        """What a checkpoint holds of it beside tensors."""
+        return {"skipped_in_a_row": self.skipped_in_a_row, "kl_coefficient": self.kl_coefficient}
+
+    def take_state(self, state: Mapping[str, Any]) -> None:
+        """After a load. A coefficient that is not steered is this launch's own."""
+        self.skipped_in_a_row = state["skipped_in_a_row"]
+        if self.config.algorithm.kl_target is not None:
+            self.kl_coefficient = state.get("kl_coefficient", self.kl_coefficient)
+
+    @property
+    def algorithm(self) -> AlgorithmConfig:
+        """The settings with the KL coefficient of now."""
+        if self.config.algorithm.kl_target is None:
+            return self.config.algorithm
+        return replace(self.config.algorithm, kl_coefficient=self.kl_coefficient)
 
     def train(
         self,
@@ -83,6 +108,9 @@ class Learner:
         many updates in a row had gradients that are not finite.
         """
         planned, learning_rate = batch.planned, self.policy.learning_rate
+        every = self.config.algorithm.reference_every
+        if self._reference is not None and every and earlier == 0 and step > 0 and step % every == 0:
+            self._reference.move()
         updates = minibatches or self.config.algorithm.minibatches_per_step
         members, shares = self._plan(planned, updates, step)
         examples = self._examples(batch, shares, members, step)
@@ -99,12 +127,15 @@ class Learner:
             if norm is not None:
                 norms.append(norm)
                 collected += of_minibatch
+        token_metrics = self._token_metrics(collected)
+        if norms and earlier + updates == self.config.algorithm.minibatches_per_step:
+            self._steer(token_metrics)
         records = [p.record for p in planned]
         self._note_mismatches(records, step, reduced(mismatch).tolist(), update_of)
         metrics = {
             **batch_metrics(records, sum(len(p.prompt) for p in planned), step),
             **reward_means(records, self.config.reward.functions),
-            **self._token_metrics(collected),
+            **token_metrics,
             "grad_norm": sum(norms) / max(1, len(norms)),
             "learning_rate": learning_rate,
             "skipped_updates": updates - len(norms),
@@ -188,7 +219,7 @@ class Learner:
         self, own: list[int], sampled: dict[int, torch.Tensor], reference: dict[int, torch.Tensor]
     ) -> torch.Tensor:
         """float64 [trained tokens of `own`]."""
-        a, none = self.config.algorithm, torch.zeros(0)
+        a, none = self.algorithm, torch.zeros(0)
         left, right = (torch.cat([none, *(values[i] for i in own)]) for values in (sampled, reference))
         return a.kl_coefficient * kl_estimate(left, right, a.kl_estimator, a.kl_k3_max).double()
 
@@ -198,7 +229,7 @@ class Learner:
         """Returns the loss as `MegatronPolicy.accumulate` wants it."""
         tokens, longest = batch.tokens, self.config.sampling.max_response_tokens
         self._progress()
-        micro = objective(self.config.algorithm, longest, tokens, logprobs, entropies)
+        micro = objective(self.algorithm, longest, tokens, logprobs, entropies)
         distance, count = (logprobs.detach() - tokens.behaviour).abs(), tokens.sequence_sums(tokens.real)
         mismatch = tokens.sequence_sums(distance) / count.clamp(min=1)
         return micro.total, micro.count, Collected(micro.sums, micro.largest_ratio, mismatch)
@@ -227,6 +258,13 @@ class Learner:
         if a.corrections or a.proximal == "recomputed":
             metrics["truncated_weight_fraction"] = of["truncated"] / kept
         return metrics
+
+    def _steer(self, metrics: dict[str, float]) -> None:
+        """After the last update of a step."""
+        target = self.config.algorithm.kl_target
+        if target is not None:
+            metrics["kl_coefficient"] = self.kl_coefficient
+            self.kl_coefficient = steered(self.kl_coefficient, metrics["kl"], target)
 
     def _count_skipped(self, skipped: bool, step: int) -> None:
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0

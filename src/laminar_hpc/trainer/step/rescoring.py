@@ -5,8 +5,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch import Tensor
 
+from laminar_hpc.trainer.megatron.optimizer_shards import sharded_weights
 from laminar_hpc.trainer.megatron.packs import Pack
 from laminar_hpc.trainer.megatron.policy import MegatronPolicy
 from laminar_hpc.trainer.step.microbatch import Lazily, Text, text_pack
@@ -15,11 +17,33 @@ from laminar_hpc.trainer.step.parallel import RankShare
 
 class ReferenceWeights:
     """A frozen copy of the weights that `policy` has now. The learner makes it before a checkpoint is loaded,
-    so that it holds those of config.model.path in every launch of a run; checkpoints need not hold it."""
+    so that it holds those of config.model.path in every launch of a run; checkpoints hold it only where it
+    moves (algorithm.reference_every)."""
 
     def __init__(self, policy: MegatronPolicy) -> None:
+        self._gpt = policy.gpt
         self._live = list(policy.gpt.parameters())
         self._frozen = [p.detach().clone() for p in self._live]
+
+    def move(self) -> None:
+        """Takes the weights that the policy has now."""
+        for parameter, frozen in zip(self._live, self._frozen, strict=True):
+            frozen.copy_(parameter.detach())
+
+    def sharded(self) -> dict[str, ShardedTensor]:
+        """The copy for `dist_checkpointing.save` and `load`."""
+        with self.in_place():
+            return sharded_weights(self._gpt, "reference.")
+
+    def take(self, loaded: dict[str, torch.Tensor]) -> None:
+        """What `dist_checkpointing.load` made of `sharded`."""
+        for name, own in self.sharded().items():
+            own.data.copy_(loaded[name].view_as(own.data))
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The copy by the names of the parameters."""
+        names = (name for name, _ in self._gpt.named_parameters())
+        return dict(zip(names, self._frozen, strict=True))
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
