@@ -114,7 +114,8 @@ class _Way:
         self._lock = threading.Lock()
         with self.streams.on(self._stream):
             self._buffer = self.streams.empty(PIECE_BYTES)
-            self.scratch = self.streams.empty(16 * (PIECE_BYTES // CHUNK_BYTES + 1))  # sums nobody reads
+            # sums that nobody reads; a chunk of whole rows is more than half of CHUNK_BYTES
+            self.scratch = self.streams.empty(16 * (2 * PIECE_BYTES // CHUNK_BYTES + 1))
 
     def staged(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         """The buffer, as a tensor."""
@@ -334,7 +335,8 @@ class MappedKv:
 
     def close(self) -> None:
         for address in self._addresses.values():
-            extension().device_unmap(address)
+            with _on(self._device):
+                extension().device_unmap(address)
         self._addresses.clear()
 
 
