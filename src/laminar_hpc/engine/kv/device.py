@@ -156,11 +156,8 @@ def _on(device: torch.device) -> contextlib.AbstractContextManager[object]:
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
-def launched(pool: Pool, stream: Any) -> StreamEvent | None:
-    """Reached when all is done that this thread has enqueued so far, and that was to `stream`. None for a
-    pool in host memory, where it is done."""
-    if not on_gpu(pool):
-        return None
+def launched(pool: Pool, stream: Any) -> StreamEvent:
+    """Reached when all is done that this thread has enqueued so far, and that was to `stream`."""
     device = pool.tensors[0].device
     streams = streams_of(device)
     here = streams.event()
