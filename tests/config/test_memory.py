@@ -31,6 +31,13 @@ GPU_EXPERIMENTS = sorted(
 NODE = ["experiment=node_8gpu_7b", "dry_run=true", "trainer.recompute_activations=none"]
 
 
+def test_the_copy_that_is_published_is_counted():
+    """Promise: relay.publish=copied needs room for this rank's share of the weights, and nothing else."""
+    plain, copied = (derive(load_config([*NODE, f"relay.publish={how}"])) for how in ("overlapped", "copied"))
+    share = copied.trainer_gpu_memory_bytes - plain.trainer_gpu_memory_bytes
+    assert share == -(-plain.publish_bytes // 4)
+
+
 @pytest.mark.parametrize("name", GPU_EXPERIMENTS)
 def test_shipped_experiments_name_their_gpus_and_fit(name):
     """Promise: each says how much memory its GPUs have, fits, and would not fit half of it."""

@@ -73,7 +73,7 @@ def test_a_profile_ends_by_itself(pair, tmp_path):
         assert all(len(one.tokens) for one in generate_all(pair, sampling(pair, 1.0, 60), "profiled"))
     (trace,) = (tmp_path / "profile").glob("engine0*TP-0*.trace.json.gz")
     names = {event.get("name") for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]}
-    assert "aten::linear" in names
+    assert any(str(name).startswith("aten::") for name in names)
 
 
 def test_the_stop_token_is_part_of_the_response(pair):

@@ -7,6 +7,7 @@ import struct
 import subprocess
 import sys
 import threading
+from itertools import product
 
 import msgspec
 import pytest
@@ -156,6 +157,23 @@ def test_any_number_of_moves_takes_the_same_memory(fake, tokens):
     assert same(source, ours, target, theirs)
     assert sum(memory.nbytes for memory in fake._kept) < 2 * 1.1 * device.PIECE_BYTES
     assert len(fake.made) == 2
+
+
+@pytest.mark.parametrize(("heads", "head_dim"), [(1, 2), (3, 80), (4, 64), (1, 258), (2, 500), (3, 900)])
+@pytest.mark.parametrize("tokens", [1, 7, 61, 300])
+def test_pieces_make_up_a_part_and_fit_the_buffers(fake, heads, head_dim, tokens):
+    """Promise: whatever a row's size, every row is in one piece, no piece is larger than the buffer, and its
+    chunks have no more sums than there is room for."""
+    shape = make(layers=3, heads=heads, head_dim=head_dim, pages=1).shape
+    found, way = device.pieces(shape, tokens), device._way(torch.device("cpu"), True)
+    rows = [
+        (plane, token) for p in found for plane in range(p.begin, p.end) for token in range(p.first, p.last)
+    ]
+    assert sorted(rows) == list(product(range(6), range(tokens)))
+    for piece in found:
+        count = (piece.end - piece.begin) * (piece.last - piece.first)
+        assert count * shape.row_bytes <= device.PIECE_BYTES
+        assert 16 * -(-count // shape.rows_per_chunk(device.CHUNK_BYTES)) <= way.scratch.nbytes
 
 
 @pytest.mark.parametrize("tokens", [40, 200])

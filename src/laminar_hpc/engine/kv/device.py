@@ -114,7 +114,8 @@ class _Way:
         self._lock = threading.Lock()
         with self.streams.on(self._stream):
             self._buffer = self.streams.empty(PIECE_BYTES)
-            self.scratch = self.streams.empty(16 * (PIECE_BYTES // CHUNK_BYTES + 1))  # sums nobody reads
+            # sums that nobody reads; a chunk of whole rows is more than half of CHUNK_BYTES
+            self.scratch = self.streams.empty(16 * (2 * PIECE_BYTES // CHUNK_BYTES + 1))
 
     def staged(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         """The buffer, as a tensor."""
@@ -155,11 +156,8 @@ def _on(device: torch.device) -> contextlib.AbstractContextManager[object]:
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
-def launched(pool: Pool, stream: Any) -> StreamEvent | None:
-    """Reached when all is done that this thread has enqueued so far, and that was to `stream`. None for a
-    pool in host memory, where it is done."""
-    if not on_gpu(pool):
-        return None
+def launched(pool: Pool, stream: Any) -> StreamEvent:
+    """Reached when all is done that this thread has enqueued so far, and that was to `stream`."""
     device = pool.tensors[0].device
     streams = streams_of(device)
     here = streams.event()
@@ -334,7 +332,8 @@ class MappedKv:
 
     def close(self) -> None:
         for address in self._addresses.values():
-            extension().device_unmap(address)
+            with _on(self._device):
+                extension().device_unmap(address)
         self._addresses.clear()
 
 

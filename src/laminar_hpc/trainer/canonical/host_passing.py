@@ -24,7 +24,7 @@ _TICKET_BYTES = 512
 _TICKET, _NOTE, _ANSWER, _DATA = range(1, 5)  # tags of messages
 
 
-class _Outgoing(NamedTuple):
+class _PieceLeft(NamedTuple):
     """A piece that its taker has not answered for; what gloo still reads is kept."""
 
     answer: dist.Work
@@ -40,7 +40,7 @@ class _ToTaker:
         self._peer = peer
         self._window = Window(PIECES * PIECE_BYTES)
         streams.pin(self._window.tensor)
-        self._leaving = deque[_Outgoing]()
+        self._leaving = deque[_PieceLeft]()
         self._number = 0
         ticket = torch.frombuffer(bytearray(self._window.ticket.ljust(_TICKET_BYTES)), dtype=torch.uint8)
         dist.send(ticket, peer, group, _TICKET)
@@ -66,9 +66,9 @@ class _ToTaker:
         works = [work for work in sent if work is not None]
         awaited = dist.irecv(answer, self._peer, self._group, _ANSWER)
         assert awaited is not None
-        self._leaving.append(_Outgoing(awaited, works, [note, answer]))
+        self._leaving.append(_PieceLeft(awaited, works, [note, answer]))
 
-    def _end(self, leaving: _Outgoing) -> None:
+    def _end(self, leaving: _PieceLeft) -> None:
         for work in (*leaving.sent, leaving.answer):
             work.wait()
 

@@ -107,7 +107,8 @@ class KvCache:
         """Of a pool on a GPU, reached when all steps launched so far are done: the last one may still write
         tokens that count as computed, and slots of a request that has ended. SGLang runs steps in a stream
         of their own (scheduler.py:4386 and 4623)."""
-        return device.launched(self.pool, self.scheduler.forward_stream)
+        on_gpu = device.on_gpu(self.pool)
+        return device.launched(self.pool, self.scheduler.forward_stream) if on_gpu else None
 
     # ---- requests ------------------------------------------------------------------------------------------
 

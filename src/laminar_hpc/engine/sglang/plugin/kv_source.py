@@ -140,8 +140,8 @@ class KvSource:
         ids = what[0][first:tokens]
         if self._threads is None:
             self._threads = ThreadPoolExecutor(MAX_THREADS, "kv-send")
-        after = self.moves.cache.launched()
-        work = (self._send, move, int(namespace), ids, slots[first:tokens], first, last, after)
+        steps = self.moves.cache.launched()
+        work = (self._send, move, int(namespace), ids, slots[first:tokens], first, last, steps)
         move.sending = True
         try:
             yield OperationPart(self._threads.submit(*work))
@@ -158,9 +158,9 @@ class KvSource:
         slots: torch.Tensor,
         first: int,
         last: bool,
-        after: StreamEvent | None,
+        steps: StreamEvent | None,
     ) -> None:
-        """In a thread: this rank's rows, once `after` is reached, to the same rank of the destination."""
+        """In a thread: this rank's rows, once `steps` is reached, to the same rank of the destination."""
         cache, machine = self.moves.cache, machine_name(move.folder)
         address = of_rank(move.address, cache.rank, cache.ranks)
         size = chunk_bytes(address, machine)
@@ -174,7 +174,7 @@ class KvSource:
             folder=move.folder,
             threads=torch.get_num_threads(),
             seconds=move.seconds,
-            after=after,
+            after=steps,
         )
 
 
