@@ -1,6 +1,8 @@
 """The layout of a response: what goes in comes out, without a copy, and nothing that is damaged does."""
 
 import tracemalloc
+from collections.abc import Callable
+from typing import TypeVar
 
 import numpy as np
 import pytest
@@ -19,6 +21,8 @@ from laminar_hpc.store.payload.layout import (
     tokens_array,
     unpack,
 )
+
+T = TypeVar("T")
 
 
 def columns(tokens: int) -> tuple[np.ndarray, np.ndarray]:
@@ -81,17 +85,23 @@ def test_branches_begin_where_they_were_begun(parts):
     assert found.loss_mask.tolist() == plain.loss_mask.tolist() and found.trained == plain.trained
 
 
+def peak(work: Callable[[], T]) -> tuple[T, int]:
+    """What it returns, and the bytes that it has at most: the least of three times, as other threads of these
+    tests may take some too."""
+    found = []
+    for _ in range(3):
+        tracemalloc.start()
+        made = work()
+        found.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    return made, min(found)
+
+
 def test_eight_bytes_per_token_and_no_object_for_any():
     """Packing takes two copies of the columns, unpacking none; neither makes an object per token."""
     made = response(1 << 20)
-    tracemalloc.start()
-    packed = pack(made)
-    packing = tracemalloc.get_traced_memory()[1]
-    tracemalloc.reset_peak()
-    before = tracemalloc.get_traced_memory()[0]
-    found = unpack(packed)
-    unpacking = tracemalloc.get_traced_memory()[1] - before
-    tracemalloc.stop()
+    packed, packing = peak(lambda: pack(made))
+    found, unpacking = peak(lambda: unpack(packed))
     assert len(packed) < 8 * (1 << 20) + 100 and packing < 17 << 20 and unpacking < 10_000
     assert np.shares_memory(found.tokens, np.frombuffer(packed, np.uint8)) and len(found.tokens) == 1 << 20
 
