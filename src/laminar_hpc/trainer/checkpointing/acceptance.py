@@ -88,5 +88,6 @@ def layout_of(config: RunConfig) -> dict[str, int | bool]:
         "pipeline_parallel": t.pipeline_parallel,
         "virtual_stages": t.virtual_stages,
         "data_parallel": t.data_parallel,
+        "expert_parallel": t.expert_parallel,
         "distributed_optimizer": t.distributed_optimizer,
     }
