@@ -80,8 +80,8 @@ def test_equal_rewards_train_only_with_the_estimate(untied_model: Path, world: N
         learner = Learner(config, MegatronPolicy(config))
         norms[choice] = learner.train(tiny.step_batch(equal), 0, lambda: None)["grad_norm"]
         batch_of_both = tiny.step_batch(equal)
-        _, shares = learner._plan(batch_of_both.planned, 1, 0)
-        examples = learner._examples(batch_of_both, shares, 0)
+        members, shares = learner._plan(batch_of_both.planned, 1, 0)
+        examples = learner._examples(batch_of_both, shares, members, 0)
         advantages = [float(example.advantages[0]) for example in examples.values()]
     assert norms["keep"] == 0.0 and norms["estimate"] > 0.01
     assert [a > 0 for a in advantages] == [t.group_id == 2 for t in equal]
