@@ -13,7 +13,8 @@ settings.register_profile("by-examples", deadline=None, suppress_health_check=[H
 settings.load_profile("by-examples")
 
 FOLDERS = ("tests/trainer/", "tests/rollout/", "tests/slurm/")
-LONG = (*FOLDERS, "tests/system/")  # they come first: what takes long must not begin last
+FILES = ("tests/system/", "tests/packaging/", "tests/simulator/test_commands.py", "tests/weights/kernels/")
+LONG = (*FOLDERS, *FILES)  # they come first: what takes long must not begin last
 
 
 class ByFile(LoadFileScheduling):

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from helpers.runs import steps_done
+
 pytestmark = pytest.mark.slurm
 SCRIPT = "slurm/laminar_single.sbatch"
 RUN_SECONDS = 420  # start-up of one SGLang server on a busy machine, then a few steps
@@ -16,16 +18,6 @@ def submit(cluster, run_dir: Path, *overrides: str) -> str:
     """Trainer and controller on n1, relay and rollout on n2."""
     settings = {"VENV": sys.prefix, "RUN_DIR": str(run_dir), "NPROC_PER_NODE": "2", "OMP_NUM_THREADS": "1"}
     return cluster.submit("--nodes=2", SCRIPT, "experiment=demo", *overrides, **settings)
-
-
-def steps_done(run_dir: Path) -> int:
-    path = run_dir / "metrics.jsonl"
-    lines = (
-        [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-        if path.exists()
-        else []
-    )
-    return max((line["step"] for line in lines if line["kind"] == "step"), default=0)
 
 
 @pytest.mark.timeout(600)
