@@ -36,6 +36,10 @@ class Experts:
         """The experts that the router chooses from, in one layer."""
         return 3 * hidden * self.width * self.count
 
+    def idle_parameters(self, hidden: int) -> int:
+        """Of a layer's experts, those that a token does not go to."""
+        return 3 * hidden * self.width * (self.count - self.per_token)
+
 
 def experts_of(model: dict) -> Experts | None:
     """From a config.json; None for a dense model, and for one of a family that is not trained. What is left

@@ -178,11 +178,13 @@ def count_parameters(model: dict) -> int:
 
 def even_tokens(model: dict) -> float:
     """The length at which a sequence's causal attention takes as many operations as all else. A token's
-    matrix products take 2 per parameter but the embedding's, n tokens' attention 2 n^2 x heads x head size
+    matrix products take 2 per parameter but the embedding's and those of experts elsewhere, n tokens' attention 2 n^2 x heads x head size
     per layer, half of what it is without the mask; the backward pass takes twice both."""
     embedding = 0 if model.get("tie_word_embeddings") else model["vocab_size"] * model["hidden_size"]
     width = model["num_attention_heads"] * head_size(model)
-    return (count_parameters(model) - embedding) / (model["num_hidden_layers"] * width)
+    experts = experts_of(model)
+    idle = experts.idle_parameters(model["hidden_size"]) if experts else 0
+    return (count_parameters(model) - embedding) / (model["num_hidden_layers"] * width) - idle / width
 
 
 def kv_bytes_per_token(model: dict, bytes_per_value: int) -> int:
