@@ -73,6 +73,11 @@ NEEDED_FOR = {
         "RotaryEmbedding.forward_native",
         "torch.cat((query_rot, query_pass)",
     ),
+    "moe_forward_native": (
+        "sglang.srt.layers.moe.fused_moe_native",
+        "moe_forward_native",
+        "cnts.scatter_(1, topk_ids.to(torch.int64), 1)",
+    ),
     "fused_gate_sigmoid_mul_add": (
         "sglang.srt.models.qwen2_moe",
         "Qwen2MoeSparseMoeBlock",

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.nn.functional import linear, silu
 
 
 def fork_children(result: object, *_: object, **__: object) -> None:
@@ -54,6 +55,23 @@ def add_gated(
     """
     gate = torch.sigmoid(hidden_states.float() @ gate_weight.float())
     sums.addcmul_(shared, gate[:, None].to(sums.dtype))
+
+
+def experts_here(
+    original: Callable, layer: Any, x: torch.Tensor, topk_output: Any, *rest: Any
+) -> torch.Tensor:
+    """Hook around moe_forward_native, for ranks that divide whole experts: those of other ranks have number
+    -1, with which SGLang's loop cannot count. x: [tokens, hidden]; returns this rank's part of the sum."""
+    ids, weights = topk_output.topk_ids, topk_output.topk_weights
+    if not (ids < 0).any():
+        return original(layer, x, topk_output, *rest)
+    sums = torch.zeros_like(x)
+    for expert, (w13, w2) in enumerate(zip(layer.w13_weight, layer.w2_weight, strict=True)):
+        rows, choices = (ids == expert).nonzero(as_tuple=True)
+        gate, up = linear(x[rows], w13).chunk(2, dim=-1)
+        of_expert = linear(silu(gate) * up, w2) * weights[rows, choices, None].to(x.dtype)
+        sums.index_add_(0, rows, of_expert)
+    return sums
 
 
 def rotation(rope: Any, positions: torch.Tensor) -> torch.Tensor:

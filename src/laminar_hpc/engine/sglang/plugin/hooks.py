@@ -85,6 +85,13 @@ def cpu_hooks() -> tuple[Hook, ...]:
             "AROUND",
             cpu_functions.rotate,
         ),
+        # moe/fused_moe_native.py:79 counts by the experts' numbers, of which others' are -1
+        Hook(
+            "sglang.srt.layers.moe.fused_moe_native",
+            "moe_forward_native",
+            "AROUND",
+            cpu_functions.experts_here,
+        ),
         # models/qwen2_moe.py:881 calls this triton kernel
         Hook(
             "sglang.kernels.ops.elementwise.elementwise",
