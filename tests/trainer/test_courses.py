@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from helpers.trainer.checkpointing import Trainer
+from helpers.trainer.ranks import Ranks
 from laminar_hpc.config.rules import broken_rules
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.store.checkpoints import checkpoint_path, read_state
@@ -157,3 +158,27 @@ def test_the_coefficient_is_steered_within_a_fiftieth() -> None:
     assert steered(0.1, 1e9, 0.01) == pytest.approx(0.1 * 1.02)
     assert steered(0.1, 0.0, 0.01) == pytest.approx(0.1 * 0.98)
     assert steered(0.1, math.nan, 0.01) == 0.1 == steered(0.1, math.inf, 0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("after", ["trainer__tensor_parallel", "trainer__pipeline_parallel"])
+def test_the_reference_is_read_at_another_layout(
+    after: str, tied_model: Path, ranks: Ranks, tmp_path: Path
+) -> None:
+    """Saved with two tensor-parallel ranks between two moves; losses, KL and the coefficient go on as without
+    a restart."""
+    arguments = {"model": str(tied_model), "texts": [[1, 2, 3, 4]]}
+    moving = {**MOVING, "checkpoint__state_hash": True, "trainer__tokens_per_microbatch": 2048}
+    split = {**moving, "trainer__tensor_parallel": 2}
+    straight = ranks.run(
+        2, "cases:train", **arguments, settings=split, steps=(0, 5), run_dir=str(tmp_path / "straight")
+    )
+    folder = {"run_dir": str(tmp_path / "run")}
+    ranks.run(2, "cases:train", **arguments, **folder, settings=split, steps=(0, 3))
+    resumed = ranks.run(
+        2, "cases:train", **arguments, **folder, settings={**moving, after: 2}, steps=(3, 5), resume=True
+    )
+    for mine, theirs in zip(resumed[0]["metrics"], straight[0]["metrics"][3:], strict=True):
+        for name in ("loss", "kl", "kl_coefficient"):
+            assert mine[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-6), name
+    assert [m["kl"] > 1e-6 for m in resumed[0]["metrics"]] == [True, False], "it moves before step 4"

@@ -104,8 +104,7 @@ class PlainTrainer:
             losses.append(numerator.item())
         return losses, norms
 
-    def advantages(self, batch: list[Made], penalty: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Per trained token."""
+    def shaped_rewards(self, batch: list[Made]) -> list[float]:
         a, longest = self.config.algorithm, self.config.sampling.max_response_tokens
         rewards = []
         for t in batch:
@@ -117,6 +116,12 @@ class PlainTrainer:
         lengths = by_group(batch, [len(t.loss_mask) for t in batch])
         if a.length_penalty:
             rewards = written_out.length_rescaled(by_group(batch, rewards), lengths, a.length_penalty)
+        return rewards
+
+    def advantages(self, batch: list[Made], penalty: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Per trained token."""
+        a = self.config.algorithm
+        rewards = self.shaped_rewards(batch)
         tokens, groups = by_group(batch, [len(p) for p in penalty]), by_group(batch, rewards)
         parts = [
             (float(f.get("weight", 1.0)), by_group(batch, [t.reward_parts[name] for t in batch]))
@@ -192,22 +197,11 @@ class PlainTrainer:
                     advantages < 0, torch.max(surrogate, a.clip_dual * advantages), surrogate
                 )
             loss = -surrogate
+        loss = self.corrected(loss, *numbers, behaviour, truncated)
         weighs = any("tis" in name or "icepop" in name for name in a.corrections)
-        for name in a.corrections:
-            bounds = written_out.Bounds(
-                a.options.get("importance_weight_floor", 0.0), a.importance_weight_cap or 0.0
-            )
-            lists = (logprobs.tolist(), proximal.tolist(), behaviour.tolist())
-            loss = loss * torch.tensor(
-                written_out.correction(
-                    name, *lists, numbers[2], truncated, bounds, a.options.get("opsm_divergence", 1e-4)
-                )
-            )
         if a.proximal == "recomputed" and not weighs:
             weight = (proximal - behaviour).exp()
-            loss = loss * (
-                weight if a.importance_weight_cap is None else weight.clamp(max=a.importance_weight_cap)
-            )
+            loss = loss * weight.clamp(max=a.importance_weight_cap or math.inf)
         numerator = proximal if a.proximal == "recomputed" else logprobs.detach()
         mean = float((numerator - behaviour).mean().exp())
         if mean < (a.sequence_ratio_min or 0.0) or mean > (a.sequence_ratio_max or math.inf):
@@ -217,4 +211,26 @@ class PlainTrainer:
             if a.kl_estimator == "k3_weighted":
                 estimate = estimate * (logprobs - proximal).exp()
             loss = loss + a.kl_coefficient * estimate
+        return loss
+
+    def corrected(
+        self,
+        loss: torch.Tensor,
+        logprobs: list[float],
+        proximal: list[float],
+        advantage: float,
+        behaviour: torch.Tensor,
+        truncated: bool,
+    ) -> torch.Tensor:
+        """By algorithm.corrections."""
+        a = self.config.algorithm
+        floor, divergence = (
+            a.options.get("importance_weight_floor", 0.0),
+            a.options.get("opsm_divergence", 1e-4),
+        )
+        bounds = written_out.Bounds(floor, a.importance_weight_cap or 0.0)
+        lists = (logprobs, proximal, behaviour.tolist())
+        for name in a.corrections:
+            factors = written_out.correction(name, *lists, advantage, truncated, bounds, divergence)
+            loss = loss * torch.tensor(factors)
         return loss
