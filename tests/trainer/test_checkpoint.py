@@ -169,7 +169,10 @@ def test_a_half_written_checkpoint_is_never_seen(
         "pipeline_parallel": 1,
         "virtual_stages": 1,
         "data_parallel": 1,
+        "expert_parallel": 1,
         "distributed_optimizer": False,
+        "kl_coefficient": 0.0,
+        "reference": False,
     }
 
 

@@ -178,8 +178,9 @@ def count_parameters(model: dict) -> int:
 
 def even_tokens(model: dict) -> float:
     """The length at which a sequence's causal attention takes as many operations as all else. A token's
-    matrix products take 2 per parameter but the embedding's and those of experts elsewhere, n tokens' attention 2 n^2 x heads x head size
-    per layer, half of what it is without the mask; the backward pass takes twice both."""
+    matrix products take 2 per parameter but the embedding's and those of experts that it does not go to, n
+    tokens' attention 2 n^2 x heads x head size per layer, half of what it is without the mask; the backward
+    pass takes twice both."""
     embedding = 0 if model.get("tie_word_embeddings") else model["vocab_size"] * model["hidden_size"]
     width = model["num_attention_heads"] * head_size(model)
     experts = experts_of(model)
