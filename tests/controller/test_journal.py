@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from helpers.control.journal_writer import Writers
@@ -519,6 +519,9 @@ LIVES = st.lists(st.tuples(st.integers(0, 2), st.sampled_from(["begin", "write",
 
 @settings(max_examples=40, deadline=None)
 @given(steps=LIVES)
+@example(  # life 1 begins its first segment when life 0, behind it, has begun one on another transaction
+    [(1, "begin"), (1, "snapshot"), (0, "write"), (0, "begin"), (0, "write"), (1, "write")]
+)
 def test_whatever_replaced_controllers_still_write(tmp_path_factory, steps):
     """Promise (docs/promises.md#one-controller): what a controller has acknowledged before it was
     replaced is known to all that come later, and whatever it writes when it wakes up, transactions, segments

@@ -10,13 +10,14 @@ import pytest
 
 from laminar_hpc.config.bounds import Bounds, all_fields, allowed, plain_type, wrong_values
 from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.config.load import load_config
 from laminar_hpc.simulator import clock
 from laminar_hpc.simulator.constants import DEFAULT, Constants
 from laminar_hpc.simulator.plan import search
 from laminar_hpc.simulator.rules import PIPELINES
 from laminar_hpc.simulator.run import simulate
 from laminar_hpc.simulator.schema import PlanConfig, PoolConfig, SimulationConfig, WorkloadConfig
-from laminar_hpc.simulator.settings import check, check_plan, load_plan, load_simulation
+from laminar_hpc.simulator.settings import check, check_plan, experiments, load_plan, load_simulation
 from laminar_hpc.simulator.setup import setup
 from laminar_hpc.simulator.tables import GPUS, MODELS
 
@@ -174,3 +175,10 @@ def test_a_search_is_cut_off_and_says_so(monkeypatch):
     monkeypatch.setattr(plan, "_CANDIDATES", 2)
     with pytest.raises(LaminarError, match="more than 2 ways to divide these pools"):
         search(config)
+
+
+def test_runs_and_simulations_are_configured_in_turn():
+    """Promise: a process may read a run's configuration after a simulation's, and the other way round."""
+    for _ in range(2):
+        assert load_config(["experiment=demo"]).steps == 60
+        assert load_simulation(experiments()[0], []).name

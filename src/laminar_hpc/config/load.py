@@ -31,6 +31,7 @@ _REFERENCE = "a reference is ${KEY}, or ${oc.env:NAME} for a variable of the env
 _GROUPS = ("experiment", "pipeline")  # folders of conf/
 _PATHS = ("run_dir", "store_dir", "model.path", "data.train", "relay.shm_dir", "checkpoint.key")
 Config = TypeVar("Config")
+_named: dict[str, type] = {}  # what Hydra's store holds
 
 
 def group_names(folder: Path) -> list[str]:
@@ -91,10 +92,11 @@ def _expand_home(config: RunConfig) -> None:
     config.source = kind + colon + os.path.expanduser(folder)
 
 
-@cache
 def _name_schema(node: str, schema: type) -> None:
-    """Once a process: it takes a quarter of the time of a composition."""
-    ConfigStore.instance().store(name=node, node=schema)
+    """Hydra's store has one schema of a name, and making it takes a quarter of the time of a composition."""
+    if _named.get(node) is not schema:
+        ConfigStore.instance().store(name=node, node=schema)
+        _named[node] = schema
 
 
 @cache

@@ -198,14 +198,20 @@ def snapshot_name(position: Position, digest: str) -> str:
 
 def segments(folder: Path) -> list[File]:
     """All segments that count, in the order in which they were begun."""
-    return _in_order(_look(folder)[0])
+    return _history(_look(folder)[0])
 
 
 def snapshots(folder: Path) -> list[File]:
     """All snapshots that count, the newest last."""
-    segments, snapshots = _look(folder)
-    begun = [(file.era, file.number) for file in (*segments, *snapshots)]
-    return [f for f in snapshots if not any(era > f.era and number < f.number for era, number in begun)]
+    found, snapshots = _look(folder)
+    history = _history(found)
+    dropped = {file.era for file in found} - {file.era for file in history}
+    begun = [(file.era, file.number) for file in (*history, *snapshots) if file.era not in dropped]
+    return [
+        f
+        for f in snapshots
+        if f.era not in dropped and not any(era > f.era and number < f.number for era, number in begun)
+    ]
 
 
 def _look(folder: Path) -> tuple[list[File], list[File]]:
@@ -223,15 +229,46 @@ def _place(file: File) -> tuple[int, int]:
     return file.era, file.number
 
 
-def _in_order(files: list[File]) -> list[File]:
-    """Without the segments that a controller has begun behind its successor's first one."""
-    kept: list[File] = []
-    first: dict[int, int] = {}  # era -> where its first segment begins
-    for file in reversed(files):
-        if all(number > file.number for era, number in first.items() if era > file.era):
-            kept.insert(0, file)
-        first[file.era] = file.number
-    return kept
+def _history(found: list[File]) -> list[File]:
+    """The segments of the newest era, before them those of the era that it goes on with, and so on: without
+    what a controller has begun after its successor had."""
+    of_eras: dict[int, list[File]] = {}
+    for file in found:
+        of_eras.setdefault(file.era, []).append(file)
+    history = of_eras.pop(max(of_eras)) if of_eras else []
+    while of_eras:
+        latest_first = [of_eras[era] for era in sorted(of_eras, reverse=True)]
+        if not (before := _before(history[0], latest_first)):
+            break
+        history = before + history
+        of_eras = {era: files for era, files in of_eras.items() if era < history[0].era}
+    return history
+
+
+def _before(file: File, eras: list[list[File]]) -> list[File]:
+    """Of the segments of earlier eras, the latest first, those that lead to the position at which the era of
+    `file` has begun. Where none is known to, those of the latest that may."""
+    may: list[File] = []
+    for of_era in eras:
+        leading = [each for each in of_era if each.number < file.number]
+        leads = bool(leading) and _leads(leading[-1], file)
+        if leads:
+            return leading
+        if leads is None and not may:
+            may = leading
+    return may
+
+
+def _leads(segment: File, following: File) -> bool | None:
+    """Whether `following` begins with the transaction that `segment` has of that number. None: it cannot be
+    read so far."""
+    try:
+        read, begins = Segment(segment), Segment(following).at
+        for _ in read.transactions(begins.number):
+            pass
+    except DamagedJournal:
+        return None
+    return read.at.checksum == begins.checksum if read.at.number == begins.number else None
 
 
 def newest_era(folder: Path) -> int:

@@ -20,12 +20,13 @@ class NetworkDown(LaminarError):
 
 def addresses(down: bool = False) -> dict[str, str]:
     """The IPv4 addresses of this node's interfaces by name, without loopback; `down`: of those too."""
-    up = {name for name, state in psutil.net_if_stats().items() if down or state.isup}
+    here = psutil.net_if_addrs()
+    names = set(here) if down else {name for name, state in psutil.net_if_stats().items() if state.isup}
     return {
         name: entry.address
-        for name, entries in psutil.net_if_addrs().items()
+        for name, entries in here.items()
         for entry in entries
-        if name in up and entry.family == socket.AF_INET and not entry.address.startswith("127.")
+        if name in names and entry.family == socket.AF_INET and not entry.address.startswith("127.")
     }
 
 
