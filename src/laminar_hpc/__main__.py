@@ -274,7 +274,8 @@ class Rank:
 
 
 def main(overrides: list[str]) -> int:
-    """Exit code: 0 = done or stopped in order, 1 = failed, 2 = refused before it began, 3 = for good"""
+    """Exit code: 0 = done or stopped in order, 1 = failed, 2 = refused before it began, 3 = failed
+    for good."""
     die_with_parent()
     output.guard()
     rank = Rank()

@@ -86,7 +86,7 @@ class Training:
     # ---- where it starts -----------------------------------------------------------------------------------
 
     def on_restored(self, member: Member, restored: Restored) -> None:
-        """The same for a fresh run, a resumed one, and trainers that replace others while all else goes on"""
+        """The same for a fresh run, a resumed one, and trainers that replace others in a live run."""
         state, step = self._state, restored.step or 0
         if restored.step is None and (seen := checkpoints.steps(Path(self._config.run_dir))):
             raise LaminarError(

@@ -242,7 +242,7 @@ def take_snapshot(
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
     if is_sure():
-        _remove_before(folder, position)
+        _remove_before(folder, position, era)
     return size
 
 
@@ -254,9 +254,12 @@ def file_digest(file: Any) -> str:
     return digest.hexdigest()
 
 
-def _remove_before(folder: Path, position: Position) -> None:
-    """What a rebuild from the newest snapshot, which is at `position`, does not read."""
+def _remove_before(folder: Path, position: Position, era: int) -> None:
+    """What a rebuild from the newest snapshot, which is at `position`, does not read. Nothing until a file
+    tells where `era` has begun: an earlier era may yet begin before that."""
     found = segments(folder)  # looked at once: a segment that begins meanwhile is in neither list
+    if era not in (position.era, *(file.era for file in found)):
+        return
     needed = {file.path for file in since(found, position)}
     for file in (*found, *snapshots(folder)[:-1]):
         if file.path not in needed:

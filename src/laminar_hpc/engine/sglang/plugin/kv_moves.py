@@ -51,7 +51,7 @@ class Outgoing:
 
 @dataclass
 class Incoming:
-    """Of the destination: `pages` until the import, then `hold`. A rank that could not listen has no inbox"""
+    """Of the destination: `pages` until the import, then `hold`. A rank that could not listen has none."""
 
     move_id: str
     weight_id: int
