@@ -1,5 +1,5 @@
-"""The resharding kernels on a GPU: pack and delta encode against a plain copy, torch eager and
-torch.compile.
+"""The kernels on a GPU: pack and delta encode, and those of layers (layer_rows.py), against a plain copy,
+torch eager and torch.compile.
 
     python bench/kernels.py --json kernels.json     layers of Qwen2.5-7B's shape, 10 repeats
     python bench/kernels.py --layers 4 --repeats 30
@@ -13,19 +13,18 @@ Eager and compiled torch do the same work on the same tensors: reorder, cast and
 or an indexed copy. All take turns; times are medians of the repeats.
 
 Figures: `pack_over_copy` and `delta_over_copy`, the lowest of the rows that count: goal 0.85.
-`pack_over_compile` and `delta_over_compile`: goal 1.5. What is compared is first checked to give the same
-bits.
+`pack_over_compile` and `delta_over_compile`: goal 1.5. `layers_over_copy`: the lowest of their rows. What is
+compared is first checked to give the same bits.
 """
 
 import argparse
-import statistics
 import sys
-import time
-from collections.abc import Callable
 from dataclasses import replace
 
 import common
 import torch
+from kernel_timing import compiled_by, row
+from layer_rows import layer_rows
 
 from laminar_hpc.weights import kernels
 from laminar_hpc.weights.hf import FAMILIES, ModelShape
@@ -90,14 +89,16 @@ def main() -> None:
     torch._dynamo.config.recompile_limit = 64  # a program for each kind of slice
     rows = [pack_row(options, *cast) for cast in CASTS]
     deltas = [delta_row(options, share) for share in CHANGED]
+    of_layers = layer_rows(options)
     counted = [delta for share, delta in zip(CHANGED, deltas, strict=True) if share <= COUNTED]
     figures = {
         "pack_over_copy": min(row["over copy"] for row in rows),
         "pack_over_compile": min(row["over compile"] for row in rows),
         "delta_over_copy": min(row["over copy"] for row in counted),
         "delta_over_compile": min(row["over compile"] for row in counted),
+        "layers_over_copy": min(row["over copy"] for row in of_layers),
     }
-    common.finish(options, figures, [*rows, *deltas], COLUMNS)
+    common.finish(options, figures, [*rows, *deltas, *of_layers], COLUMNS)
     name = torch.cuda.get_device_name() if options.device == "cuda" else "none"
     print(f"GPU {name}; goals: over_copy 0.85, over_compile 1.5")
 
@@ -146,67 +147,6 @@ def one_piece(view: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, t
 def delta_in_torch(new: torch.Tensor, old: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     changed = torch.nonzero(reference.bits(new) != reference.bits(old)).view(-1)
     return changed.to(torch.int32), new[changed]
-
-
-# ---- measuring ---------------------------------------------------------------------------------------------
-
-
-def time_of(work: Callable[[], object]) -> float:
-    """Milliseconds, on the device's clock where there is a GPU."""
-    if not torch.cuda.is_available():
-        began = time.perf_counter()
-        work()
-        return 1e3 * (time.perf_counter() - began)
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()
-    begin.record()
-    work()
-    end.record()
-    torch.cuda.synchronize()
-    return begin.elapsed_time(end)
-
-
-def compiled_by(options: argparse.Namespace, function: Callable, **more: bool) -> Callable:
-    """torch.compile's; on the CPU without its compiler, which takes minutes and proves nothing there."""
-    return torch.compile(function, **({} if options.device == "cuda" else {"backend": "eager"}), **more)
-
-
-def milliseconds(works: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
-    """Medians, in turns; each is run three times before, which compiles it."""
-    times: dict[str, list[float]] = {name: [] for name in works}
-    for repeat in range(-3, repeats):
-        for name, work in works.items():
-            took = time_of(work)
-            if repeat >= 0:
-                times[name].append(took)
-    return {name: statistics.median(of_work) for name, of_work in times.items()}
-
-
-def row(
-    kernel: str,
-    case: str,
-    moved: int,
-    options: argparse.Namespace,
-    works: dict[str, Callable[[], object]],
-) -> dict[str, object]:
-    """One line of the table. `works`: ours, eager, compile; `moved`: bytes read and written."""
-    source = torch.empty(moved // 2, dtype=torch.uint8, device=options.device)
-    target = torch.empty_like(source)
-    found = milliseconds({**works, "copy": lambda: target.copy_(source)}, options.repeats)
-    rate, copy = moved / found["ours"] / 1e6, 2 * source.numel() / found["copy"] / 1e6
-    return {
-        "kernel": kernel,
-        "case": case,
-        "MB": moved / 1e6,
-        "ms": found["ours"],
-        "GB/s": rate,
-        "copy GB/s": copy,
-        "over copy": rate / copy,
-        "eager ms": found["eager"],
-        "compile ms": found["compile"],
-        "over eager": found["eager"] / found["ours"],
-        "over compile": found["compile"] / found["ours"],
-    }
 
 
 def pack_row(options: argparse.Namespace, source: torch.dtype, serving: torch.dtype) -> dict[str, object]:
