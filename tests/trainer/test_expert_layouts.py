@@ -28,6 +28,8 @@ LAYOUTS = {
     "tp2-ep4-dp2": ("tp2-dp2", 4),
     "tp2-ep2-dp2-distributed": ("tp2-dp2-distributed", 2),
 }
+# With trainer.context_parallel=2 beside.
+SHARED = {"cp2-ep2": ("tp1", 2), "cp2-tp2-ep4": ("tp2", 4), "cp2-ep2-distributed": ("tp1-distributed", 2)}
 FEW = [("qwen3-moe", "tp2-ep2-distributed")]
 
 
@@ -73,9 +75,9 @@ def weights_after(
     layout: str, steps: tuple[int, int], ranks: Ranks, model: Path, run_dir: Path, **more
 ) -> dict:
     """By the run at this layout, from its checkpoint of the first of `steps` where that is not 0."""
-    name, expert_parallel = LAYOUTS[layout]
+    name, expert_parallel = {**LAYOUTS, **SHARED}[layout]
     ranks.run(
-        world_of(name),
+        world_of(name) * more.get("trainer__context_parallel", 1),
         "cases:train",
         model=str(model),
         settings=settings_of(name, trainer__expert_parallel=expert_parallel, **more),
@@ -104,6 +106,24 @@ def test_three_steps_give_the_weights_of_one_rank(layout: str, ranks: Ranks, mod
     assert max((found[name] - expected[name]).abs().max() for name in expected) < 1e-6
     moved = [name for name in expected if (expected[name] - before[name]).abs().max() > 1e-4]
     assert any("mlp.gate." in name for name in moved) and sum(".experts." in name for name in moved) > 40
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "ep2",
+        pytest.param("tp2-ep4", marks=pytest.mark.slow),
+        pytest.param("ep2-distributed", marks=pytest.mark.slow),
+    ],
+)
+def test_experts_over_ranks_that_share_a_pack(layout: str, ranks: Ranks, models, tmp_path: Path) -> None:
+    """Context-parallel ranks have a share of the experts each: every weight of 3 steps to 1e-6."""
+    expected = weights_after("one", (0, 3), ranks, models["qwen3-moe"], tmp_path / "one")
+    shared = {"trainer__context_parallel": 2}
+    found = weights_after(f"cp2-{layout}", (0, 3), ranks, models["qwen3-moe"], tmp_path / "more", **shared)
+    assert max((found[name] - expected[name]).abs().max() for name in expected) < 1e-6
+    before = tiny.published(models["qwen3-moe"])
+    assert max((expected[name] - before[name]).abs().max() for name in expected) > 1e-4
 
 
 RESUMES = [("tp2-ep2", "one"), ("one-distributed", "ep2-dp2-distributed")]
