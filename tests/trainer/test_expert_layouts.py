@@ -126,6 +126,14 @@ def test_experts_over_ranks_that_share_a_pack(layout: str, ranks: Ranks, models,
     assert max((expected[name] - before[name]).abs().max() for name in expected) > 1e-4
 
 
+def test_recomputed_experts_give_the_same_weights(ranks: Ranks, models, tmp_path: Path) -> None:
+    """Selective recomputation computes experts twice, and each token goes to the same ones."""
+    expected = weights_after("one", (0, 3), ranks, models["qwen2-moe"], tmp_path / "one")
+    selective = {"trainer__recompute_activations": "selective"}
+    found = weights_after("one", (0, 3), ranks, models["qwen2-moe"], tmp_path / "more", **selective)
+    assert max((found[name] - expected[name]).abs().max() for name in expected) < 1e-6
+
+
 RESUMES = [("tp2-ep2", "one"), ("one-distributed", "ep2-dp2-distributed")]
 MORE_RESUMES = [
     pair

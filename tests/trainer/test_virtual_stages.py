@@ -81,11 +81,15 @@ def test_virtual_stages_train_the_same(ranks: Ranks, tmp_path: Path) -> None:
         (4, {"trainer__data_parallel": 2, "trainer__distributed_optimizer": True}),
         (4, {"trainer__tensor_parallel": 2, "trainer__recompute_activations": "selective"}),
         (2, {"trainer__recompute_activations": "full", "model__dtype": "float32"}),
+        (4, {"trainer__context_parallel": 2}),
+        (4, {"trainer__data_parallel": 2, "trainer__expert_parallel": 2}),
     ],
 )
 def test_virtual_stages_at_other_layouts(world: int, more: dict, ranks: Ranks, tmp_path: Path) -> None:
-    """The same with data and tensor parallelism, the distributed optimizer and recomputation."""
-    shape = {**tiny.FAMILIES["qwen3-untied"], "num_hidden_layers": 4}
+    """The same with data, tensor, context and expert parallelism, the distributed optimizer and
+    recomputation."""
+    of_family = tiny.EXPERTS["qwen3-moe"] if "trainer__expert_parallel" in more else None
+    shape = {**(of_family or tiny.FAMILIES["qwen3-untied"]), "num_hidden_layers": 4}
     model = tiny.make_model(tmp_path / "model", **shape)
     settings = settings_of(2, 2, **more)
     other = {"trainer__distributed_optimizer": more.get("trainer__distributed_optimizer", False)}
