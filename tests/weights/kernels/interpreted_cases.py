@@ -260,12 +260,17 @@ def test_logprobs(
     assert torch.allclose(found, expected, rtol=1e-6, atol=1e-5)
     normalizers = expected[0] + (expected[1] + (real == 0)).log()
     entropies = (normalizers - expected[0]) - expected[2] / (expected[1] + (real == 0))
-    entropy = logprobs.EntropySlope(entropies, torch.randn(rows)) if with_entropy else None
+    slope = torch.randn(rows)
+    entropy = logprobs.EntropySlope(entropies, slope) if with_entropy else None
+    # log p + H has the rounding of the largest logit, whatever is left of it
+    left = (
+        2**-22 * float((logits.abs().amax(-1) * slope.abs()).sum()) / temperature**2 if with_entropy else 0.0
+    )
     arguments = places, real, temperature, normalizers, upstream, entropy
     ours, theirs = logits.clone(), logits.clone()
     triton_logprobs.gradient(ours, *arguments, ours)
     logprobs.gradient(theirs, *arguments, theirs)
-    assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6) and not ours[:, real:].any()
+    assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6 + left) and not ours[:, real:].any()
     narrow = torch.full((rows, columns), 7.0, dtype=BF16)
     triton_logprobs.gradient(logits, *arguments, narrow)
-    assert torch.allclose(narrow.float(), theirs, rtol=2**-7, atol=1e-6)  # the interpreter truncates
+    assert torch.allclose(narrow.float(), theirs, rtol=2**-7, atol=1e-6 + left)  # the interpreter truncates
