@@ -17,6 +17,7 @@ sys.path.insert(0, str(BENCH))
 import network
 from chain_roles import RUN_ID, ChainRun
 
+from laminar_hpc.controller.fleet import members
 from laminar_hpc.line.channel import Channel
 from laminar_hpc.line.messages.membership import Hello
 from laminar_hpc.line.messages.rollouts import WeightsAvailable
@@ -52,6 +53,7 @@ def test_deaths_a_standstill_and_late_comers(chain):
     chain.until_chain([1, 2])
 
     weight_id, step = chain.newest(1)
+    time.sleep(members._SURELY_ALIVE_SECONDS)  # until then the one that was killed may be a live rival
     chain.start_relay(0)
     chain.wait([0], step, 20)
     assert chain.newest(0) == (weight_id, step), (

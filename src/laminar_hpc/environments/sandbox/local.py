@@ -33,6 +33,7 @@ ZYGOTE = f"{__package__}.zygote"  # its module, which this one does not import
 PRELOAD = ("numpy", "sympy")
 QUEUE_SECONDS = 600.0  # longest wait for a place, the start of the preloaded process included
 MAX_TIMEOUT_SECONDS = 3600.0
+_LOOKS = 50
 _RETRY_SECONDS = 0.01  # while the socket to the preloaded process is full
 
 
@@ -108,8 +109,9 @@ class Sandbox:
                     f"no place in the sandbox within {QUEUE_SECONDS:g} s (calls of {timeout_seconds:g} s; "
                     f"{self._limits.at_once or 'as many as cores'} run at a time)"
                 ) from None
-            except (OSError, asyncio.IncompleteReadError):
-                continue  # its keeper has gone without an answer: for want of memory, most likely
+            except (OSError, asyncio.IncompleteReadError):  # its keeper has gone, for want of memory likely
+                await self._look_for_death()
+                continue
             finally:
                 writer.close()
             if isinstance(answer, Failed):
@@ -131,6 +133,16 @@ class Sandbox:
             ours.close()
             raise
         return ours
+
+    async def _look_for_death(self) -> None:
+        """Forgets the preloaded process if it ends within half a second: until its last child has ended, too,
+        its socket takes connections."""
+        for _ in range(_LOOKS):
+            with self._starting:
+                if self._process is not None and self._process.poll() is not None:
+                    return self._forget()
+            await asyncio.sleep(_RETRY_SECONDS)
+        return None
 
     def _sent(self, theirs: socket.socket) -> bool:
         """Whether the preloaded process will have this end of a connection; False: not yet, ask again. Starts
