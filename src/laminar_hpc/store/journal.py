@@ -75,9 +75,10 @@ class Journal:
         self._file = -1
         self._statements: dict[str, int] = {}
         self._segment_bytes = 0
-        at = max((file.number for file in snapshots(folder)), default=0)
+        taken = snapshots(folder)
+        at = max((file.number for file in taken), default=0)
         self._bytes = sum(file.size for file in since(segments(folder), Position(0, at)))
-        self._snapshot_bytes = max((file.size for file in snapshots(folder)), default=0)
+        self._snapshot_bytes = max((file.size for file in taken), default=0)
         self._snapshot: threading.Thread | None = None
         self._failure: OSError | None = None
         self._closing = threading.Event()

@@ -35,6 +35,7 @@ _MAGIC = b"\xa7LJ1"
 _FRAME = struct.Struct("<4sQQ")
 _CRC = struct.Struct("<I")
 _CHECKSUM_BYTES = 8
+_HEADER_BYTES = 4096  # more than a segment's header takes
 _HEAD_BYTES = _FRAME.size + _CRC.size + _CHECKSUM_BYTES
 _SEGMENT = re.compile(r"segment_(\d+)_(\d+)\.log")
 _ERA = re.compile(r"era_(\d+)")
@@ -141,9 +142,11 @@ class Segment:
 
     Raises DamagedJournal when its header is not whole."""
 
-    def __init__(self, file: File) -> None:
+    def __init__(self, file: File, length: int = -1) -> None:
+        """`length`: how many bytes of it are read; -1 for all."""
         self.path = file.path
-        self._data = file.path.read_bytes()
+        with open(file.path, "rb") as source:
+            self._data = source.read(length)
         self.offset = 0
         self.at = Position(file.era, file.number)
         self.statements: list[str] = []
@@ -263,7 +266,7 @@ def _leads(segment: File, following: File) -> bool | None:
     """Whether `following` begins with the transaction that `segment` has of that number. None: it cannot be
     read so far."""
     try:
-        read, begins = Segment(segment), Segment(following).at
+        read, begins = Segment(segment), Segment(following, _HEADER_BYTES).at
         for _ in read.transactions(begins.number):
             pass
     except DamagedJournal:

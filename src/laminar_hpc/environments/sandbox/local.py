@@ -33,7 +33,7 @@ ZYGOTE = f"{__package__}.zygote"  # its module, which this one does not import
 PRELOAD = ("numpy", "sympy")
 QUEUE_SECONDS = 600.0  # longest wait for a place, the start of the preloaded process included
 MAX_TIMEOUT_SECONDS = 3600.0
-_LOOKS = 50
+_LOOKS = 50  # for the end of a preloaded process that was killed
 _RETRY_SECONDS = 0.01  # while the socket to the preloaded process is full
 
 

@@ -41,16 +41,14 @@ def corrected(a: AlgorithmConfig, logprobs: torch.Tensor, tokens: Tokens) -> Cor
         found_in(CORRECTIONS, "corrections", name) for name in a.corrections
     ]
     each = [function(a, logprobs, tokens) for function in (sequence_mask, *functions)]
+    if a.proximal == "recomputed" and all(one.weights is None for one in each):
+        each.append(_decoupled(a, logprobs, tokens))
     kept = torch.ones_like(logprobs, dtype=torch.bool)
     bounded = torch.zeros_like(kept)
     for one in each:
         kept = kept if one.kept is None else kept & one.kept
-    weights = [one.weights for one in each if one.weights is not None]
-    if a.proximal == "recomputed" and not weights:
-        each = [_decoupled(a, logprobs, tokens)]
-        weights = [one.weights for one in each if one.weights is not None]
-    for one in each:
         bounded = bounded if one.bounded is None else bounded | one.bounded
+    weights = [one.weights for one in each if one.weights is not None]
     return Correction(torch.stack(weights).prod(0) if weights else None, kept, bounded)
 
 

@@ -64,6 +64,7 @@ class Learner:
         self.config = config
         self.policy = policy
         self._progress = progress
+        self._even = even_tokens(model_config(config.model.path))
         self.skipped_in_a_row = 0
         self.kl_coefficient = config.algorithm.kl_coefficient
         self.mismatches: dict[int, tuple[float, int]] = {}
@@ -148,8 +149,7 @@ class Learner:
         """The members of each mini-batch, and this rank's share of it."""
         members = split_minibatches(len(planned), updates, self.config.seed, step)
         lengths, budget = [p.length for p in planned], self.config.trainer.pack_tokens
-        even = even_tokens(model_config(self.config.model.path))
-        return members, [own_share(lengths, of_one, budget, even) for of_one in members]
+        return members, [own_share(lengths, of_one, budget, self._even) for of_one in members]
 
     def _accumulate(
         self, examples: dict[int, Example], share: RankShare, mismatch: torch.Tensor
