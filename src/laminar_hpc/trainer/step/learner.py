@@ -8,6 +8,7 @@ the mini-batches whose update was skipped.
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -64,11 +65,15 @@ class Learner:
         self.config = config
         self.policy = policy
         self._progress = progress
-        self._even = even_tokens(model_config(config.model.path))
         self.skipped_in_a_row = 0
         self.kl_coefficient = config.algorithm.kl_coefficient
         self.mismatches: dict[int, tuple[float, int]] = {}
         self._reference = ReferenceWeights(policy) if config.algorithm.kl_coefficient > 0 else None
+
+    @cached_property
+    def _even(self) -> float:
+        """As in packing.py's `work`, of the model that is trained."""
+        return even_tokens(model_config(self.config.model.path))
 
     @property
     def moving_reference(self) -> ReferenceWeights | None:
