@@ -208,7 +208,7 @@ def test_the_likelihood_of_right_answers_is_the_mean_over_their_tokens(aggregati
     logprobs, tokens = random_tokens(4)
     for right in ([1.0, 0.0, 1.0, 0.0, 0.0], [0.0] * 5):
         weights = likelihood_weights(torch.tensor(right).double(), torch.tensor(LENGTHS), aggregation)
-        tokens = replace(tokens, likelihood=weights[tokens.sequence], advantages=0 * tokens.advantages)
+        tokens = replace(tokens, likelihood=0.1 * weights[tokens.sequence], advantages=0 * tokens.advantages)
         a = AlgorithmConfig(likelihood_coefficient=0.1, loss_aggregation=aggregation)
         current = logprobs.clone().requires_grad_(True)
         found = objective(a, 50, replace(tokens, reference=None), current, logprobs * 0)

@@ -47,6 +47,7 @@ from laminar_hpc.config.rewards import check_reward
 from laminar_hpc.config.rules import broken_rules
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.config.source import labels, parse_source
+from laminar_hpc.config.teachers import held_teachers
 
 _NEEDED = [key for key in SHAPE if key not in ("model_type", "num_key_value_heads")]
 _MAY_BE_NULL = ("num_key_value_heads", "head_dim", "max_position_embeddings")
@@ -93,6 +94,7 @@ def derive(config: RunConfig) -> Derived:
     )
     engine = 0 if replay else rollout_bytes(model, width, r.tensor_parallel, r.kv_cache_tokens)
     staging = 0 if replay else _staging_bytes(config, trainers, publish)
+    staging += _held_bytes(config, publish)
     engines = 0 if r.engine == "emulated" else shared_engines(config)
     beside = shared_bytes(Need(0, engine + relay_bytes(config) + move_bytes(config)), engines)
     recompute = recompute_that_fits(config, model, width, staging + beside)
@@ -125,6 +127,12 @@ def _staging_bytes(config: RunConfig, trainers: int, publish: int) -> int:
     bucket = min(config.relay.chunk_megabytes << 20, math.ceil(publish / max(1, lanes)))
     copies = math.ceil(publish / (t.tensor_parallel * t.pipeline_parallel))
     return 2 * math.ceil(lanes / trainers) * bucket + copies * (config.relay.publish == "copied")
+
+
+def _held_bytes(config: RunConfig, publish: int) -> int:
+    """The copies of a model that a trainer rank holds beside the policy: a reference, teachers."""
+    copies = (config.algorithm.kl_coefficient > 0) + held_teachers(config.teacher)
+    return copies * math.ceil(publish / (config.trainer.tensor_parallel * config.trainer.pipeline_parallel))
 
 
 def derived_values(config: RunConfig, derived: Derived) -> dict[str, object]:

@@ -256,6 +256,39 @@ class AlgorithmConfig:
 
 
 @dataclass
+class TeacherConfig:
+    """On-policy distillation: what teachers say of the tokens that the policy has drawn, as an advantage of
+    each token; docs/algorithms.md has the formula."""
+
+    model: Any = ""
+    """a Hugging Face directory of the policy's architecture, held on the trainer ranks; or the URL
+    http(s)://HOST:PORT of an SGLang or vLLM server; or several, written {NAME: MODEL}, one of which each row
+    names in its field `teacher`; empty = none"""
+    coefficient: float = number(1.0, above=0, at_most=1000)
+    """weight of the teacher's log-prob less the policy's in a token's advantage"""
+    rewards: float = number(0.0, at_least=0, at_most=1000)
+    """weight of the advantage that the rewards give, beside the teacher's; 0 = the teacher alone"""
+    api_key_env: str = ""
+    """of servers: the environment variable that holds their key, sent as a bearer token"""
+    timeout_seconds: float = seconds(300.0)
+    """of servers: longest time until all of a step's answers are there, tried again meanwhile"""
+
+
+@dataclass
+class DemonstrationsConfig:
+    """Rows with a right answer, trained by likelihood beside the trajectories of each update."""
+
+    path: str = ""
+    """rows with a prompt, as in `data.train`, and an answer; empty = none"""
+    response_field: str = "response"
+    """field of a row that holds the whole answer, as the policy is to write it; its end token is added"""
+    per_update: int = number(8, at_least=1)
+    """rows with each optimizer update"""
+    coefficient: float = number(1.0, above=0, at_most=1000)
+    """weight of the mean negative log-likelihood of their answers' tokens, added to the loss"""
+
+
+@dataclass
 class OptimizerConfig:
     lr: float = number(1e-4, above=0, at_most=1)
     """Adam's learning rate; for a model of half a billion parameters or more begin with 1e-6"""
@@ -315,6 +348,8 @@ class RunConfig:
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    teacher: TeacherConfig = field(default_factory=TeacherConfig)
+    demonstrations: DemonstrationsConfig = field(default_factory=DemonstrationsConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     relay: RelayConfig = field(default_factory=RelayConfig)

@@ -19,6 +19,7 @@ from pathlib import Path
 from laminar_hpc.config.errors import LaminarError, PermanentFailure, before_it_begins
 from laminar_hpc.config.load import dump_config
 from laminar_hpc.config.schema import RunConfig
+from laminar_hpc.config.teachers import check_rows
 from laminar_hpc.controller import snapshot
 from laminar_hpc.controller.beginning import Begun, start_up
 from laminar_hpc.controller.collector import collect_rarely
@@ -79,6 +80,7 @@ def build(
     with before_it_begins():
         prompts, held_out = load_run_prompts(config, say)
         check_same_prompts(store_path(config), prompts)
+        check_rows(config.teacher, (prompt.row for prompt in prompts))
         try_rewards(config, say, prompts)
         say_doubts(config, say, [prompts, *held_out.values()])
     start, lock = begun.start, begun.lock

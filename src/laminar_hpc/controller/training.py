@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.config.teachers import teacher_of, teachers_of
 from laminar_hpc.controller.fleet.active_replicas import ActiveReplicas
 from laminar_hpc.controller.fleet.members import Member
 from laminar_hpc.controller.shown_samples import ShownSamples
@@ -181,7 +182,14 @@ class Training:
         samples = self._config.algorithm.samples_per_prompt
         replay = self._replay
         run_dir = str(replay.run_dir) if replay and request.step >= replay.archived_steps else ""
+        self._name_teachers(groups)
         self._shared.outbox.send(trainer, Batch(request.step, groups, samples, run_dir, request.part))
+
+    def _name_teachers(self, groups: list[BatchGroup]) -> None:
+        names = list(teachers_of(self._config.teacher))
+        for group in groups if len(names) > 1 else ():
+            row = self._tracker.groups.row(self._store.rows.prompt_index(group.group_id))
+            group.teacher = teacher_of(row, names, f"the row of group {group.group_id}")
 
     def answer_trainer(self) -> None:
         trainer = self._shared.members.at("trainer")

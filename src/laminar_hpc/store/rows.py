@@ -160,6 +160,11 @@ class Rows:
         """The scored trajectories of these groups, in sample order."""
         return stored_groups(self._db, group_ids)
 
+    def prompt_index(self, group_id: int) -> int:
+        """Of a group that is there, the place of its prompt in the order of the prompts' file."""
+        sql = "SELECT prompt_index FROM groups WHERE id = ?"
+        return int(self._db.execute(sql, (group_id,)).fetchone()[0])
+
     # ---- archive -------------------------------------------------------------------------------------------
 
     def forget_responses(self, trajectories: Iterable[int], groups: Iterable[int]) -> None:

@@ -82,6 +82,10 @@ class GroupTable(Mapping[int, Group]):
     def prompt_of(self, group: Group) -> Prompt:
         return self._prompts[group.prompt_index]
 
+    def row(self, prompt_index: int) -> dict:
+        """Of a prompt, also where no group of it is left here."""
+        return self._prompts[prompt_index].row
+
     def message(self, group: Group, ids: list[int]) -> PromptGroup:
         """Its prompt with these of its samples, as it goes out."""
         prompt = self.prompt_of(group)

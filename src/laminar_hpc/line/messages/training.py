@@ -35,11 +35,13 @@ class TakeBatch(Message):
 
 
 class BatchGroup(msgspec.Struct):
-    """A prompt of a batch (`prompt_tokens`: int32, little-endian) and its scored trajectories."""
+    """A prompt of a batch (`prompt_tokens`: int32, little-endian) and its scored trajectories. `teacher`: the
+    name of its teacher, where there are several."""
 
     group_id: int
     prompt_tokens: bytes
     trajectories: list[Trajectory]
+    teacher: str = ""
 
 
 class Batch(Message):

@@ -3,7 +3,7 @@ Pure; called by trainer/step/learner.py.
 
     loss_t = kept_t * weight_t * policy_loss(pi / q, A)_t          by corrections.py and losses.py
              + kl_coefficient * KL(pi || reference)_t - entropy_coefficient * H(pi)_t
-             - likelihood_coefficient * log pi_t         of right answers, with a denominator of their own
+             - likelihood_t * log pi_t     of right answers and demonstrations, with their own denominators
 """
 
 from dataclasses import dataclass
@@ -63,8 +63,8 @@ def objective(
         losses = losses - a.entropy_coefficient * entropies
     weights, count = weights_and_count(tokens, a.loss_aggregation, max_response_tokens)
     total = (losses * weights).sum()
-    if a.likelihood_coefficient > 0 and tokens.likelihood is not None:
-        total = total - a.likelihood_coefficient * (tokens.likelihood * logprobs).sum()
+    if tokens.likelihood is not None:
+        total = total - (tokens.likelihood * logprobs).sum()
     with torch.no_grad():
         mask, ratio = tokens.real * kept, torch.exp(now - behaviour)
         each = torch.stack(

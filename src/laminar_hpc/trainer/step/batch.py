@@ -12,10 +12,12 @@ from laminar_hpc.store.payload.whole import Whole, prompt_array
 
 @dataclass(frozen=True)
 class PlannedMicrobatch:
-    """A trajectory as every rank knows it. `prompt` [tokens] int32, one for all of its group."""
+    """A trajectory as every rank knows it. `prompt` [tokens] int32, one for all of its group; `teacher` as in
+    BatchGroup."""
 
     record: Trajectory
     prompt: Tokens
+    teacher: str = ""
 
     @property
     def length(self) -> int:
@@ -35,7 +37,10 @@ class StepBatch:
 def plan_of(groups: Sequence[BatchGroup]) -> list[PlannedMicrobatch]:
     """Ordered, because the order of arrival must not matter."""
     planned = [
-        PlannedMicrobatch(t, prompt) for g in groups for prompt in [prompt_array(g)] for t in g.trajectories
+        PlannedMicrobatch(t, prompt, g.teacher)
+        for g in groups
+        for prompt in [prompt_array(g)]
+        for t in g.trajectories
     ]
     return sorted(planned, key=lambda p: (p.record.group_id, p.record.trajectory_id))
 

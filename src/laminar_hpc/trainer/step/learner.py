@@ -24,12 +24,13 @@ from laminar_hpc.trainer.algorithms.kl import kl_estimate, steered
 from laminar_hpc.trainer.algorithms.objective import SUMS, objective
 from laminar_hpc.trainer.megatron.policy import MegatronPolicy
 from laminar_hpc.trainer.step.batch import PlannedMicrobatch, StepBatch
+from laminar_hpc.trainer.step.demonstrations import Demonstrations, OfUpdate
 from laminar_hpc.trainer.step.microbatch import (
+    Drawn,
     Example,
     Lazily,
     MicroBatch,
     Text,
-    behaviour_logprobs,
     make_microbatch,
     outcomes,
 )
@@ -37,6 +38,7 @@ from laminar_hpc.trainer.step.packing import split_minibatches
 from laminar_hpc.trainer.step.parallel import RankShare, own_share, reduced, total
 from laminar_hpc.trainer.step.rescoring import ReferenceWeights, own_logprobs
 from laminar_hpc.trainer.step.rewards import scored_batch
+from laminar_hpc.trainer.step.teachers import Teachers
 
 
 class Collected(NamedTuple):
@@ -69,6 +71,8 @@ class Learner:
         self.kl_coefficient = config.algorithm.kl_coefficient
         self.mismatches: dict[int, tuple[float, int]] = {}
         self._reference = ReferenceWeights(policy) if config.algorithm.kl_coefficient > 0 else None
+        self._teachers = Teachers(config, policy) if config.teacher.model else None
+        self._demonstrations = Demonstrations(config, self._even) if config.demonstrations.path else None
 
     @cached_property
     def _even(self) -> float:
@@ -121,9 +125,12 @@ class Learner:
         members, shares = self._plan(planned, updates, step)
         examples = self._examples(batch, shares, members, step)
         mismatch = torch.zeros(len(planned), device=self.policy.device)
+        of_update = self._demonstrations.of_update if self._demonstrations is not None else None
         update_of, norms, collected = dict[int, int](), list[float](), list[Collected]()
         for number, share in enumerate(shares):
-            of_minibatch = self._accumulate(examples, share, mismatch)
+            trained = [planned[i].record.trained for i in members[number]]
+            shown = of_update(step, earlier + number, trained) if of_update else None
+            of_minibatch = self._accumulate(examples, share, mismatch, shown)
             update_of |= dict.fromkeys(members[number], earlier + number)
             if number == 0:
                 before_update()
@@ -142,6 +149,8 @@ class Learner:
             **batch_metrics(records, sum(len(p.prompt) for p in planned), step),
             **reward_means(records, self.config.reward.functions),
             **token_metrics,
+            **({"teacher_kl": self._teachers.kl} if self._teachers is not None else {}),
+            **(self._demonstrations.metrics(self.policy.device) if self._demonstrations is not None else {}),
             "grad_norm": sum(norms) / max(1, len(norms)),
             "learning_rate": learning_rate,
             "skipped_updates": updates - len(norms),
@@ -157,20 +166,31 @@ class Learner:
         return members, [own_share(lengths, of_one, budget, self._even) for of_one in members]
 
     def _accumulate(
-        self, examples: dict[int, Example], share: RankShare, mismatch: torch.Tensor
+        self,
+        examples: dict[int, Example],
+        share: RankShare,
+        mismatch: torch.Tensor,
+        shown: OfUpdate | None = None,
     ) -> list[Collected]:
         """The gradients of one mini-batch. Returns what this rank's micro-batches collected, and notes the
-        mismatch of its trajectories in `mismatch` [batch], which stays 0 where another rank has it."""
+        mismatch of its trajectories in `mismatch` [batch], which stays 0 where another rank has it. `shown`:
+        demonstrations beside them."""
+        own, more = len(share.plan), len(shown.share.plan) if shown else 0
+        device, size = self.policy.device, max(share.size, shown.share.size if shown else 0)
 
         def micro_batch(number: int) -> MicroBatch:
             if number:  # a stage without a loss asks for the next one when it has handed one on
                 self._progress()
-            return make_microbatch([examples[i] for i in share.plan[number]], self.policy.device, share.size)
+            if shown and number >= own:
+                return shown.micro_batch(number - own, device, size)
+            return make_microbatch([examples[i] for i in share.plan[number]], device, size)
 
-        collected = self.policy.accumulate(Lazily(len(share.plan), micro_batch), self._loss)
+        collected = self.policy.accumulate(Lazily(own + more, micro_batch), self._loss)
         for part, of_part in zip(share.plan, collected, strict=False):  # a stage before the last has none
             mismatch[part] = of_part.mismatch[: len(part)]
-        return collected
+        if shown:  # the engine's log-probs of their tokens are 0: the mean distance is a sum of their own
+            shown.note([of_part.mismatch[0] for of_part in collected[own:]])
+        return collected[:own]
 
     def _note_mismatches(
         self, records: list[Trajectory], step: int, mismatch: list[float], update_of: dict[int, int]
@@ -198,8 +218,8 @@ class Learner:
         if self._reference is not None:
             with self._reference.in_place():
                 reference = own_logprobs(self.policy, texts, shares, self._progress)
+        sampled = proximal or Drawn(texts)
         if a.kl_in_reward and reference is not None:
-            sampled = proximal or {i: behaviour_logprobs(text.response) for i, text in texts.items()}
             penalties = self._penalties(own, sampled, reference)
         advantages = token_advantages(
             a,
@@ -208,6 +228,11 @@ class Learner:
             own,
             lambda tensor: total(tensor, self.policy.device),
         )
+        if self._teachers is not None:
+            names = {i: planned[i].teacher for i in own}
+            advantages = self._teachers.advantages(
+                advantages, own, texts, names, sampled, shares, self._progress
+            )
         of_records = outcomes(records, members, a)
         return {
             i: Example(
@@ -221,7 +246,7 @@ class Learner:
         }
 
     def _penalties(
-        self, own: list[int], sampled: dict[int, torch.Tensor], reference: dict[int, torch.Tensor]
+        self, own: list[int], sampled: Mapping[int, torch.Tensor], reference: dict[int, torch.Tensor]
     ) -> torch.Tensor:
         """float64 [trained tokens of `own`]."""
         a, none = self.algorithm, torch.zeros(0)

@@ -1,7 +1,7 @@
 """One micro-batch as tensors: several trajectories in one pack, and what is needed at the positions that are
 trained."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Generic, NamedTuple, TypeVar, overload
@@ -66,7 +66,7 @@ def outcomes(
             right, torch.tensor([records[i].trained for i in part]), a.loss_aggregation
         )
         for i, weight in zip(part, weights.tolist(), strict=True):
-            found[i] = found[i]._replace(likelihood=weight)
+            found[i] = found[i]._replace(likelihood=a.likelihood_coefficient * weight)
     return found
 
 
@@ -119,6 +119,22 @@ def trained(text: Text) -> NDArray[np.int64]:
 def behaviour_logprobs(response: Response) -> torch.Tensor:
     """The engine's log-probs of the trained tokens, float32 [trained]."""
     return torch.from_numpy(response.logprobs[response.loss_mask])
+
+
+class Drawn(Mapping[int, torch.Tensor]):
+    """`behaviour_logprobs` of texts by their places, each made when it is asked for."""
+
+    def __init__(self, texts: Mapping[int, Text]) -> None:
+        self._texts = texts
+
+    def __getitem__(self, place: int) -> torch.Tensor:
+        return behaviour_logprobs(self._texts[place].response)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._texts)
+
+    def __len__(self) -> int:
+        return len(self._texts)
 
 
 def text_pack(texts: Sequence[Text], device: torch.device, size: int = 0) -> Pack:

@@ -3,6 +3,7 @@ trainer/step/learner.py before the updates."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
@@ -24,6 +25,18 @@ class ReferenceWeights:
         self._gpt = policy.gpt
         self._live = list(policy.gpt.parameters())
         self._frozen = [p.detach().clone() for p in self._live]
+
+    @classmethod
+    @torch.no_grad()
+    def of_directory(cls, policy: MegatronPolicy, directory: str) -> "ReferenceWeights":
+        """A copy of a Hugging Face directory's weights; the policy has its own before and afterwards. Raises
+        LaminarError where they are not of the policy's shape."""
+        own = cls(policy)
+        policy.load_hf(Path(directory))
+        read = cls(policy)
+        for parameter, before in zip(own._live, own._frozen, strict=True):
+            parameter.copy_(before)
+        return read
 
     def move(self) -> None:
         """Takes the weights that the policy has now."""

@@ -1,0 +1,133 @@
+"""The teachers of a run, by name, whichever way `teacher.model` is written, and what cannot work with them.
+Imports no torch.
+
+A teacher's model of the policy's architecture is a directory; any other one stands behind a URL.
+"""
+
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.config.models import SHAPE, model_config, read_json
+from laminar_hpc.config.objectives import SEQUENCE_LOSSES
+from laminar_hpc.config.schema import RunConfig, TeacherConfig
+
+FIELD = "teacher"  # of a row, that names its teacher where there are several
+SINGLE = ""  # the name of a teacher that is alone
+_NUMBERS = (*SHAPE, "head_dim", "rope_theta", "rope_scaling", "rms_norm_eps", "tie_word_embeddings")
+
+
+def teachers_of(config: TeacherConfig) -> dict[str, str]:
+    """Directory or URL by name; none without a teacher."""
+    if isinstance(config.model, dict):
+        return {str(name): model for name, model in config.model.items()}
+    return {SINGLE: config.model} if config.model else {}
+
+
+def is_server(model: str) -> bool:
+    """Whether the teacher is asked, and not computed on the trainer ranks."""
+    return "://" in model
+
+
+def held_teachers(config: TeacherConfig) -> int:
+    """How many copies of a model the trainer ranks hold for teachers."""
+    return sum(not is_server(model) for model in teachers_of(config).values())
+
+
+def teacher_of(row: dict[str, Any], names: list[str], where: str) -> str:
+    """The teacher of a row. Raises LaminarError, with `where` the row is, when it names none of `names`."""
+    if len(names) == 1:
+        return names[0]
+    named = row.get(FIELD)
+    if named not in names:
+        raise LaminarError(
+            f"{where}: the field {FIELD!r} is {named!r:.60}, and teacher.model has {', '.join(names)}; name "
+            "one of them in each row"
+        )
+    return str(named)
+
+
+def check_rows(config: TeacherConfig, rows: Iterable[dict[str, Any]]) -> None:
+    """Raises LaminarError for the first row that names no teacher where there are several."""
+    names = list(teachers_of(config))
+    for number, row in enumerate(rows if len(names) > 1 else ()):
+        teacher_of(row, names, f"data.train, row {number + 1} of those kept")
+
+
+def wrong_teachers(config: RunConfig, policy: dict[str, Any] | None) -> Iterator[str]:
+    """What is wrong with `teacher`, one line each, in the way of rules.py; `policy`: the config.json of
+    model.path, None where it cannot be read."""
+    named = teachers_of(config.teacher)
+    for name, model in named.items():
+        key = f"teacher.model.{name}" if name else "teacher.model"
+        if not isinstance(model, str) or not model:
+            yield f"{key}={model!r:.60}: write a directory or a URL, or several as {{NAME: MODEL}}"
+        elif is_server(model):
+            yield from _wrong_url(config, key, model)
+        elif not config.dry_run and policy is not None:
+            yield from _another_model(config, key, model, policy)
+    if not named:
+        return
+    a = config.algorithm
+    if a.loss in SEQUENCE_LOSSES:
+        yield "@algorithm.loss has one advantage per sequence, a teacher one per token: use another loss"
+    if a.zero_variance == "filter" and config.teacher.rewards == 0:
+        yield (
+            "@algorithm.zero_variance leaves out groups by rewards that @teacher.rewards does not train; use "
+            "keep"
+        )
+    if len(named) > 1 and config.source != "rollout":
+        yield "@source: a replay has no rows to say which of several teachers a prompt has; name one"
+
+
+def _wrong_url(config: RunConfig, key: str, url: str) -> Iterator[str]:
+    try:
+        parts = urlsplit(url)
+        good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        good = False
+    if not good:
+        yield f"{key} is not a URL: write it as http://HOST:PORT"
+    elif "@" in parts.netloc:
+        yield (
+            f"{key} holds a user or password, which would stand in the run's files: put the key into an "
+            "environment variable and name that in teacher.api_key_env"
+        )
+    variable = config.teacher.api_key_env
+    if variable and not config.dry_run and not os.environ.get(variable):
+        yield "@teacher.api_key_env: this environment variable is not set"
+    if config.sampling.temperature != 1:
+        yield (
+            f"@sampling.temperature: the server of {key} gives log-probs at temperature 1; set it to 1, or "
+            "name a directory"
+        )
+
+
+def _another_model(config: RunConfig, key: str, path: str, policy: dict[str, Any]) -> Iterator[str]:
+    """What the trainer cannot compute in the policy's place."""
+    try:
+        model = model_config(path)
+    except LaminarError:
+        yield f"{key}={path}: there is no config.json; name a Hugging Face directory, or a URL"
+        return
+    unlike = [name for name in _NUMBERS if model.get(name) != policy.get(name)]
+    if unlike:
+        name = unlike[0]
+        yield (
+            f"{key}={path}: its {name} is {model.get(name)}, the policy's {policy.get(name)}, with whose "
+            "layers it is computed; put another model behind an SGLang or vLLM server, and name its URL"
+        )
+    own, other = (_tokens(Path(each)) for each in (config.model.path, path))
+    if own != other:
+        yield f"{key}={path}: its tokenizer.json has other tokens than the policy's; choose another teacher"
+
+
+def _tokens(model: Path) -> dict[int, str]:
+    """By their ids."""
+    file = read_json(model / "tokenizer.json")
+    vocabulary = file.get("model", {}).get("vocab", {})
+    pairs = vocabulary.items() if isinstance(vocabulary, dict) else ()
+    return {i: text for text, i in pairs} | {t["id"]: t["content"] for t in file.get("added_tokens", ())}
