@@ -43,6 +43,7 @@ from laminar_hpc.config.models import (
     serving_bytes,
     trainer_bytes,
 )
+from laminar_hpc.config.objectives import GAE
 from laminar_hpc.config.rewards import check_reward
 from laminar_hpc.config.rules import broken_rules
 from laminar_hpc.config.schema import RunConfig
@@ -94,7 +95,7 @@ def derive(config: RunConfig) -> Derived:
     )
     engine = 0 if replay else rollout_bytes(model, width, r.tensor_parallel, r.kv_cache_tokens)
     staging = 0 if replay else _staging_bytes(config, trainers, publish)
-    staging += _held_bytes(config, publish)
+    staging += _held_bytes(config, model, publish)
     engines = 0 if r.engine == "emulated" else shared_engines(config)
     beside = shared_bytes(Need(0, engine + relay_bytes(config) + move_bytes(config)), engines)
     recompute = recompute_that_fits(config, model, width, staging + beside)
@@ -129,10 +130,14 @@ def _staging_bytes(config: RunConfig, trainers: int, publish: int) -> int:
     return 2 * math.ceil(lanes / trainers) * bucket + copies * (config.relay.publish == "copied")
 
 
-def _held_bytes(config: RunConfig, publish: int) -> int:
-    """The copies of a model that a trainer rank holds beside the policy: a reference, teachers."""
+def _held_bytes(config: RunConfig, model: dict, publish: int) -> int:
+    """What a trainer rank holds beside the policy: copies of a reference and of teachers, and the state of a
+    critic, whose activations are not there while the policy's are."""
+    state_alone = dataclasses.replace(config.trainer, tokens_per_microbatch=0)
+    critic = trainer_bytes(model, serving_bytes(config.model.dtype), state_alone)
     copies = (config.algorithm.kl_coefficient > 0) + held_teachers(config.teacher)
-    return copies * math.ceil(publish / (config.trainer.tensor_parallel * config.trainer.pipeline_parallel))
+    each = math.ceil(publish / (config.trainer.tensor_parallel * config.trainer.pipeline_parallel))
+    return copies * each + critic * (config.algorithm.advantage == GAE)
 
 
 def derived_values(config: RunConfig, derived: Derived) -> dict[str, object]:

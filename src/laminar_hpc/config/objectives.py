@@ -21,6 +21,7 @@ ADVANTAGES = (
     "max_rl",
     "gdpo",
 )
+GAE = "gae"  # the advantage that needs a critic
 LOSSES = ("clip", "gspo", "cispo", "aipo", "dppo", "sapo", "gmpo")
 SEQUENCE_LOSSES = ("gspo", "gmpo")  # one ratio and one advantage per trajectory
 WEIGHTS = ("tis", "icepop", "sequence_tis", "sequence_icepop")  # in place of q / mu
@@ -40,6 +41,13 @@ OPTIONS: dict[str, dict[str, Option]] = {  # by the name of what reads it
     "sapo": {
         "sapo_temperature_good": Option(1.0, Bounds(above=0, at_most=1000)),
         "sapo_temperature_bad": Option(1.05, Bounds(above=0, at_most=1000)),
+    },
+    GAE: {
+        "gamma": Option(1.0, Bounds(above=0, at_most=1)),
+        "gae_lambda": Option(1.0, Bounds(at_least=0, at_most=1)),
+        "gae_lambda_value": Option(1.0, Bounds(at_least=0, at_most=1)),
+        "gae_alpha": Option(0.0, Bounds(at_least=0)),
+        "value_clip": Option(0.5, Bounds(at_least=0)),
     },
     "opsm": {"opsm_divergence": Option(1e-4, Bounds(at_least=0))},
     **dict.fromkeys(WEIGHTS, _FLOOR),

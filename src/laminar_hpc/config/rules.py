@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from laminar_hpc.config.critic import wrong_critic
 from laminar_hpc.config.experts import Experts, experts_of
 from laminar_hpc.config.models import count_parameters, kv_heads, serving_bytes
 from laminar_hpc.config.objectives import SEQUENCE_LOSSES, WEIGHTS, is_own, wrong_options
@@ -42,7 +43,7 @@ def broken_rules(config: RunConfig, model: dict | None) -> list[str]:
     parts = [_source, _data, _devices, _sampling, _rollout, _environment, _pipeline, _batch]
     parts += [_loss, _corrections, _rewards, _advantages, _schedule]
     texts = [text for part in parts for text in part(config)]
-    texts += wrong_teachers(config, model)
+    texts += [*wrong_teachers(config, model), *wrong_critic(config, model)]
     texts += [*_model(config, model), *_experts(config, experts_of(model))] if model is not None else []
     return [re.sub(r"@([\w.]*\w)", written, text) for text in texts]
 

@@ -202,8 +202,9 @@ class AlgorithmConfig:
     """groups whose rewards are all equal: keep, filter (draw other prompts), or estimate (AERO's mean)"""
     minibatches_per_step: int = number(2, at_least=1)
     """optimizer updates per trainer step"""
-    advantage: str = choice_or_path(objectives.ADVANTAGES)
-    """how rewards become advantages; or the dotted path of a function of your own, see algorithms.md"""
+    advantage: str = choice_or_path((*objectives.ADVANTAGES, objectives.GAE))
+    """how rewards become advantages, gae by a critic; or the dotted path of a function of your own, see
+    algorithms.md"""
     normalize_std: bool = True
     """divide advantages by the group's standard deviation; of grpo only"""
     loss: str = choice_or_path(objectives.LOSSES)
@@ -253,6 +254,20 @@ class AlgorithmConfig:
     """weight of the mean negative log-likelihood of right answers' tokens, added to the loss; 0 = none"""
     shuffle_rewards: bool = False
     """negative control: rewards are permuted over the batch, so there is nothing to learn"""
+
+
+@dataclass
+class CriticConfig:
+    """PPO's critic, with `algorithm.advantage=gae`: a model on the trainer ranks, at the policy's layout; its
+    numbers are in `algorithm.options`, see algorithms.md."""
+
+    path: str = ""
+    """Hugging Face directory that it begins with, of the policy's architecture, as a reward model with one
+    score; empty = that of `model.path`"""
+    lr: float = number(1e-5, above=0, at_most=1)
+    """Adam's learning rate; all else as in `optimizer`"""
+    warmup_steps: int = number(0, at_least=0)
+    """first trainer steps in which the critic alone is trained"""
 
 
 @dataclass
@@ -348,6 +363,7 @@ class RunConfig:
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
     demonstrations: DemonstrationsConfig = field(default_factory=DemonstrationsConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)

@@ -17,7 +17,7 @@ from laminar_hpc.config.schema import RunConfig, TeacherConfig
 
 FIELD = "teacher"  # of a row, that names its teacher where there are several
 SINGLE = ""  # the name of a teacher that is alone
-_NUMBERS = (*SHAPE, "head_dim", "rope_theta", "rope_scaling", "rms_norm_eps", "tie_word_embeddings")
+_NUMBERS = (*SHAPE, "head_dim", "rope_theta", "rope_scaling", "rms_norm_eps")
 
 
 def teachers_of(config: TeacherConfig) -> dict[str, str]:
@@ -108,21 +108,27 @@ def _wrong_url(config: RunConfig, key: str, url: str) -> Iterator[str]:
 
 def _another_model(config: RunConfig, key: str, path: str, policy: dict[str, Any]) -> Iterator[str]:
     """What the trainer cannot compute in the policy's place."""
-    try:
-        model = model_config(path)
-    except LaminarError:
-        yield f"{key}={path}: there is no config.json; name a Hugging Face directory, or a URL"
-        return
-    unlike = [name for name in _NUMBERS if model.get(name) != policy.get(name)]
-    if unlike:
-        name = unlike[0]
+    if what := unlike(path, policy, "tie_word_embeddings"):
         yield (
-            f"{key}={path}: its {name} is {model.get(name)}, the policy's {policy.get(name)}, with whose "
-            "layers it is computed; put another model behind an SGLang or vLLM server, and name its URL"
+            f"{key}={path}: {what}; put a model of another architecture behind an SGLang or vLLM server, and "
+            "name its URL"
         )
+        return
     own, other = (_tokens(Path(each)) for each in (config.model.path, path))
     if own != other:
         yield f"{key}={path}: its tokenizer.json has other tokens than the policy's; choose another teacher"
+
+
+def unlike(path: str, policy: dict[str, Any], *more: str) -> str:
+    """The first number of config.json, or key in `more`, in which a directory is not the policy's model; ""
+    where it can be computed with the policy's layers."""
+    try:
+        model = model_config(path)
+    except LaminarError:
+        return "there is no config.json"
+    names = (name for name in (*_NUMBERS, *more) if model.get(name) != policy.get(name))
+    name = next(names, "")
+    return f"its {name} is {model.get(name)}, the policy's {policy.get(name)}" if name else ""
 
 
 def _tokens(model: Path) -> dict[int, str]:

@@ -12,6 +12,7 @@ _COUNTS = frozenset(
         "prompt_tokens",
         "response_tokens",
         "skipped_updates",
+        "critic_skipped_updates",
         "kl_bounded_tokens",
     }
 )

@@ -149,14 +149,14 @@ def evaluations(run: Run) -> dict[str, dict[str, float | None]]:
     }
 
 
-def trajectories_to_goal(steps: list[dict]) -> int | None:
+def trajectories_to_goal(steps: list[dict], goal: float = GOAL) -> int | None:
     """Trajectories trained when the mean accuracy of the trained batches over GOAL_STEPS steps first reached
-    GOAL; None if never."""
+    `goal`; None if never."""
     trained = 0.0  # metrics of the trainer cross as floats
     for index, step in enumerate(steps):
         trained += step["trajectories"]
         recent = [s["accuracy_mean"] for s in steps[max(0, index + 1 - GOAL_STEPS) : index + 1]]
-        if len(recent) == GOAL_STEPS and statistics.fmean(recent) >= GOAL - 1e-9:
+        if len(recent) == GOAL_STEPS and statistics.fmean(recent) >= goal - 1e-9:
             return int(trained)
     return None
 

@@ -18,7 +18,7 @@ import shutil
 import tempfile
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,7 +37,7 @@ from laminar_hpc.trainer.checkpointing.acceptance import Acceptance, layout_of
 from laminar_hpc.trainer.checkpointing.copies import HostCopies
 from laminar_hpc.trainer.checkpointing.hf_files import Collected, HfFiles
 from laminar_hpc.trainer.checkpointing.in_flight import InFlight
-from laminar_hpc.trainer.checkpointing.live_state import LiveState, rng_state
+from laminar_hpc.trainer.checkpointing.live_state import BESIDE, LiveState, rng_state
 from laminar_hpc.trainer.checkpointing.reports import CheckpointPart, Reports, Saved
 from laminar_hpc.trainer.control import all_frames, from_first
 from laminar_hpc.trainer.megatron.checkpoint_writer import Shards, ShardWriter
@@ -92,7 +92,7 @@ class Checkpointer:
         self._saved = saved
         self._ranks = Agreement(self._config.cluster.join_timeout_seconds)
         self._acceptance = Acceptance(self._run_dir, self._config, self._welcome, self._ranks)
-        self._live = LiveState(policy, learner.moving_reference)
+        self._live = LiveState(policy, learner.beside)
         self._hf = HfFiles(policy, self._ranks.seconds)
         self._shards = ShardWriter(lambda mine: bool(self._ranks.first("changed" if mine else "")))
         self._copies = HostCopies(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
@@ -128,7 +128,7 @@ class Checkpointer:
         content = self._take(partial)
         state_hash = self.state_hash() if self._config.checkpoint.state_hash else ""
         state = {"step": step, "state_hash": state_hash, **layout_of(self._config), **self._origin()}
-        state |= {"reference": self._live.has_reference, **self._learner.state}
+        state |= {**{name: name in self._live.beside for name in BESIDE}, **self._learner.state}
         name = from_first(uuid.uuid4().hex.encode(), self._ranks.seconds, f"checkpoint {target}").decode()
         stalled = time.monotonic() - started
 
@@ -319,10 +319,10 @@ class Checkpointer:
         path = checkpoint_path(self._run_dir, step)
         state, mine = read_state(path), layout_of(self._config)
         same_layout = {key: state.get(key, 1) for key in mine} == mine  # older ones name no virtual stages
-        of_reference = bool(state.get("reference"))
+        there = {name for name in BESIDE if state.get(name)}
         try:
             with checkpoints.reading(path), cuda_as_cpu():
-                self._live.load(path, same_layout, f"{self._rank:05d}.pt", of_reference)
+                self._live.load(path, same_layout, f"{self._rank:05d}.pt", there)
             wrong = ""
         except (Exception, CheckpointException) as error:  # the latter is no Exception
             words = str(error).strip().splitlines()
@@ -331,13 +331,13 @@ class Checkpointer:
             raise DamagedCheckpoint(wrong)
         self._learner.take_state(state)
         # else other random streams, other shards, or a reference that is not taken
-        hashed = state["state_hash"] if same_layout and of_reference <= self._live.has_reference else ""
-        if hashed and (state_hash := self.state_hash(of_reference)) != hashed:
+        hashed = state["state_hash"] if same_layout and there <= self._live.beside else ""
+        if hashed and (state_hash := self.state_hash(there)) != hashed:
             raise DamagedCheckpoint(f"its state hash is {state_hash[:12]}, not {hashed[:12]}")
         self._live.apply_settings()
 
-    def state_hash(self, with_reference: bool = True) -> str:
-        """SHA-256 over every rank's weights, optimizer tensors, schedule, random states and moving reference,
+    def state_hash(self, those: Set[str] | None = None) -> str:
+        """SHA-256 over every rank's weights, optimizer tensors, schedule, random states and what is beside,
         in the order of the ranks. Equal on all ranks."""
-        parts = all_frames(self._live.digest(with_reference), self._ranks.seconds, "the state hash")
+        parts = all_frames(self._live.digest(those), self._ranks.seconds, "the state hash")
         return hashlib.sha256(b"".join(parts)).hexdigest()

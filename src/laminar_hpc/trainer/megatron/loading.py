@@ -15,8 +15,9 @@ from laminar_hpc.weights.layouts import Shard
 from laminar_hpc.weights.mapping import EMBEDDING, HEAD, check_names, local_slices
 
 
-def own_slices(chunks: Sequence[GPTModel], shape: ModelShape) -> list[LocalSlice]:
-    """Of the parameters of this rank's stage, as they are now: each is a view."""
+def own_slices(chunks: Sequence[GPTModel], shape: ModelShape, without: str = "") -> list[LocalSlice]:
+    """Of the parameters of this rank's stage, as they are now: each is a view. `without`: a parameter that
+    has no counterpart in a directory."""
     shard = Shard(
         parallel_state.get_tensor_model_parallel_rank(),
         parallel_state.get_tensor_model_parallel_world_size(),
@@ -27,7 +28,8 @@ def own_slices(chunks: Sequence[GPTModel], shape: ModelShape) -> list[LocalSlice
     for gpt in chunks:
         layers = gpt.decoder.layers
         first = layers[0].layer_number - 1 if len(layers) else 0
-        found += local_slices(dict(gpt.named_parameters()), shape, first, shard)
+        named = {name: p for name, p in gpt.named_parameters() if name != without}
+        found += local_slices(named, shape, first, shard)
     return found
 
 
@@ -37,23 +39,29 @@ def load_slices(directory: Path, own: list[LocalSlice], canonical: Iterable[str]
     tensors `canonical` names, holds NaN or an infinity, or of a tied model two heads."""
     with TensorReader(directory) as tensors:
         check_names(canonical, tensors.names(), tied, str(directory))
-        for each in own:
-            if (there := tensors.shape(each.name)) != each.shape:
+        load_own(tensors, own, directory, tied)
+
+
+def load_own(tensors: TensorReader, own: list[LocalSlice], directory: Path, tied: bool = False) -> None:
+    """Reads into `own` from an open directory. Raises LaminarError for a tensor of another shape, or that
+    holds NaN or an infinity, or of a tied model two heads."""
+    for each in own:
+        if (there := tensors.shape(each.name)) != each.shape:
+            raise LaminarError(
+                f"{directory}: {each.name} is {there}, "
+                f"config.json says {each.shape}; download the model again"
+            )
+        part = tensors.narrow(each.name, each.dim, each.start, each.length)
+        if not all_finite([part]):
+            raise LaminarError(
+                f"{directory}: {culprits([(each.name, part)])} is NaN or infinite, so the model "
+                "cannot be trained; download it again, or repair the checkpoint that it comes from"
+            )
+        if tied and each.name == EMBEDDING and HEAD in tensors.names():
+            head = tensors.narrow(HEAD, each.dim, each.start, each.length)
+            if not torch.equal(part.float(), head.float()):
                 raise LaminarError(
-                    f"{directory}: {each.name} is {there}, "
-                    f"config.json says {each.shape}; download the model again"
+                    f"{directory}: {HEAD} is not {EMBEDDING}, though config.json ties them; set "
+                    "tie_word_embeddings to false there, or save the model anew without its head"
                 )
-            part = tensors.narrow(each.name, each.dim, each.start, each.length)
-            if not all_finite([part]):
-                raise LaminarError(
-                    f"{directory}: {culprits([(each.name, part)])} is NaN or infinite, so the model "
-                    "cannot be trained; download it again, or repair the checkpoint that it comes from"
-                )
-            if tied and each.name == EMBEDDING and HEAD in tensors.names():
-                head = tensors.narrow(HEAD, each.dim, each.start, each.length)
-                if not torch.equal(part.float(), head.float()):
-                    raise LaminarError(
-                        f"{directory}: {HEAD} is not {EMBEDDING}, though config.json ties them; set "
-                        "tie_word_embeddings to false there, or save the model anew without its head"
-                    )
-            each.load(part)
+        each.load(part)

@@ -26,9 +26,12 @@ _EXPERTS = "experts"  # the place of their optimizer's tensors
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # where it begins in each dimension, and its extent
 
 
-def sharded_state(optimizer: MegatronOptimizer, model: torch.nn.Module, loading: bool) -> dict:
+def sharded_state(
+    optimizer: MegatronOptimizer, model: torch.nn.Module, loading: bool, prefix: str = ""
+) -> dict:
     """What this rank has of the optimizer's state, for `dist_checkpointing.save` and `load`: the tensors are
     the live ones. The weights are not in it, nor main parameters that are views of them: hf/ has them.
+    `prefix`: of the model's names, where the checkpoint has another model's too.
 
     With expert parallelism Megatron chains an optimizer of the experts behind the first. Of it the tensors
     alone are saved: its settings and its step are those of the first, and without expert parallelism the
@@ -36,7 +39,7 @@ def sharded_state(optimizer: MegatronOptimizer, model: torch.nn.Module, loading:
     """
     replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
     metadata = {"dp_cp_group": replicas, "distrib_optim_sharding_type": "fully_reshardable"}
-    parameters = model.sharded_state_dict(metadata=metadata)
+    parameters = model.sharded_state_dict(metadata=metadata, prefix=prefix)
     first, *behind = _parts(optimizer)
     state = _state_of(first, parameters, metadata, loading)
     for experts in behind:

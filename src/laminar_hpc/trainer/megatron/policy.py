@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import finalize_model_grads
+from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
 from laminar_hpc.config.errors import LaminarError
@@ -106,24 +107,17 @@ class MegatronPolicy:
 
     def _build_model(self) -> None:
         self.transformer = transformer_config(self.shape, self.config, self.dtype)
-        chunks = build_chunks(self.transformer, self.shape, self.config)
+        chunks = self._build_chunks()
         self.gpt = stage_module(chunks)
         self._frequencies = rope_frequencies(self.shape).to(self.device)
         self._selected: torch.Tensor | None = None
         self._last = chunks[-1]
         if self._last.post_process:
-            self._head = HeadSwitch(self._last.output_layer)
+            self._take_head()
             self._last.output_layer.register_forward_pre_hook(self._keep_selected)
         self.gpt.to(self.device)
-        local = own_slices(chunks, self.shape)
-        relay = self.config.relay
-        self._canonical = Canonical(
-            local,
-            self.dtype,
-            relay.lanes,
-            self.config.cluster.join_timeout_seconds,
-            relay.publish_timeout_seconds,
-        )
+        local = self._slices_of(chunks)
+        self._join(local)
         if takes_packs(self.device, self.dtype) and not installed("transformer_engine"):
             share = self.config.trainer.tensor_parallel
             own = self.shape.heads // share, self.shape.kv_heads // share
@@ -132,7 +126,24 @@ class MegatronPolicy:
         self._load_hf(Path(self.config.model.path), local)
         self.models = wrap(self.transformer, chunks, self.config)
         # anew, because the distributed optimizer moves parameters into its buffers
-        self.slices = own_slices(chunks, self.shape)
+        self.slices = self._slices_of(chunks)
+
+    # What a critic has otherwise, see value.py.
+
+    def _build_chunks(self) -> list[GPTModel]:
+        return build_chunks(self.transformer, self.shape, self.config)
+
+    def _take_head(self) -> None:
+        self._head = HeadSwitch(self._last.output_layer)
+
+    def _slices_of(self, chunks: Sequence[GPTModel]) -> list[LocalSlice]:
+        return own_slices(chunks, self.shape)
+
+    def _join(self, local: list[LocalSlice]) -> None:
+        cluster, relay = self.config.cluster, self.config.relay
+        self._canonical = Canonical(
+            local, self.dtype, relay.lanes, cluster.join_timeout_seconds, relay.publish_timeout_seconds
+        )
 
     def _build_optimizer(self) -> None:
         self.optimizer, self.scheduler = build_optimizer(self.config, self.models, self.dtype)

@@ -8,7 +8,7 @@ the mini-batches whose update was skipped.
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.models import even_tokens, model_config
+from laminar_hpc.config.objectives import GAE
 from laminar_hpc.config.schema import AlgorithmConfig, RunConfig
 from laminar_hpc.line.messages.data import Trajectory
 from laminar_hpc.policies.metrics import batch_metrics, reward_means
@@ -24,6 +25,7 @@ from laminar_hpc.trainer.algorithms.kl import kl_estimate, steered
 from laminar_hpc.trainer.algorithms.objective import SUMS, objective
 from laminar_hpc.trainer.megatron.policy import MegatronPolicy
 from laminar_hpc.trainer.step.batch import PlannedMicrobatch, StepBatch
+from laminar_hpc.trainer.step.critic import Critic
 from laminar_hpc.trainer.step.demonstrations import Demonstrations, OfUpdate
 from laminar_hpc.trainer.step.microbatch import (
     Drawn,
@@ -36,7 +38,7 @@ from laminar_hpc.trainer.step.microbatch import (
 )
 from laminar_hpc.trainer.step.packing import split_minibatches
 from laminar_hpc.trainer.step.parallel import RankShare, own_share, reduced, total
-from laminar_hpc.trainer.step.rescoring import ReferenceWeights, own_logprobs
+from laminar_hpc.trainer.step.rescoring import Beside, ReferenceWeights, own_logprobs
 from laminar_hpc.trainer.step.rewards import scored_batch
 from laminar_hpc.trainer.step.teachers import Teachers
 
@@ -51,7 +53,7 @@ class Collected(NamedTuple):
 
 
 class Learner:
-    """The algorithm of config.algorithm on a MegatronPolicy; `state` and `moving_reference` are parts of a
+    """The algorithm of config.algorithm on a MegatronPolicy; `state` and `beside` are parts of a
     checkpoint's.
 
     `mismatches`, of the last step and on every rank: trajectory id -> its log-prob mismatch, and the number
@@ -71,6 +73,7 @@ class Learner:
         self.kl_coefficient = config.algorithm.kl_coefficient
         self.mismatches: dict[int, tuple[float, int]] = {}
         self._reference = ReferenceWeights(policy) if config.algorithm.kl_coefficient > 0 else None
+        self.critic = Critic(config) if config.algorithm.advantage == GAE else None
         self._teachers = Teachers(config, policy) if config.teacher.model else None
         self._demonstrations = Demonstrations(config, self._even) if config.demonstrations.path else None
 
@@ -80,9 +83,12 @@ class Learner:
         return even_tokens(model_config(self.config.model.path))
 
     @property
-    def moving_reference(self) -> ReferenceWeights | None:
-        """The reference where it does not stay what model.path has."""
-        return self._reference if self.config.algorithm.reference_every is not None else None
+    def beside(self) -> dict[str, Beside]:
+        """What a checkpoint holds beside the policy, by name: the reference where it does not stay what
+        model.path has, and the critic."""
+        moving = self._reference if self.config.algorithm.reference_every is not None else None
+        parts: dict[str, Beside | None] = {"reference": moving, "critic": self.critic}
+        return {name: part for name, part in parts.items() if part is not None}
 
     @property
     def state(self) -> dict[str, int | float]:
@@ -128,13 +134,15 @@ class Learner:
         of_update = self._demonstrations.of_update if self._demonstrations is not None else None
         update_of, norms, collected = dict[int, int](), list[float](), list[Collected]()
         for number, share in enumerate(shares):
+            if self.critic is not None:
+                self.critic.update(share, self._progress)
             trained = [planned[i].record.trained for i in members[number]]
             shown = of_update(step, earlier + number, trained) if of_update else None
             of_minibatch = self._accumulate(examples, share, mismatch, shown)
             update_of |= dict.fromkeys(members[number], earlier + number)
             if number == 0:
                 before_update()
-            norm = self.policy.update()
+            norm = 0.0 if self.critic is not None and self.critic.warms_up(step) else self.policy.update()
             self._progress()
             self._count_skipped(norm is None, step)
             if norm is not None:
@@ -150,6 +158,7 @@ class Learner:
             **reward_means(records, self.config.reward.functions),
             **token_metrics,
             **({"teacher_kl": self._teachers.kl} if self._teachers is not None else {}),
+            **(self.critic.step_metrics() if self.critic is not None else {}),
             **(self._demonstrations.metrics(self.policy.device) if self._demonstrations is not None else {}),
             "grad_norm": sum(norms) / max(1, len(norms)),
             "learning_rate": learning_rate,
@@ -221,13 +230,12 @@ class Learner:
         sampled = proximal or Drawn(texts)
         if a.kl_in_reward and reference is not None:
             penalties = self._penalties(own, sampled, reference)
-        advantages = token_advantages(
-            a,
-            scored,
-            penalties,
-            own,
-            lambda tensor: total(tensor, self.policy.device),
-        )
+        if self.critic is not None:
+            rewards = scored.rewards[torch.tensor(own, dtype=torch.long)].tolist()
+            advantages = self.critic.advantages(rewards, own, texts, penalties, shares, self._progress)
+        else:
+            summed = partial(total, device=self.policy.device)
+            advantages = token_advantages(a, scored, penalties, own, summed)
         if self._teachers is not None:
             names = {i: planned[i].teacher for i in own}
             advantages = self._teachers.advantages(

@@ -4,6 +4,7 @@ trainer/step/learner.py before the updates."""
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
@@ -14,6 +15,19 @@ from laminar_hpc.trainer.megatron.packs import Pack
 from laminar_hpc.trainer.megatron.policy import MegatronPolicy
 from laminar_hpc.trainer.step.microbatch import Lazily, Text, text_pack
 from laminar_hpc.trainer.step.parallel import RankShare
+
+
+class Beside(Protocol):
+    """What a checkpoint holds beside the policy."""
+
+    def sharded(self, loading: bool) -> dict:
+        """For `dist_checkpointing.save` and `load`; collective."""
+
+    def take(self, loaded: dict) -> None:
+        """What `dist_checkpointing.load` made of `sharded`; collective."""
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All of it, by name, for a hash."""
 
 
 class ReferenceWeights:
@@ -43,13 +57,13 @@ class ReferenceWeights:
         for parameter, frozen in zip(self._live, self._frozen, strict=True):
             frozen.copy_(parameter.detach())
 
-    def sharded(self) -> dict[str, ShardedTensor]:
-        """The copy for `dist_checkpointing.save` and `load`."""
+    def sharded(self, loading: bool = False) -> dict[str, ShardedTensor]:
+        """See Beside."""
         with self.in_place():
             return sharded_weights(self._gpt, "reference.")
 
     def take(self, loaded: dict[str, torch.Tensor]) -> None:
-        """What `dist_checkpointing.load` made of `sharded`."""
+        """See Beside."""
         for name, own in self.sharded().items():
             own.data.copy_(loaded[name].view_as(own.data))
 
