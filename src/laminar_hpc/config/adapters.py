@@ -14,6 +14,7 @@ from laminar_hpc.config.schema import LoraConfig
 from laminar_hpc.config.system_schema import TrainerConfig
 
 ADAPTER_FILE, ADAPTER_CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
+ADAPTER_PREFIX = "base_model.model."  # of the names of tensors, before those that Hugging Face has
 TARGETS = {  # a layer's modules, by PEFT's names
     "attention": ("q_proj", "k_proj", "v_proj", "o_proj"),
     "mlp": ("gate_proj", "up_proj", "down_proj"),
@@ -71,11 +72,11 @@ def widths_of(model: dict) -> Widths:
 def adapter_name(layer: int, module: str, half: str) -> str:
     """By PEFT's names the tensor `half` ("A" or "B") of a module, as `self_attn.q_proj`, of decoder layer
     number `layer`."""
-    return f"base_model.model.model.layers.{layer}.{module}.lora_{half}.weight"
+    return f"{ADAPTER_PREFIX}model.layers.{layer}.{module}.lora_{half}.weight"
 
 
 def adapter_tensors(widths: Widths, layers: int, lora: LoraConfig) -> list[tuple[str, tuple[int, int]]]:
-    """Name and shape of each tensor: A [rank, inputs] and B [outputs, rank] of each module, layer by layer."""
+    """Name and shape of each tensor: of each module A [rank, inputs] and B [outputs, rank], by layers."""
     return [
         (adapter_name(layer, each.module, half), size)
         for layer in range(layers)
