@@ -1,6 +1,5 @@
-"""A low-rank adapter trains, at every trainer layout, as PEFT and torch train it, and is kept as PEFT has it."""
+"""A low-rank adapter trains as PEFT and torch train it, at every layout, and is kept as PEFT keeps it."""
 
-import json
 from functools import cache
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from laminar_hpc.config.schema import LoraConfig
 from laminar_hpc.store.checkpoints import checkpoint_path
 from laminar_hpc.weights.adapters import adapter_layout
 from laminar_hpc.weights.hf import read_shape
-from trainer.test_layouts import settings_of, texts, transformers_logits, whole_logits, world_of
+from trainer.test_layouts import LAYOUTS, settings_of, texts, transformers_logits, whole_logits, world_of
 
 STEPS, RANK, ALPHA = 20, 4, 12.0
 FOUR_LAYERS = {**tiny.FAMILIES["qwen2-tied"], "num_hidden_layers": 4}
@@ -130,3 +129,51 @@ def test_adapters_train_as_peft_does(family, layout, targets, ranks, models, ref
     """20 steps of GRPO with AdamW: losses, gradient norms and every tensor of the adapter to 1e-5, logits to
     1e-4, also of the directory that is written, as PEFT loads it."""
     check_adapter(family, layout, targets, ranks, models, reference, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [*LAYOUTS, *MORE])
+def test_every_layout_trains_an_adapter(layout, ranks, models, reference, tmp_path) -> None:
+    """The test above at all layouts that the trainer has, with four layers for virtual stages."""
+    check_adapter("four-layers", layout, "all", ranks, models, reference, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("targets", ["attention", "mlp"])
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_every_family_trains_an_adapter(family, targets, ranks, models, reference, tmp_path) -> None:
+    """The same with every model family."""
+    check_adapter(family, "tp2", targets, ranks, models, reference, tmp_path)
+
+
+def check_resume(before: str, after: str, ranks: Ranks, models, reference, run_dir: Path) -> None:
+    folder, losses, norms, *_ = reference("four-layers", "all")
+    arguments = {"model": str(models["four-layers"]), "texts": texts(), "run_dir": str(run_dir)}
+    for layout, steps, resume in ((before, (0, 2), False), (after, (2, 4), True)):
+        world, settings = lora_settings(layout, "all", folder)
+        results = ranks.run(world, "cases:train", **arguments, settings=settings, steps=steps, resume=resume)
+    assert [m["loss"] for m in results[0]["metrics"]] == pytest.approx(losses[2:4], abs=1e-5)
+    assert [m["grad_norm"] for m in results[0]["metrics"]] == pytest.approx(norms[2:4], rel=1e-5, abs=1e-5)
+
+
+def test_an_adapter_goes_on_at_another_layout(ranks, models, reference, tmp_path) -> None:
+    """2 steps of tensor-parallel ranks, 2 of pipeline stages that share the optimizer's state by range: the
+    losses and norms of one run. What a checkpoint holds of the optimizer is the adapter's alone."""
+    check_resume("tp2-distributed", "pp2-distributed", ranks, models, reference, tmp_path)
+    checkpoint = checkpoint_path(tmp_path, 2)
+    files = {path.name for path in (checkpoint / "hf").iterdir()}
+    assert files == {"adapter_model.safetensors", "adapter_config.json", "tokenizer.json"}
+    values = sum(t.numel() for t in load_file(checkpoint / "hf" / "adapter_model.safetensors").values())
+    held = sum(path.stat().st_size for path in (checkpoint / "megatron").glob("*.distcp"))
+    model = sum(t.numel() for t in tiny.transformers_model(models["four-layers"]).parameters())
+    assert 8 * values < held < 8 * model
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("tp2", "dp2"), ("dp2", "virtual"), ("virtual", "cp2"), ("tp2-dp2-distributed", "tp1-distributed")],
+)
+def test_any_layout_goes_on_with_an_adapter(before, after, ranks, models, reference, tmp_path) -> None:
+    """More of the test above."""
+    check_resume(before, after, ranks, models, reference, tmp_path)
