@@ -252,7 +252,8 @@ class AlgorithmConfig:
     sequence_ratio_max: float | None = number(None, above=0)
     """the same, above"""
     kl_coefficient: float = number(0.0, at_least=0)
-    """weight of the KL divergence from the model of model.path, of which a copy is then held; 0 = none"""
+    """weight of the KL divergence from the model of model.path, of which a copy is then held, but not beside
+    an adapter; 0 = none"""
     kl_estimator: str = choice("k1", "k2", "k3", "k3_weighted", default="k3")
     """estimate of the divergence from one token; k3_weighted: k3 times the importance ratio"""
     kl_k3_max: float | None = number(10.0, above=0, at_most=1e30)
