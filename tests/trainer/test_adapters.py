@@ -7,6 +7,7 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.checkpoint import FileSystemReader
 
 from helpers.trainer import tiny
 from helpers.trainer.ranks import Ranks
@@ -121,14 +122,11 @@ def check_adapter(
     assert results[-1]["metadata"] == names and results[0]["names"] == [name for name, _ in names]
 
 
-@pytest.mark.parametrize(
-    ("family", "layout", "targets"),
-    [("qwen2-untied-gqa7", "tp2", "all"), ("qwen3-tied", "pp2-distributed", "mlp")],
-)
-def test_adapters_train_as_peft_does(family, layout, targets, ranks, models, reference, tmp_path) -> None:
+@pytest.mark.parametrize("layout", ["tp2", "virtual"])
+def test_adapters_train_as_peft_does(layout: str, ranks: Ranks, models, reference, tmp_path: Path) -> None:
     """20 steps of GRPO with AdamW: losses, gradient norms and every tensor of the adapter to 1e-5, logits to
     1e-4, also of the directory that is written, as PEFT loads it."""
-    check_adapter(family, layout, targets, ranks, models, reference, tmp_path)
+    check_adapter("four-layers", layout, "all", ranks, models, reference, tmp_path)
 
 
 @pytest.mark.slow
@@ -163,10 +161,12 @@ def test_an_adapter_goes_on_at_another_layout(ranks, models, reference, tmp_path
     checkpoint = checkpoint_path(tmp_path, 2)
     files = {path.name for path in (checkpoint / "hf").iterdir()}
     assert files == {"adapter_model.safetensors", "adapter_config.json", "tokenizer.json"}
+    held = FileSystemReader(checkpoint / "megatron").read_metadata().state_dict_metadata
+    moments = {
+        name: of.size.numel() for name, of in held.items() if name.startswith("optimizer.state.exp_avg")
+    }
     values = sum(t.numel() for t in load_file(checkpoint / "hf" / "adapter_model.safetensors").values())
-    held = sum(path.stat().st_size for path in (checkpoint / "megatron").glob("*.distcp"))
-    model = sum(t.numel() for t in tiny.transformers_model(models["four-layers"]).parameters())
-    assert 8 * values < held < 8 * model
+    assert all(".adapter." in name for name in moments) and sum(moments.values()) == 2 * values
 
 
 @pytest.mark.slow
