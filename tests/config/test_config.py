@@ -97,10 +97,12 @@ EXPERIMENTS = {
     "cluster_1024gpu_72b": (768, 32, 1024, 72.706e9, 145),
     "node_8gpu_30b_a3b": (6, 1, 8, 30.532e9, 61),
     "cluster_128gpu_235b_a22b": (96, 4, 128, 235.094e9, 470),
+    "one_gpu_7b_lora": (1, 1, 2, 7.616e9, 0),
+    "node_8gpu_72b_lora": (4, 1, 8, 72.706e9, 0),
 }
-GIGABYTES = {"one_gpu": 24, "node_8gpu_30b_a3b": 141}  # of a GPU, where it is not 80
+GIGABYTES = {"one_gpu": 24, "one_gpu_7b_lora": 48, "node_8gpu_30b_a3b": 141}  # of a GPU, where it is not 80
 
-SMALL = {"demo", "tools", "moe"}  # run as they are, on two cores
+SMALL = {"demo", "tools", "moe", "lora"}  # run as they are, on two cores
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
@@ -120,7 +122,7 @@ def test_ready_experiments_pass_a_dry_run_without_gpu_and_model(name, capsys):
     assert derived.parameters == pytest.approx(parameters, rel=1e-3)
     assert round(derived.publish_bytes / 1e9) == gigabytes
     per_gpu = GIGABYTES.get(name, 80) * 1e9
-    shared = derived.trainer_gpu_memory_bytes * (name == "one_gpu") + derived.rollout_gpu_memory_bytes
+    shared = derived.trainer_gpu_memory_bytes * name.startswith("one_gpu") + derived.rollout_gpu_memory_bytes
     assert max(derived.trainer_gpu_memory_bytes, shared) < 0.95 * per_gpu
     for words in (
         "trainer gpu memory",

@@ -106,8 +106,8 @@ SHAPES = {
     "pipline": "not key=value (did you mean pipeline?)",
     "~steps": "a setting cannot be removed",
     "experiment=dmeo": "use one of cluster_1024gpu_72b, cluster_128gpu_235b_a22b, cluster_64gpu_32b, "
-    "cluster_64gpu_32b_128k, demo, moe, node_8gpu_30b_a3b, node_8gpu_7b, one_gpu, retool_32b, retool_7b, "
-    "tools (did you mean demo?)",
+    "cluster_64gpu_32b_128k, demo, lora, moe, node_8gpu_30b_a3b, node_8gpu_72b_lora, node_8gpu_7b, one_gpu, "
+    "one_gpu_7b_lora, retool_32b, retool_7b, tools (did you mean demo?)",
     "pipeline=laminarr": "use one of laminar, one_step, partial, stream, sync (did you mean laminar?)",
     "experiment=demo,one_gpu": "use one of",
     "conf/experiment/mine.yaml": "write --config-dir DIR experiment=NAME",

@@ -2,6 +2,7 @@
 
 import json
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from laminar_hpc.policies.admission import quota
 from laminar_hpc.policies.sampling import GroupSize
 from laminar_hpc.report.ending import finish
 from laminar_hpc.simulator.emulation.launch import prepare
+from laminar_hpc.store.checkpoints import checkpoint_path
 from laminar_hpc.store.same_run import check_same_prompts, refuse_changes
 from laminar_hpc.store.store import Store
 
@@ -156,3 +158,45 @@ def test_admission_does_not_survive_batches_of_another_size():
     assert quota(weight_step=5, counted=224, groups_per_step=16, steps=99, max_staleness=2) == 0
     assert quota(weight_step=11, counted=224, groups_per_step=16, steps=99, max_staleness=2) == 0
     assert quota(weight_step=5, counted=224, groups_per_step=64, steps=99, max_staleness=2) == 288
+
+
+def test_a_run_keeps_its_adapter(tmp_path):
+    """Promise: rank, alpha, targets, dtype and the model below stay, or the start is refused in one line: the
+    checkpoint's optimizer would not fit, or belong to another policy. So is a start with an adapter of a run
+    that trains the whole model, and one without it."""
+    run_dir, model = tmp_path / "run", tmp_path / "model"
+    model.mkdir()
+    config = RunConfig(run_dir=str(run_dir), resume="auto")
+    config.model.path, config.model.lora.rank = str(model), 16
+    folder = checkpoint_path(run_dir, 4) / "hf"
+    folder.mkdir(parents=True)
+    (folder / "adapter_config.json").write_text("{}")
+    (folder.parent / "state.json").write_text("{}")
+    (run_dir / "config.yaml").write_text(dump_config(config))
+    refuse_changes(config)
+    own = replace(config.model), replace(config.model.lora)
+    for key, value, text in (
+        (
+            "rank",
+            8,
+            r"model.lora.rank=8: the run in \S+ has 16: set the run's own, or begin another run with",
+        ),
+        ("rank", 0, r"model.lora.rank=0: the run in .* as model.lora.path"),
+        ("alpha", 4.0, "model.lora.alpha=4.0: the run in"),
+        ("targets", "mlp", "model.lora.targets=mlp: the run in"),
+    ):
+        config.model.lora = replace(own[1], **{key: value})
+        with pytest.raises(Refused, match=text):
+            refuse_changes(config)
+    config.model = replace(own[0], path=str(tmp_path), lora=own[1])
+    with pytest.raises(Refused, match=r"model.path=\S+: the run in \S+ has \S+/model: set the run's own"):
+        refuse_changes(config)
+    config.model = replace(own[0], dtype="bfloat16", lora=own[1])
+    with pytest.raises(Refused, match=r"model.dtype=bfloat16: the run in"):
+        refuse_changes(config)
+    (folder / "adapter_config.json").unlink()
+    whole = replace(config, model=replace(own[0], lora=replace(own[1], rank=0)))
+    (run_dir / "config.yaml").write_text(dump_config(whole))
+    config.model = own[0]
+    with pytest.raises(Refused, match=r"model.lora.rank=16: the run in .* has 0: .* hf/ as model.path"):
+        refuse_changes(config)

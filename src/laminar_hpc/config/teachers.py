@@ -71,6 +71,11 @@ def wrong_teachers(config: RunConfig, policy: dict[str, Any] | None) -> Iterator
             yield from _another_model(config, key, model, policy)
     if not named:
         return
+    if config.model.lora.rank and held_teachers(config.teacher):
+        yield (
+            "@model.lora.rank: the trainer ranks hold one model's weights beside an adapter, and no teacher's: "
+            "put the teacher behind an SGLang or vLLM server, and name its URL"
+        )
     a = config.algorithm
     if a.loss in SEQUENCE_LOSSES:
         yield "@algorithm.loss has one advantage per sequence, a teacher one per token: use another loss"

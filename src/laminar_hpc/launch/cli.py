@@ -146,16 +146,18 @@ COMMANDS: dict[str, Subcommand] = {
     ),
     "export": Subcommand(
         elsewhere("report.export.command"),
-        "write a run's scored trajectories into one file, for pandas, datasets or other tools",
+        "write a run's scored trajectories into one file, or its model with the adapter merged into it",
         {
             "laminar export runs/demo --out demo.jsonl": "a line each: prompt, response, reward, step, ...",
             "laminar export runs/demo --steps 1:20 --out demo.parquet --format parquet": "of steps 1 to 20",
+            "laminar export runs/lora --merged models/mine": "a Hugging Face directory of the whole model",
         },
         ("RUN_DIR",),
         {
             "--format": value("jsonl|parquet", "by default as the file is called"),
             "--steps": value("A:B", "the first step and the last", default=":"),
             "--out": value("PATH", "the file to write"),
+            "--merged": value("DIR", "write the model with the newest checkpoint's adapter in its weights"),
         },
     ),
     "sim": Subcommand(

@@ -23,6 +23,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from laminar_hpc.config.adapters import ADAPTER_CONFIG_FILE
 from laminar_hpc.machine.files import durable
 from laminar_hpc.machine.files.durable import FileSum
 
@@ -41,6 +42,13 @@ class DamagedCheckpoint(Exception):
 def checkpoint_path(run_dir: Path, step: int) -> Path:
     """The folder of the checkpoint of `step`, whether it exists or not."""
     return Path(run_dir) / "checkpoints" / f"step_{step:06d}"
+
+
+def going_on_from(checkpoint: Path) -> str:
+    """The word of a command line with which another run begins with its weights, or with its adapter."""
+    folder = checkpoint / "hf"
+    key = "model.lora.path" if (folder / ADAPTER_CONFIG_FILE).is_file() else "model.path"
+    return f"{key}={folder}"
 
 
 def present(run_dir: Path) -> list[int]:

@@ -4,12 +4,15 @@ groups in progress were granted for. All else may be another at the next start (
 import sqlite3
 from collections.abc import Sequence
 from contextlib import closing
+from operator import attrgetter
 from pathlib import Path
 
+from laminar_hpc.config.adapter_check import is_same_model
+from laminar_hpc.config.adapters import ADAPTER_CONFIG_FILE
 from laminar_hpc.config.errors import LaminarError, Refused
 from laminar_hpc.config.load import read_config
 from laminar_hpc.config.models import SHAPE, model_config
-from laminar_hpc.config.schema import RunConfig
+from laminar_hpc.config.schema import ModelConfig, RunConfig
 from laminar_hpc.data.prompts import Prompt
 from laminar_hpc.machine.files import jsonl
 from laminar_hpc.store.audit.checks import audit
@@ -32,7 +35,11 @@ def refuse_changes(config: RunConfig) -> None:
     newest = max(steps(run_dir), default=None)
     try:  # what cannot be read is damaged: others say so
         if newest is not None:
-            _refuse_other_model(config, checkpoint_path(run_dir, newest) / "hf")
+            folder = checkpoint_path(run_dir, newest) / "hf"
+            if config.model.lora.rank or (folder / ADAPTER_CONFIG_FILE).is_file():
+                _refuse_other_adapter(config, read_config(run_dir / "config.yaml").model)
+            else:
+                _refuse_other_model(config, folder)
         if any(jsonl.read(run_dir / "metrics.jsonl", "step")):
             _refuse_other_batches(config, read_config(run_dir / "config.yaml"))
     except Refused:
@@ -97,6 +104,19 @@ def _refuse_other_model(config: RunConfig, folder: Path) -> None:
     dtype = then.get("dtype", then.get("torch_dtype", config.model.dtype))  # of transformers 5, or 4
     if dtype != config.model.dtype:
         raise Refused([f"model.dtype={config.model.dtype} is not the {dtype} {cure}"])
+
+
+def _refuse_other_adapter(config: RunConfig, then: ModelConfig) -> None:
+    """Another adapter would not fit the checkpoint, and on another model it would be another policy."""
+    now = config.model
+    key = "model.lora.path" if then.lora.rank else "model.path"
+    cure = f"set the run's own, or begin another run with a checkpoint's hf/ as {key}"
+    for name in ("lora.rank", "lora.alpha", "lora.targets", "dtype"):
+        mine, theirs = (attrgetter(name)(each) for each in (now, then))
+        if mine != theirs:
+            raise Refused([f"model.{name}={mine}: the run in {config.run_dir} has {theirs}: {cure}"])
+    if not is_same_model(then.path, now.path):
+        raise Refused([f"model.path={now.path}: the run in {config.run_dir} has {then.path}: {cure}"])
 
 
 def check_same_prompts(path: Path, prompts: Sequence[Prompt]) -> None:

@@ -9,7 +9,7 @@ import threading
 from pathlib import Path
 
 from laminar_hpc.config.errors import Refused
-from laminar_hpc.store.checkpoints import checkpoint_path, store_id
+from laminar_hpc.store.checkpoints import checkpoint_path, going_on_from, store_id
 from laminar_hpc.store.full_disk import is_full_disk
 from laminar_hpc.store.journal import store_id_of
 from laminar_hpc.store.store_layout import connect_read_only
@@ -98,9 +98,9 @@ def _refusal(path: Path, what: str, run_dir: Path, restored_step: int) -> str:
         return (
             f"{path} {what}; nothing was changed: no checkpoint needs it yet, so move it away and start again"
         )
-    weights = checkpoint_path(run_dir, restored_step) / "hf"
+    weights = going_on_from(checkpoint_path(run_dir, restored_step))
     return (
         f"{path} {what}; nothing was changed: restore it from a copy that is not older than the checkpoint "
-        f"of step {restored_step}, or begin another run with that checkpoint's weights: model.path={weights} "
+        f"of step {restored_step}, or begin another run with that checkpoint's weights: {weights} "
         "run_dir=ANOTHER (the optimizer's state and the trajectories not yet trained are left behind)"
     )

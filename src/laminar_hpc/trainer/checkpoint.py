@@ -1,12 +1,12 @@
 """Checkpoints: run_dir/checkpoints/step_000020/{hf/, megatron/, rng/, files.json, signature.json,
 state.json}, written whole or not at all while training goes on, resumed bit for bit.
 
-Called by trainer/loop.py on every rank. `hf/` is a Hugging Face directory with the weights, `megatron/`
-Megatron's own format (torch_dist) with the optimizer; both can be read at other parallel layouts. Training
-stands still while each rank copies what it will write to host memory; a thread writes, syncs and sums it
-(checkpointing/in_flight.py), and rank 0 gives the checkpoint its name. Each rank checks its share of the
-files before a load, and reads what it needs. Several machines need run_dir on a common file system. Every
-wait is bounded.
+Called by trainer/loop.py on every rank. `hf/` is a Hugging Face directory with the weights, or one of PEFT's
+with the adapter that is trained in their place, `megatron/` Megatron's own format (torch_dist) with the
+optimizer; both can be read at other parallel layouts. Training stands still while each rank copies what it
+will write to host memory; a thread writes, syncs and sums it (checkpointing/in_flight.py), and rank 0 gives
+the checkpoint its name. Each rank checks its share of the files before a load, and reads what it needs.
+Several machines need run_dir on a common file system. Every wait is bounded.
 """
 
 import hashlib
@@ -34,6 +34,7 @@ from laminar_hpc.store.checkpoints import DamagedCheckpoint, checkpoint_path, re
 from laminar_hpc.store.signatures import own_key
 from laminar_hpc.trainer.agreement import Agreement
 from laminar_hpc.trainer.checkpointing.acceptance import Acceptance, layout_of
+from laminar_hpc.trainer.checkpointing.adapter_files import AdapterFiles
 from laminar_hpc.trainer.checkpointing.copies import HostCopies
 from laminar_hpc.trainer.checkpointing.hf_files import Collected, HfFiles
 from laminar_hpc.trainer.checkpointing.in_flight import InFlight
@@ -93,7 +94,8 @@ class Checkpointer:
         self._ranks = Agreement(self._config.cluster.join_timeout_seconds)
         self._acceptance = Acceptance(self._run_dir, self._config, self._welcome, self._ranks)
         self._live = LiveState(policy, learner.beside)
-        self._hf = HfFiles(policy, self._ranks.seconds)
+        adapter = self._config.model.lora.rank > 0
+        self._hf = AdapterFiles(policy) if adapter else HfFiles(policy, self._ranks.seconds)
         self._shards = ShardWriter(lambda mine: bool(self._ranks.first("changed" if mine else "")))
         self._copies = HostCopies(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         self._flight: InFlight | None = None

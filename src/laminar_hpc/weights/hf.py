@@ -171,13 +171,13 @@ def _open(file: Path) -> safe_open:
 class TensorReader:
     """The tensors of a directory, read when asked for. A context manager; the files stay open inside it."""
 
-    def __init__(self, directory: str | Path) -> None:
-        """Raises LaminarError when the directory holds no safetensors file, or not all that its index
-        names."""
+    def __init__(self, directory: str | Path, file: str = WEIGHTS_FILE) -> None:
+        """`file`: where the tensors are if the directory has no index. Raises LaminarError when the directory
+        holds no safetensors file, or not all that its index names."""
         self._directory = Path(directory)
         self._stack = ExitStack()
         index = self._directory / INDEX_FILE
-        named = json.loads(index.read_text())["weight_map"].values() if index.exists() else [WEIGHTS_FILE]
+        named = json.loads(index.read_text())["weight_map"].values() if index.exists() else [file]
         names = sorted(set(named))
         missing = [n for n in names if not (self._directory / n).is_file()]
         if missing:

@@ -29,6 +29,11 @@ def whole(t: torch.Tensor, shape: ModelShape, shard: Shard) -> tuple[int, int, i
     return 0, 0, t.shape[0], t
 
 
+def rows(t: torch.Tensor, shape: ModelShape, shard: Shard) -> tuple[int, int, int, torch.Tensor]:
+    """The output dimension is split, and no other tensor lies between."""
+    return 0, shard.rank * t.shape[0], shard.size * t.shape[0], t
+
+
 def columns(t: torch.Tensor, shape: ModelShape, shard: Shard) -> tuple[int, int, int, torch.Tensor]:
     """RowParallelLinear: the input dimension is split."""
     return 1, shard.rank * t.shape[1], shard.size * t.shape[1], t

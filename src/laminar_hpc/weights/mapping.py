@@ -7,10 +7,11 @@ of torch.distributed; a tensor-parallel shard is (rank, size).
 """
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
+from laminar_hpc.config.adapters import ADAPTER_PREFIX
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.weights.experts import expert_rows
 from laminar_hpc.weights.hf import ModelShape
@@ -66,10 +67,10 @@ TIED_LAST: tuple[tuple[str, str, Layout], ...] = (
 
 
 def depth(name: str) -> int:
-    """Where in the model a Hugging Face tensor is, in whole layers: an order of tensors."""
+    """Where in the model a tensor is, of Hugging Face's or of an adapter, in whole layers: their order."""
     if name == EMBEDDING:
         return -1
-    parts = name.split(".")
+    parts = name.removeprefix(ADAPTER_PREFIX).split(".")
     return int(parts[2]) if parts[:2] == ["model", "layers"] else sys.maxsize
 
 
@@ -94,6 +95,16 @@ def local_slices(
             for hf, name, layout in (*LAYER, *of_experts)
         ]
     rows += TIED_LAST if shape.tied else LAST
+    return slices_of(rows, parameters, shape, shard)
+
+
+def slices_of(
+    rows: Sequence[tuple[str, str, Layout]],
+    parameters: dict[str, torch.Tensor],
+    shape: ModelShape,
+    shard: Shard,
+) -> list[LocalSlice]:
+    """Of the rows whose parameters are there. Raises LaminarError when one of the parameters has no row."""
     slices = []
     for hf, name, layout in rows:
         if name in parameters:

@@ -138,11 +138,12 @@ def load_shares(model: str, settings: dict, run_dir: str) -> dict[str, object]:
 
 
 def gradients(model: str, settings: dict) -> dict[str, np.ndarray]:
-    """The main gradients of one batch, by parameter."""
+    """The main gradients of one batch, by parameter that is trained."""
     config = tiny.make_config(Path(model), **settings, optimizer__lr=0.0)
     policy = MegatronPolicy(config)
     Learner(config, policy).train(tiny.step_batch(tiny.make_batch(seed=1)), 0, lambda: None)
-    return {name: p.main_grad.numpy().copy() for name, p in policy.gpt.named_parameters()}
+    trained = ((name, p) for name, p in policy.gpt.named_parameters() if p.requires_grad)
+    return {name: p.main_grad.numpy().copy() for name, p in trained}
 
 
 def gradients_by_settings(model: str, settings: list[dict]) -> list[dict[str, np.ndarray]]:

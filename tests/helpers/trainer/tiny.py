@@ -234,14 +234,15 @@ def reference_loss(model: torch.nn.Module, batch: list[Made], config: RunConfig)
 
 
 def reference_training(
-    directory: Path, config: RunConfig, steps: int
+    start: Path | torch.nn.Module, config: RunConfig, steps: int
 ) -> tuple[list[float], list[float], torch.nn.Module]:
     """Losses, gradient norms before clipping and the model after `steps` updates on make_batch(seed=100 +
-    step), by transformers and torch's AdamW."""
-    model, c = transformers_model(directory), config.optimizer
+    step), by transformers and torch's AdamW; of a model's parameters those that are trained."""
+    model = transformers_model(start) if isinstance(start, Path) else start
+    trained, c = [p for p in model.parameters() if p.requires_grad], config.optimizer
     groups = [
-        {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": c.weight_decay},
-        {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0},
+        {"params": [p for p in trained if p.dim() > 1], "weight_decay": c.weight_decay},
+        {"params": [p for p in trained if p.dim() == 1], "weight_decay": 0.0},
     ]
     adam = torch.optim.AdamW(groups, lr=c.lr, betas=(c.beta1, c.beta2), eps=c.eps)
     losses, norms = [], []
@@ -249,7 +250,7 @@ def reference_training(
         loss = reference_loss(model, make_batch(seed=100 + step), config)
         adam.zero_grad()
         loss.backward()
-        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), c.clip_grad).item())
+        norms.append(torch.nn.utils.clip_grad_norm_(trained, c.clip_grad).item())
         losses.append(loss.item())
         adam.step()
     return losses, norms, model

@@ -32,10 +32,13 @@ EXPECTED = {
     "cluster_64gpu_32b": {"control": (1, 0), "trainer": (4, 8), "rollouts": (4, 8)},
     "cluster_64gpu_32b_128k": {"control": (1, 0), "trainer": (4, 8), "rollouts": (4, 8)},
     "demo": {"laminar_single": (1, 0)},
+    "lora": {"laminar_single": (1, 0)},
     "moe": {"laminar_single": (1, 0)},
     "node_8gpu_30b_a3b": {"laminar_single": (1, 8)},
+    "node_8gpu_72b_lora": {"laminar_single": (1, 8)},
     "node_8gpu_7b": {"laminar_single": (1, 8)},
     "one_gpu": {"laminar_single": (1, 1)},
+    "one_gpu_7b_lora": {"laminar_single": (1, 1)},
     "retool_32b": {"control": (1, 0), "trainer": (2, 8), "rollouts": (2, 8)},
     "retool_7b": {"laminar_single": (1, 8)},
     "tools": {"laminar_single": (1, 0)},
@@ -96,7 +99,7 @@ def test_every_experiment_is_one_heterogeneous_job(name: str, capsys: pytest.Cap
     """Promise: with --hetjob it is one sbatch, whose three components have the nodes and GPUs that a job of
     each role would have; what is for one role, and for all, is in its component."""
     words = [f"experiment={name}", "--slurm=--time=9", "--rollouts=--qos=low"]
-    if name == "one_gpu":
+    if name.startswith("one_gpu"):
         with pytest.raises(LaminarError, match=r"--hetjob: .* the same GPUs"):
             cli.run(["submit", "--dry-run", "--hetjob", *words])
         return

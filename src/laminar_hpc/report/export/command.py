@@ -1,4 +1,5 @@
-"""`laminar export RUN_DIR [--format jsonl|parquet] [--steps A:B] --out PATH`. OUT appears when complete."""
+"""`laminar export RUN_DIR [--format jsonl|parquet] [--steps A:B] --out PATH`, or `--merged DIR` (merged.py).
+What is written appears when complete."""
 
 import json
 import os
@@ -28,6 +29,8 @@ Write = Callable[[pa.RecordBatch], None]
 def main(options: Namespace) -> int:
     """The exit code, 0. Raises LaminarError for what cannot be exported."""
     run_dir, target = Path(options.words[0]), options.out
+    if options.merged:
+        return _merged(options)
     if not target:
         raise Refused(["laminar export needs --out PATH, the file to write"])
     suffix = Path(target).suffix.removeprefix(".")
@@ -45,6 +48,15 @@ def main(options: Namespace) -> int:
     except (sqlite3.Error, DamagedResponse) as error:
         raise LaminarError(f"{run_dir} cannot be read ({error}); look at it with laminar audit") from None
     print(f"{target}: {count:,} trajectories")
+    return 0
+
+
+def _merged(options: Namespace) -> int:
+    from laminar_hpc.report.export.merged import export_merged  # with torch, which takes a second
+
+    if options.out or options.format or options.steps != ":":
+        raise Refused(["--merged writes a model, the other options trajectories; use one or the other"])
+    print(export_merged(Path(options.words[0]), Path(options.merged)))
     return 0
 
 

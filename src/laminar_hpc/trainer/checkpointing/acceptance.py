@@ -62,7 +62,7 @@ class Acceptance:
             self.refuse(
                 f"{path} belongs to store {state['store_id']}, the run has store {own}: bring back the "
                 "store that the checkpoint was written with, or begin another run with its weights: "
-                f"model.path={path / 'hf'} run_dir=ANOTHER"
+                f"{checkpoints.going_on_from(path)} run_dir=ANOTHER"
             )
         if state["distributed_optimizer"] != layout_of(self._config)["distributed_optimizer"]:
             # the one keeps its parameters as state, the other does not

@@ -34,6 +34,7 @@ from laminar_hpc.config.models import first_stage_layers
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.trainer.megatron.activation import use_own_activation
 from laminar_hpc.trainer.megatron.adam import fuse, prime
+from laminar_hpc.trainer.megatron.adapters import adapt_spec, add_adapters, is_replicated
 from laminar_hpc.trainer.megatron.attention import PackedCausalAttention
 from laminar_hpc.trainer.megatron.chunks import schedule_settings
 from laminar_hpc.trainer.megatron.experts import expert_settings, is_router
@@ -53,10 +54,15 @@ def installed(module: str) -> bool:
     return torch.cuda.is_available() and importlib.util.find_spec(module) is not None
 
 
-def _rounds_as_sglang(dtype: torch.dtype) -> bool:
+def uses_transformer_engine(config: RunConfig) -> bool:
+    """Whether the layers are Transformer Engine's: an adapter goes with Megatron's own ones only."""
+    return installed("transformer_engine") and config.model.lora.rank == 0
+
+
+def _rounds_as_sglang(config: RunConfig) -> bool:
     """Whether Megatron's own layers must be told where to round: Transformer Engine's cannot, and nothing is
     rounded in float32."""
-    return dtype is torch.bfloat16 and not installed("transformer_engine")
+    return config.model.dtype == "bfloat16" and not uses_transformer_engine(config)
 
 
 def let_segments_grow() -> None:
@@ -67,13 +73,14 @@ def let_segments_grow() -> None:
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
-def _recomputed_by_megatron(choice: str, experts: bool) -> dict[str, object]:
+def _recomputed_by_megatron(config: RunConfig, experts: bool) -> dict[str, object]:
     """Its settings for trainer.recompute_activations. What selective means for its own dense layers is done
     by trainer/megatron/recompute.py; experts, and Transformer Engine's feed-forward part, are computed twice.
     """
+    choice = derive(config).recompute_activations
     if choice == "full":
         return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    if choice == "selective" and (experts or installed("transformer_engine")):
+    if choice == "selective" and (experts or uses_transformer_engine(config)):
         return {"recompute_granularity": "selective", "recompute_modules": ["moe" if experts else "mlp"]}
     return {}
 
@@ -98,7 +105,7 @@ def transformer_config(shape: ModelShape, config: RunConfig, dtype: torch.dtype)
         attention_dropout=0.0,
         bf16=dtype is torch.bfloat16,
         params_dtype=dtype,
-        pipeline_dtype=torch.float32 if _rounds_as_sglang(dtype) else dtype,
+        pipeline_dtype=torch.float32 if _rounds_as_sglang(config) else dtype,
         batch_p2p_sync=False,  # a wait for the whole device, and so for what the publisher sends beside it
         tensor_model_parallel_size=config.trainer.tensor_parallel,
         pipeline_model_parallel_size=config.trainer.pipeline_parallel,
@@ -106,12 +113,14 @@ def transformer_config(shape: ModelShape, config: RunConfig, dtype: torch.dtype)
         sequence_parallel=config.trainer.tensor_parallel > 1,
         num_layers_in_first_pipeline_stage=first_stage_layers(shape.layers, config.trainer.pipeline_parallel),
         **schedule_settings(config.trainer),
-        **_recomputed_by_megatron(derive(config).recompute_activations, shape.experts is not None),
+        **_recomputed_by_megatron(config, shape.experts is not None),
         # gradients are sums over tokens, divided once by the mini-batch's tokens over all ranks
         calculate_per_token_loss=True,
         use_cpu_initialization=True,
         perform_initialization=False,  # every weight comes from the Hugging Face directory
-        gradient_accumulation_fusion=installed("fused_weight_gradient_mlp_cuda"),  # apex's
+        gradient_accumulation_fusion=(  # apex's
+            installed("fused_weight_gradient_mlp_cuda") and config.model.lora.rank == 0
+        ),
         masked_softmax_fusion=False,
         persist_layer_norm=False,
         apply_rope_fusion=False,
@@ -122,13 +131,12 @@ def transformer_config(shape: ModelShape, config: RunConfig, dtype: torch.dtype)
 
 
 def _block_spec(
-    transformer: TransformerConfig, shape: ModelShape, chunk: int | None
+    transformer: TransformerConfig, shape: ModelShape, config: RunConfig, chunk: int | None
 ) -> ModuleSpec | TransformerBlockSubmodules:
     """The layers of this stage, or of a chunk of it, and the norm behind the last one."""
-    if installed("transformer_engine"):
+    if uses_transformer_engine(config):
         from laminar_hpc.trainer.megatron.te_attention import TransformerEngineAttention
 
-        spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=shape.family.qk_norm)
         spec = get_gpt_layer_with_transformer_engine_spec(
             num_experts=transformer.num_moe_experts,
             moe_grouped_gemm=transformer.moe_grouped_gemm,
@@ -148,7 +156,9 @@ def _block_spec(
     if shape.family.qk_norm:
         attention.q_layernorm = attention.k_layernorm = Norm
     spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = Norm
-    sums = _rounds_as_sglang(transformer.params_dtype)
+    if config.model.lora.rank:
+        adapt_spec(spec, config.model.lora)
+    sums = _rounds_as_sglang(config)
     if sums:
         sum_in_float32(spec)
     layers = get_num_layers_to_build(transformer, chunk)
@@ -173,7 +183,7 @@ def build_gpt(
     own: trainer/megatron/attention.py's is used."""
     gpt = GPTModel(
         transformer,
-        _block_spec(transformer, shape, chunk),
+        _block_spec(transformer, shape, config, chunk),
         vocab_size=math.ceil(shape.vocab / _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE,
         max_sequence_length=shape.max_positions,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=chunk),
@@ -183,8 +193,10 @@ def build_gpt(
         parallel_output=True,
         vp_stage=chunk,
     )
-    if not installed("transformer_engine"):
-        _finish_layers(gpt, derive(config).recompute_activations == "selective")
+    if not uses_transformer_engine(config):
+        _finish_layers(gpt, config)
+    if config.model.lora.rank:
+        add_adapters(gpt, shape, config.model.lora)
     note_tensor_parallel(gpt)
     if gpt.post_process:
         takes_whole_packs(gpt.output_layer)
@@ -193,15 +205,15 @@ def build_gpt(
     return gpt
 
 
-def _finish_layers(gpt: GPTModel, forgetful: bool) -> None:
-    """What Megatron's own layers cannot be told by their spec. `forgetful`: norms and activations are
-    computed again in the backward pass."""
+def _finish_layers(gpt: GPTModel, config: RunConfig) -> None:
+    """What Megatron's own layers cannot be told by their spec."""
+    forgetful = derive(config).recompute_activations == "selective"
     if isinstance(gpt.decoder.layers[0].input_layernorm, SumNorm):
         full = gpt.config.recompute_granularity == "full"  # then a layer's input is another tensor each time
         join_sums_and_norms(gpt.decoder, across_layers=not full)
     for layer in gpt.decoder.layers:
         qkv, mlp = layer.self_attention.linear_qkv, layer.mlp
-        if gpt.config.add_qkv_bias and _rounds_as_sglang(gpt.config.params_dtype):
+        if gpt.config.add_qkv_bias and _rounds_as_sglang(config):
             bias_before_rounding(qkv)
         if forgetful:
             Forgetting(layer.input_layernorm, qkv)
@@ -215,9 +227,10 @@ def _finish_layers(gpt: GPTModel, forgetful: bool) -> None:
 def note_tensor_parallel(gpt: GPTModel) -> None:
     """What Megatron's initialization (0.16.1, tensor_parallel/layers.py) would note of each parameter, but we
     leave it out. Without the first note the gradient norm counts the first tensor-parallel rank's shards
-    only; without the second a norm's gradient, or a router's, is that of this rank's share of the tokens."""
+    only; without the second a norm's gradient, a router's or an adapter's is that of this rank's share of the
+    tokens."""
     for name, parameter in gpt.named_parameters():
-        replicated = "norm" in name or is_router(name)
+        replicated = "norm" in name or is_router(name) or is_replicated(name)
         parameter.tensor_model_parallel = not replicated
         parameter.sequence_parallel = gpt.config.sequence_parallel and replicated
 

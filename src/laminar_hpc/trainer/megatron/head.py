@@ -125,8 +125,9 @@ class _Chunked(torch.autograd.Function):
                 for each in zip(entropies.split(head.rows), of_entropies.split(head.rows), strict=True)
             ]
         )
-        of_hidden = torch.empty_like(hidden)
-        of_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        of_hidden, of_weight = torch.empty_like(hidden), None
+        if ctx.needs_input_grad[1]:
+            of_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         parts = (t.split(head.rows) for t in (hidden, places, normalizers, gradient, of_hidden))
         for part, wanted, normalizer, upstream, out, slope in zip(*parts, slopes, strict=True):
             logits = ctx.product(part, weight, None).float()
@@ -134,11 +135,13 @@ class _Chunked(torch.autograd.Function):
             head.gradient(logits, wanted, normalizer, upstream, slope, narrow)
             del logits
             torch.mm(narrow, weight, out=out)
-            add_products(of_weight, narrow, part)
+            if of_weight is not None:
+                add_products(of_weight, narrow, part)
         # apex's fused product of another micro-batch notes that no gradient is to be added (Megatron 0.16.1,
         # distributed_data_parallel.py, `_make_backward_post_hook`)
         ctx.weight.grad_added_to_main_grad = False
-        return head.reduce(of_hidden), of_weight.to(weight.dtype), None, None, None
+        found = None if of_weight is None else of_weight.to(weight.dtype)
+        return head.reduce(of_hidden), found, None, None, None
 
 
 def add_products(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:

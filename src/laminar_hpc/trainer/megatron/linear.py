@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.tensor_parallel import ColumnParallelLinear, gather_from_sequence_parallel_region
 from megatron.core.tensor_parallel.layers import (
     LinearWithGradAccumulationAndAsyncCommunication as MegatronLinear,
@@ -59,6 +60,31 @@ class _Linear(MegatronLinear):
         return x, weight, bias, None, *rest  # as many as forward has arguments: Megatron's and `product`
 
 
+class _Frozen(torch.autograd.Function):
+    """The product with a weight that has no gradient: nothing of x is kept."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        product: Product,
+        summed_over: dist.ProcessGroup | None,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(weight)
+        ctx.summed_over = summed_over
+        return product(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple:
+        (weight,) = ctx.saved_tensors
+        of_x = gradient.to(weight.dtype) @ weight
+        if ctx.summed_over is not None:
+            dist.all_reduce(of_x, group=ctx.summed_over)
+        return of_x, None, None, None, None
+
+
 def _compute_by(layer: ColumnParallelLinear, product: Product) -> None:
     """In place: Megatron's class has its product in this one method."""
 
@@ -71,7 +97,7 @@ def _compute_by(layer: ColumnParallelLinear, product: Product) -> None:
         sequence_parallel: bool,
         grad_output_buffer: None,
         wgrad_deferral_limit: int | None,
-        tp_group: object,
+        tp_group: dist.ProcessGroup,
     ) -> torch.Tensor:
         options = (
             gradient_accumulation_fusion,
@@ -80,7 +106,12 @@ def _compute_by(layer: ColumnParallelLinear, product: Product) -> None:
             wgrad_deferral_limit,
             tp_group,
         )
-        flat = _Linear.apply(input.flatten(0, -2), weight, bias, product, sequence_parallel, *options)
+        x = input.flatten(0, -2)
+        if weight.requires_grad:
+            flat = _Linear.apply(x, weight, bias, product, sequence_parallel, *options)
+        else:
+            rows = gather_from_sequence_parallel_region(x, group=tp_group) if sequence_parallel else x
+            flat = _Frozen.apply(rows, weight, bias, product, tp_group if allreduce_dgrad else None)
         return flat.view(-1, *input.shape[1:-1], flat.shape[-1])
 
     layer._forward_impl = forward

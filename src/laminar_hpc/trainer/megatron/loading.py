@@ -3,11 +3,17 @@
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+import msgspec
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 
 from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.config.models import WEIGHTS_FILE
+from laminar_hpc.config.schema import LoraConfig
+from laminar_hpc.trainer.control import all_frames
+from laminar_hpc.trainer.megatron.adapters import is_adapter
+from laminar_hpc.weights.adapter_slices import adapter_slices
 from laminar_hpc.weights.finite import all_finite, culprits
 from laminar_hpc.weights.hf import ModelShape, TensorReader
 from laminar_hpc.weights.kernels.slices import LocalSlice
@@ -15,9 +21,11 @@ from laminar_hpc.weights.layouts import Shard
 from laminar_hpc.weights.mapping import EMBEDDING, HEAD, check_names, local_slices
 
 
-def own_slices(chunks: Sequence[GPTModel], shape: ModelShape, without: str = "") -> list[LocalSlice]:
-    """Of the parameters of this rank's stage, as they are now: each is a view. `without`: a parameter that
-    has no counterpart in a directory."""
+def own_slices(
+    chunks: Sequence[GPTModel], shape: ModelShape, lora: LoraConfig | None = None, without: str = ""
+) -> list[LocalSlice]:
+    """Of the parameters of this rank's stage, as they are now: each is a view. Those of the model, or with
+    `lora` those of its adapter. `without`: a parameter that has no counterpart in a directory."""
     shard = Shard(
         parallel_state.get_tensor_model_parallel_rank(),
         parallel_state.get_tensor_model_parallel_world_size(),
@@ -28,16 +36,37 @@ def own_slices(chunks: Sequence[GPTModel], shape: ModelShape, without: str = "")
     for gpt in chunks:
         layers = gpt.decoder.layers
         first = layers[0].layer_number - 1 if len(layers) else 0
-        named = {name: p for name, p in gpt.named_parameters() if name != without}
-        found += local_slices(named, shape, first, shard)
+        named = {
+            name: p
+            for name, p in gpt.named_parameters()
+            if is_adapter(name) == (lora is not None) and name != without
+        }
+        if lora is not None:
+            found += adapter_slices(named, shape, lora, first, shard)
+        else:
+            found += local_slices(named, shape, first, shard)
     return found
 
 
+def names_of_all(own: Sequence[LocalSlice], seconds: float) -> set[str]:
+    """The tensors of which any trainer rank has a slice. Collective; `seconds` bounds the wait."""
+    names = msgspec.json.encode(sorted({each.name for each in own}))
+    frames = all_frames(names, seconds, "the names of the model's tensors")
+    return {name for frame in frames for name in msgspec.json.decode(frame, type=list[str])}
+
+
 @torch.no_grad()
-def load_slices(directory: Path, own: list[LocalSlice], canonical: Iterable[str], tied: bool) -> None:
-    """Into `own`, what the directory has for them. Raises LaminarError when it is not the model whose
-    tensors `canonical` names, holds NaN or an infinity, or of a tied model two heads."""
-    with TensorReader(directory) as tensors:
+def load_slices(
+    directory: Path,
+    own: list[LocalSlice],
+    canonical: Iterable[str],
+    tied: bool,
+    file: str = WEIGHTS_FILE,
+) -> None:
+    """Into `own`, what the directory has for them in `file`, or in those of its index. Raises LaminarError
+    when it is not the model whose tensors `canonical` names, holds NaN or an infinity, or of a tied model two
+    heads."""
+    with TensorReader(directory, file) as tensors:
         check_names(canonical, tensors.names(), tied, str(directory))
         load_own(tensors, own, directory, tied)
 

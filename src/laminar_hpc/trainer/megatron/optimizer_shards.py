@@ -94,14 +94,15 @@ def _tensors_alone(state: dict) -> dict:
 
 
 def sharded_weights(model: torch.nn.Module, prefix: str) -> dict[str, ShardedTensor]:
-    """The parameters that the model has now, under names that begin with `prefix`; the tensors share their
-    memory, and keep to it when the parameters get another."""
+    """The trained parameters that the model has now, under names that begin with `prefix`; the tensors share
+    their memory, and keep to it when the parameters get another."""
     replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
     metadata = {"dp_cp_group": replicas, "distrib_optim_sharding_type": "fully_reshardable"}
     named, _ = extract_sharded_tensors_and_factories(
         model.sharded_state_dict(prefix=prefix, metadata=metadata)
     )
-    found = (tensor for each in nested_values(named) for tensor, _ in _tensors(each))
+    trained = (each for each in nested_values(named) if each.data.requires_grad)
+    found = (tensor for each in trained for tensor, _ in _tensors(each))
     return {str(number): replace(each, data=each.data.detach()) for number, each in enumerate(found)}
 
 

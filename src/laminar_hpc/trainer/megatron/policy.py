@@ -9,7 +9,7 @@ on the CPU. Needs the trainer world (trainer/world.py) to be there.
 import functools
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -22,21 +22,23 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
+from laminar_hpc.config.adapters import ADAPTER_FILE
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.models import head_in_chunks
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.trainer.canonical.exchange import Exchange
 from laminar_hpc.trainer.canonical.gather import Canonical
 from laminar_hpc.trainer.canonical.plan import HeldSlice
+from laminar_hpc.trainer.megatron.adapters import set_initial
 from laminar_hpc.trainer.megatron.attention import rotation_of, takes_packs
 from laminar_hpc.trainer.megatron.building import (
     build_chunks,
     build_optimizer,
     has_float32_head,
-    installed,
     let_segments_grow,
     rope_frequencies,
     transformer_config,
+    uses_transformer_engine,
     wrap,
 )
 from laminar_hpc.trainer.megatron.chunks import run_schedule, stage_module, virtual_size
@@ -46,7 +48,7 @@ from laminar_hpc.trainer.megatron.experts import expert_tensor_parallel
 from laminar_hpc.trainer.megatron.flash import use_fastest_attention
 from laminar_hpc.trainer.megatron.head import HeadSwitch, chunked_logprobs, whole_logprobs
 from laminar_hpc.trainer.megatron.linear import float32_product
-from laminar_hpc.trainer.megatron.loading import load_slices, own_slices
+from laminar_hpc.trainer.megatron.loading import load_slices, names_of_all, own_slices
 from laminar_hpc.trainer.megatron.packs import Pack, make_pack
 from laminar_hpc.weights.finite import all_finite, culprits
 from laminar_hpc.weights.hf import read_shape
@@ -85,6 +87,7 @@ class MegatronPolicy:
         self.device = local_device()
         self.dtype = getattr(torch, config.model.dtype)
         self.shape = read_shape(config.model.path)
+        self._lora = config.model.lora if config.model.lora.rank else None
         torch.set_num_threads(config.trainer.threads)
         let_segments_grow()
         with cuda_as_cpu():
@@ -118,12 +121,12 @@ class MegatronPolicy:
         self.gpt.to(self.device)
         local = self._slices_of(chunks)
         self._join(local)
-        if takes_packs(self.device, self.dtype) and not installed("transformer_engine"):
+        if takes_packs(self.device, self.dtype) and not uses_transformer_engine(self.config):
             share = self.config.trainer.tensor_parallel
             own = self.shape.heads // share, self.shape.kv_heads // share
             heads = heads_in_attention(*own, context_ranks())
             use_fastest_attention(self.device, heads, self.shape.head_dim)
-        self._load_hf(Path(self.config.model.path), local)
+        self._load_model(chunks, local)
         self.models = wrap(self.transformer, chunks, self.config)
         # anew, because the distributed optimizer moves parameters into its buffers
         self.slices = self._slices_of(chunks)
@@ -137,7 +140,7 @@ class MegatronPolicy:
         self._head = HeadSwitch(self._last.output_layer)
 
     def _slices_of(self, chunks: Sequence[GPTModel]) -> list[LocalSlice]:
-        return own_slices(chunks, self.shape)
+        return own_slices(chunks, self.shape, self._lora)
 
     def _join(self, local: list[LocalSlice]) -> None:
         cluster, relay = self.config.cluster, self.config.relay
@@ -162,9 +165,10 @@ class MegatronPolicy:
 
     def _in_chunks(self, pack: Pack) -> bool:
         """Whether the last stage hands on hidden states of this pack, and its logits come in chunks."""
-        layer = self._last.output_layer
+        layer, size = self._last.output_layer, self.dtype.itemsize
+        trained = self._lora is None
         return head_in_chunks(
-            len(pack.selected), layer.output_size_per_partition, layer.input_size, self.dtype.itemsize
+            len(pack.selected), layer.output_size_per_partition, layer.input_size, size, trained
         )
 
     def _forward(self, pack: Pack, whole: bool = False, model: torch.nn.Module | None = None) -> torch.Tensor:
@@ -309,16 +313,30 @@ class MegatronPolicy:
     # ---- Hugging Face --------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _load_hf(self, directory: Path, local: list[LocalSlice]) -> None:
+    def _load_whole(self, directory: Path, local: list[LocalSlice], names: Iterable[str]) -> None:
+        """`local` of the model whose tensors are `names`."""
         for parameter in self.gpt.parameters():
             parameter.zero_()  # the vocabulary's padding has no counterpart in the directory
-        load_slices(directory, local, self._canonical.slices, self.shape.tied)
+        load_slices(directory, local, names, self.shape.tied)
+
+    def _load_model(self, chunks: Sequence[GPTModel], local: list[LocalSlice]) -> None:
+        """Of config.model.path, and then the adapter, whose slices `local` are, if there is one."""
+        path, lora = Path(self.config.model.path), self._lora
+        if lora is None:
+            self._load_whole(path, local, self._canonical.slices)
+            return
+        model = own_slices(chunks, self.shape)
+        self._load_whole(path, model, names_of_all(model, self.config.cluster.join_timeout_seconds))
+        if lora.path:
+            load_slices(Path(lora.path), local, self._canonical.slices, tied=False, file=ADAPTER_FILE)
+        else:
+            set_initial(local, lora, self.config.seed)
 
     @torch.no_grad()
     def check_finite(self, step: int) -> None:
         """Raises LaminarError, naming tensors, when this rank's live parameters hold NaN or an infinity. Not
         collective."""
-        if not all_finite(self.gpt.parameters()):
+        if not all_finite(p for p in self.gpt.parameters() if p.requires_grad):
             wrong = culprits([(own.name, own.value()) for own in self.slices])
             raise LaminarError(
                 f"after step {step} the weights are not finite: {wrong}; they were neither "
@@ -333,9 +351,12 @@ class MegatronPolicy:
         return self._canonical.slices
 
     def load_hf(self, directory: Path) -> None:
-        """The weights of a Hugging Face directory, of which each rank reads its own slices. Raises
-        LaminarError when it is not this model."""
-        self._load_hf(directory, self.slices)
+        """The weights of a Hugging Face directory, or the adapter of one of PEFT's, of which each rank reads
+        its own slices. Raises LaminarError when it is not this model."""
+        if self._lora is None:
+            self._load_whole(directory, self.slices, self._canonical.slices)
+        else:
+            load_slices(directory, self.slices, self._canonical.slices, tied=False, file=ADAPTER_FILE)
 
     def canonical_metadata(self) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
         """Name, shape and serving dtype of each canonical tensor of the whole model, in the order of a

@@ -66,7 +66,8 @@ class ValueModel(MegatronPolicy):
         return values, values.detach()
 
     @torch.no_grad()
-    def _load_hf(self, directory: Path, local: list[LocalSlice]) -> None:
+    def _load_model(self, chunks: Sequence[GPTModel], local: list[LocalSlice]) -> None:
+        directory = Path(self.config.model.path)
         for parameter in self.gpt.parameters():
             parameter.zero_()
         with TensorReader(directory) as tensors:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from laminar_hpc.config.objectives import GAE, option
-from laminar_hpc.config.schema import RunConfig
+from laminar_hpc.config.schema import LoraConfig, RunConfig
 from laminar_hpc.trainer.algorithms.advantages import whitened
 from laminar_hpc.trainer.algorithms.gae import Discounts, estimates, value_losses
 from laminar_hpc.trainer.checkpointing.live_state import take_optimizer
@@ -47,7 +47,7 @@ class Critic:
     def __init__(self, config: RunConfig) -> None:
         """Raises LaminarError for a critic.path that is not of the policy's architecture."""
         own = config.critic
-        model = replace(config.model, path=own.path or config.model.path)
+        model = replace(config.model, path=own.path or config.model.path, lora=LoraConfig())
         optimizer = replace(config.optimizer, lr=own.lr, min_lr=min(own.lr, config.optimizer.min_lr))
         self.model = ValueModel(replace(config, model=model, optimizer=optimizer))
         self._warmup = own.warmup_steps

@@ -31,14 +31,16 @@ class Beside(Protocol):
 
 
 class ReferenceWeights:
-    """A frozen copy of the weights that `policy` has now. The learner makes it before a checkpoint is loaded,
-    so that it holds those of config.model.path in every launch of a run; checkpoints hold it only where it
-    moves (algorithm.reference_every)."""
+    """A frozen copy of the trained weights that `policy` has now. The learner makes it before a checkpoint is
+    loaded, so that it holds those of config.model.path in every launch of a run; checkpoints hold it only
+    where it moves (algorithm.reference_every). Of an adapter it is 0, which is the model without one."""
 
     def __init__(self, policy: MegatronPolicy) -> None:
         self._gpt = policy.gpt
-        self._live = list(policy.gpt.parameters())
-        self._frozen = [p.detach().clone() for p in self._live]
+        self._names = [name for name, p in policy.gpt.named_parameters() if p.requires_grad]
+        self._live = [p for p in policy.gpt.parameters() if p.requires_grad]
+        adapter = policy.config.model.lora.rank > 0
+        self._frozen = [torch.zeros_like(p) if adapter else p.detach().clone() for p in self._live]
 
     @classmethod
     @torch.no_grad()
@@ -69,8 +71,7 @@ class ReferenceWeights:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The copy by the names of the parameters."""
-        names = (name for name, _ in self._gpt.named_parameters())
-        return dict(zip(names, self._frozen, strict=True))
+        return dict(zip(self._names, self._frozen, strict=True))
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
