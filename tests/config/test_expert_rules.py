@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from laminar_hpc.config.check import check, derived_values
+from laminar_hpc.config.check import check, derived_values, warnings
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.experts import experts_of
 from laminar_hpc.config.load import load_config
@@ -204,6 +204,29 @@ def test_routes_are_replayed_of_experts_in_bfloat16(words):
     assert shape_of() is None and shape_of(half, "algorithm.routing_replay=false") is None
     assert shape_of("algorithm.routing_replay=true") == found
     assert shape_of(half, "rollout.engine=emulated") is None
+
+
+def test_a_dry_run_says_what_routes_come_to(words, tmp_path):
+    """Bytes of a token, their share of what is read and written, and the engine's memory; a step of many
+    gigabytes is warned of, with the cure."""
+    model = REAL["Qwen3-235B-A22B"]
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    more = ["model.dtype=bfloat16", "rollout.kv_cache_tokens=1000000"]
+    config = load_config([*words, *more])
+    derived = check(config)
+    assert derived_values(config, derived)["routing_replay"] == (
+        "94 layers x 8 experts: 752 bytes of a token in a payload file, 99% of the data plane; 3.01 GB of "
+        "host memory for each engine rank"
+    )
+    assert not [line for line in warnings(config, derived) if "routing_replay" in line]
+    many = ["algorithm.prompts_per_step=512", "sampling.max_response_tokens=32000"]
+    more.append("trainer.tokens_per_microbatch=40000")
+    config = load_config([*words, *more, *many])
+    [line] = [line for line in warnings(config, check(config)) if "routing_replay" in line]
+    assert "about 12 GB of routes in a step, 752 bytes of each token" in line
+    assert line.endswith("or set algorithm.routing_replay=false")
+    config.algorithm.routing_replay = "false"
+    assert "routing_replay" not in derived_values(config, derived)
 
 
 REFUSED = [

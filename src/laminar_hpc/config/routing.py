@@ -13,6 +13,9 @@ from laminar_hpc.config.experts import Experts, experts_of
 from laminar_hpc.config.schema import RunConfig
 
 _BYTE_EXPERTS = 256  # experts whose numbers fit into a byte
+_COLUMN_BYTES = 8  # of a token and its log-prob in a payload file
+_ENGINE_BYTES = 4  # of an expert's number in the engine's host memory
+_MANY_BYTES = 8e9  # of routes in a step, which the file system of run_dir takes and gives
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,11 @@ class RouteShape:
         """Bytes of one token's route."""
         return len(self.layers) * self.per_token * (1 if self.dtype == "uint8" else 2)
 
+    @property
+    def share(self) -> float:
+        """Of the bytes of a response in its payload file, those of its routes; the prompt's left out."""
+        return self.token_bytes / (self.token_bytes + _COLUMN_BYTES)
+
 
 def route_shape(model: dict) -> RouteShape | None:
     """Of a config.json; None for a dense model."""
@@ -50,6 +58,29 @@ def replayed_routes(config: RunConfig, model: dict) -> RouteShape | None:
     if asked == "true" or (asked == "auto" and own and config.model.dtype == "bfloat16"):
         return route_shape(model)
     return None
+
+
+def replay_text(config: RunConfig, shape: RouteShape) -> str:
+    """What a run's routes come to."""
+    cache = config.rollout.kv_cache_tokens * len(shape.layers) * shape.per_token * _ENGINE_BYTES
+    return (
+        f"{len(shape.layers)} layers x {shape.per_token} experts: {shape.token_bytes} bytes of a token in a "
+        f"payload file, {shape.share:.0%} of the data plane; {cache / 1e9:.2f} GB of host "
+        "memory for each engine rank"
+    )
+
+
+def many_routes(config: RunConfig, shape: RouteShape, trajectories: int, mean_tokens: float) -> str:
+    """A warning where the routes of a step are many, "" else. `trajectories`: of a step, each of prompt and
+    response of so many tokens."""
+    size = trajectories * mean_tokens * shape.token_bytes
+    if size < _MANY_BYTES:
+        return ""
+    return (
+        f"algorithm.routing_replay: about {size / 1e9:.0f} GB of routes in a step, {shape.token_bytes} bytes "
+        f"of each token, cross the file system of run_dir={config.run_dir}; see that it is fast enough, or "
+        "set algorithm.routing_replay=false"
+    )
 
 
 def wrong_replay(config: RunConfig, experts: Experts | None) -> Iterator[str]:

@@ -12,6 +12,7 @@ The digest is half a SHA-256 over all the rest.
 
 import hashlib
 import struct
+from typing import Any
 
 import numpy as np
 
@@ -22,7 +23,7 @@ _MAGIC = b"LJR1"
 _HEAD = struct.Struct("<4sIqIIII")
 _DIGEST_BYTES = 16
 _HEADER_BYTES = _HEAD.size + _DIGEST_BYTES
-_DTYPES = {1: np.dtype("u1"), 2: np.dtype("<i2")}
+_DTYPES: dict[int, np.dtype[Any]] = {1: np.dtype("u1"), 2: np.dtype("<i2")}
 
 
 def pack_routes(trajectory_id: int, attempt: int, routes: Routes) -> bytes:
