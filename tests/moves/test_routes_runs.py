@@ -74,6 +74,18 @@ def test_moved_trajectories_keep_the_routes_of_their_draws(tmp_path, repack):
     assert all(len(whose[i]) <= 1 + t.moves and whose[i][-1] == t.replica for i, t in found.items())
 
 
+@pytest.mark.parametrize("keep_kv", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_newer_weights_come_into_running_trajectories(tmp_path, keep_kv):
+    """refresh=interrupt: requests that are aborted give their routes, and what is prefilled again on newer
+    weights keeps them; with its KV cache kept a trajectory goes on in one request."""
+    config = with_experts(tmp_path, steps=5, refresh="interrupt", max_staleness=4, keep_kv=keep_kv)
+    stand = Stand(config)
+    stand.run(200)
+    found, whose = assert_every_one_ended_once(config), writers(config)
+    assert any(t.policies > 1 for t in found.values())
+    assert all(whose[i] == [t.replica] for i, t in found.items())
+
+
 def test_what_a_dead_engine_drew_begins_again(tmp_path):
     """Its tokens are known, its routes have died with it: nothing is trained under routes that it was not
     drawn with, and nothing is lost for good."""

@@ -50,14 +50,16 @@ def route_shape(model: dict) -> RouteShape | None:
     return RouteShape(tuple(range(model["num_hidden_layers"])), experts.per_token, experts.count)
 
 
-def replayed_routes(config: RunConfig, model: dict) -> RouteShape | None:
-    """What responses carry; None where the run replays no routes. auto: those of experts in bfloat16 that a
-    real engine serves."""
+def replays(config: RunConfig) -> bool:
+    """Whether routes are replayed if the model has experts. auto: in bfloat16, of a real engine's draws."""
     asked = shown(config.algorithm.routing_replay)
     own = config.rollout.engine != "emulated" and not config.source.startswith("replay:")
-    if asked == "true" or (asked == "auto" and own and config.model.dtype == "bfloat16"):
-        return route_shape(model)
-    return None
+    return asked == "true" or (asked == "auto" and own and config.model.dtype == "bfloat16")
+
+
+def replayed_routes(config: RunConfig, model: dict) -> RouteShape | None:
+    """What responses carry; None where the run replays no routes."""
+    return route_shape(model) if replays(config) else None
 
 
 def replay_text(config: RunConfig, shape: RouteShape) -> str:
