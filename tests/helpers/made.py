@@ -1,6 +1,6 @@
 """Responses made up by tests, as lists: their columns, their records, and payload files that hold them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -82,10 +82,16 @@ def runs(mask: Sequence[int]) -> np.ndarray:
 _writers: dict[Path, PayloadWriter] = {}  # each with its thread, to the end of the process
 
 
-def groups(run_dir: Path, batch: Sequence[Made]) -> list[BatchGroup]:
-    """The batch as the controller sends it, its responses in a payload file of `run_dir`."""
+def groups(
+    run_dir: Path, batch: Sequence[Made], routes: Mapping[int, bytes] | None = None
+) -> list[BatchGroup]:
+    """The batch as the controller sends it, its responses in a payload file of `run_dir`, with packed routes
+    behind them by trajectory."""
     writer = _writers.setdefault(run_dir, PayloadWriter(run_dir, "rollout0"))
-    written = [(made, writer.append(pack(made.response))) for made in batch]
+    behind = routes or {}
+    written = [
+        (made, writer.append(pack(made.response), behind.get(made.trajectory_id, b""))) for made in batch
+    ]
     found: dict[int, BatchGroup] = {}
     for made, place in written:
         prompt = tokens_array(made.prompt_tokens).tobytes()

@@ -42,6 +42,17 @@ NEEDED_FOR = {
         "SchedulerInvariantChecker._check_all_pools",
         "self._check_full_pool(ps, uncached=uncached)",
     ),
+    "SchedulerBatchResultProcessor._maybe_collect_routed_experts": (
+        "sglang.srt.managers.scheduler_components.batch_result_processor",
+        "SchedulerBatchResultProcessor._maybe_collect_routed_experts",
+        "req.routed_experts = capturer.get_topk(",
+    ),
+    "release_req": ("sglang.srt.managers.schedule_batch", "release_req", "req.reset_for_retract()"),
+    "alloc_with_host_register": (
+        "sglang.srt.mem_cache.pool_host.common",
+        "alloc_with_host_register",
+        "_cuda_host_register(buffer, registration_granularity_bytes)",
+    ),
     "TokenizerManager.convert_logprob_style": (
         "sglang.srt.managers.tokenizer_manager",
         "TokenizerManager.detokenize_logprob_tokens",

@@ -313,9 +313,10 @@ def test_what_sampling_parameters_carry(given, says):
 
 
 def test_pools_of_sglang_that_cannot_be_moved():
-    """Promise: SGLang's MLA pools are refused in one line, its MHA pools with pages of several tokens are
-    taken."""
+    """Promise: SGLang's MLA pools and its hybrid ones, with sliding windows in some layers, are refused in
+    one line, its MHA pools with pages of several tokens are taken."""
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+    from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
     common = {
         "size": 64,
@@ -330,6 +331,20 @@ def test_pools_of_sglang_that_cannot_be_moved():
     )
     with pytest.raises(KvRefused, match="the engine's pool is a MLATokenToKVPool"):
         pool_of(MLATokenToKVPool(kv_lora_rank=32, qk_rope_head_dim=16, **common), 16)
+    hybrid = SWAKVPool(
+        size=64,
+        size_swa=32,
+        page_size=16,
+        dtype=torch.bfloat16,
+        head_num=2,
+        head_dim=16,
+        swa_attention_layer_ids=[0],
+        full_attention_layer_ids=[1],
+        device="cpu",
+    )
+    with pytest.raises(KvRefused, match=r"pool is a SWAKVPool; .* MLA's and hybrid ones not") as error:
+        pool_of(hybrid, 16)
+    assert "\n" not in str(error.value)
 
 
 def test_a_trajectory_moves_between_two_requests(pair):

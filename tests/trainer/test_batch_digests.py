@@ -6,14 +6,17 @@ from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from helpers import made
 from helpers.trainer import tiny
 from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.config.routing import RouteShape
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.line.messages.data import Message
 from laminar_hpc.line.messages.training import Batch
+from laminar_hpc.store.payload.routes import pack_routes
 from laminar_hpc.store.payload.writer import FOLDER
 from laminar_hpc.trainer import loop
 from laminar_hpc.trainer.inbox import BatchInbox, Unreadable
@@ -35,14 +38,39 @@ class Channel:
         return self._answers.popleft()
 
 
-def taken(run_dir: Path, batch: Batch) -> StepBatch:
+def taken(run_dir: Path, batch: Batch, routes: RouteShape | None = None) -> StepBatch:
     cluster = SimpleNamespace(batch_timeout_seconds=10.0)
     config = SimpleNamespace(cluster=cluster)
     context = SimpleNamespace(channel=Channel(batch), config=config, run_dir=run_dir)
     progress = SimpleNamespace(advance=lambda: None, enter=lambda phase: None)
-    found = BatchInbox(context, progress).take(batch.step)
+    found = BatchInbox(context, progress, routes).take(batch.step)
     assert found is not None
     return found
+
+
+def test_responses_come_with_their_routes_or_not_at_all(world, tmp_path):
+    """With algorithm.routing_replay each has a row for each input token; one without is lost, by name, as
+    what is damaged is, and the others train."""
+    shape, batch = RouteShape((0, 1), 2, 8), tiny.make_batch(0)
+    draw = np.random.default_rng(0)
+    rows = {
+        t.trajectory_id: draw.integers(
+            0, 8, (len(t.prompt_tokens) + len(t.response_tokens) - 1, 2, 2), np.uint8
+        )
+        for t in batch
+    }
+    packed = {i: pack_routes(i, 0, of) for i, of in rows.items()}
+    step = taken(tmp_path, Batch(7, made.groups(tmp_path, batch, packed), 4, ""), shape)
+    for planned, found in zip(step.planned, step.read(step.planned), strict=True):
+        assert found.routed_experts is not None and len(found.routed_experts) == planned.length
+        assert np.array_equal(found.routed_experts, rows[found.trajectory_id])
+    lost = {i: of if i != 5 else bytes(len(of)) for i, of in packed.items()}
+    step = taken(tmp_path, Batch(7, made.groups(tmp_path, batch, lost), 4, ""), shape)
+    with pytest.raises(
+        Unreadable, match=r"routes of trajectory 5 are not in .* .there are no routes"
+    ) as error:
+        step.read(step.planned)
+    assert [sample.trajectory_id for sample in error.value.samples] == [5]
 
 
 @pytest.mark.parametrize("what", ["token", "log-prob", "mask", "record", "elsewhere"])

@@ -48,6 +48,7 @@ from laminar_hpc.config.models import (
 )
 from laminar_hpc.config.objectives import GAE
 from laminar_hpc.config.rewards import check_reward
+from laminar_hpc.config.routing import many_routes, replay_text, replayed_routes
 from laminar_hpc.config.rules import broken_rules
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.config.source import labels, parse_source
@@ -150,10 +151,12 @@ def derived_values(config: RunConfig, derived: Derived) -> dict[str, object]:
     batch = f"{a.prompts_per_step} prompts x {a.samples_per_prompt} samples"
     batch += f" = {derived.trajectories_per_step} trajectories"
     updates = f"{a.minibatches_per_step} updates of {derived.trajectories_per_update} each"
-    experts = experts_text(model_config(config.model.path, config.dry_run))
+    model = model_config(config.model.path, config.dry_run)
+    experts, routes = experts_text(model), replayed_routes(config, model)
     return {
         "batch_of_a_step": f"{batch}; {updates}",
         **({"experts": experts} if experts else {}),
+        **({"routing_replay": replay_text(config, routes)} if routes else {}),
         **dataclasses.asdict(derived),
         "relay_transport": transport_text(config),
         "pipeline": pipeline_text(config),
@@ -282,6 +285,9 @@ def warnings(config: RunConfig, derived: Derived) -> list[str]:
     """What works, but hardly as meant. One line each."""
     never = "evaluation.every is set and evaluation.files is empty: nothing is evaluated; name held-out files"
     lines = [never] if config.evaluation.every and not config.evaluation.files else []
+    if (routes := replayed_routes(config, model_config(config.model.path, config.dry_run))) is not None:
+        mean = config.sampling.max_response_tokens / _LONGEST_PER_MEAN
+        lines += filter(None, [many_routes(config, routes, derived.trajectories_per_step, mean)])
     local_batch = derived.local_batch_groups * config.algorithm.samples_per_prompt
     at_once = min(config.rollout.max_concurrent, local_batch)
     needed = math.ceil(at_once / _LONGEST_PER_MEAN) * config.sampling.max_response_tokens

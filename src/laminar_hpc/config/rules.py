@@ -17,6 +17,7 @@ from laminar_hpc.config.critic import wrong_critic
 from laminar_hpc.config.experts import Experts, experts_of
 from laminar_hpc.config.models import kv_heads, serving_bytes
 from laminar_hpc.config.objectives import SEQUENCE_LOSSES, WEIGHTS, is_own, wrong_options
+from laminar_hpc.config.routing import wrong_replay
 from laminar_hpc.config.schema import AlgorithmConfig, RunConfig
 from laminar_hpc.config.teachers import wrong_teachers
 
@@ -45,7 +46,9 @@ def broken_rules(config: RunConfig, model: dict | None) -> list[str]:
     parts += [_loss, _corrections, _rewards, _advantages, _schedule]
     texts = [text for part in parts for text in part(config)]
     texts += [*wrong_teachers(config, model), *wrong_critic(config, model)]
-    texts += [*_model(config, model), *_experts(config, experts_of(model))] if model is not None else []
+    if model is not None:
+        experts = experts_of(model)
+        texts += [*_model(config, model), *_experts(config, experts), *wrong_replay(config, experts)]
     return [re.sub(r"@([\w.]*\w)", written, text) for text in texts]
 
 

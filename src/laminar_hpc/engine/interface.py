@@ -77,6 +77,7 @@ class Generation:
     finish_reason: str  # stop | length | abort | moved
     spans: list[VersionSpan]  # weight_id is UNKNOWN_WEIGHTS where the engine names no weight id
     cached_tokens: int = 0  # of the prompt, taken from the prefix cache
+    routes: bytes | None = None  # of those that `generate` was asked for
 
 
 @dataclass(frozen=True)
@@ -125,10 +126,13 @@ class Engine(Protocol):
         request_id: str,
         namespace: str,
         on_tokens: OnTokens | None = None,
+        routes_from: int | None = None,
     ) -> Generation:
         """One response. KV is reused inside a `namespace` only; the rollout gives its weight id. `on_tokens`
-        is called every rollout.increment_tokens tokens, but not for the rest at the end. Raises
-        RequestFailed, EngineDied."""
+        is called every rollout.increment_tokens tokens, but not for the rest at the end. With
+        `routes_from`, at most the prompt's length, it brings the routes (config/routing.py) of prompt and
+        response from that token on, but of the last token, which the engine sends to no expert; each is that
+        of the pass that made the token's KV. Raises RequestFailed, EngineDied."""
 
     async def abort(self, request_id: str | None = None) -> None:
         """Ends one request, or all of them; each returns what it has, with finish_reason "abort"."""
@@ -193,8 +197,9 @@ class Engine(Protocol):
         """The source sends the KV of the longest prefix of `tokens` that its prefix cache has, and keeps it
         until the move is over; returns that prefix's length. Nothing of it need be running."""
 
-    async def kv_import(self, move_id: str, tokens: list[int]) -> int:
-        """The destination takes the KV of a prefix of `tokens` into its cache; returns its length."""
+    async def kv_import(self, move_id: str, tokens: list[int], routes: bytes = b"") -> int:
+        """The destination takes the KV of a prefix of `tokens` into its cache; returns its length. `routes`:
+        of these tokens, packed one after the other; an engine that returns routes refuses KV without."""
 
     async def kv_commit(self, move_id: str) -> None:
         """Releases what is held for the move; its KV stays in the prefix cache until the room is needed."""

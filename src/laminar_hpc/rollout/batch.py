@@ -17,6 +17,8 @@ import time
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
+from laminar_hpc.config.models import model_config
+from laminar_hpc.config.routing import replayed_routes
 from laminar_hpc.engine.interface import Generation, RequestFailed, sampling_parameters
 from laminar_hpc.line.context import RoleContext
 from laminar_hpc.line.messages.moves import MoveFailed
@@ -24,7 +26,7 @@ from laminar_hpc.machine.own_time import within
 from laminar_hpc.rollout.engine_lives import EngineLives
 from laminar_hpc.rollout.in_flight import Outcome, State, TrajectoryInFlight
 from laminar_hpc.rollout.move_source import HandOver
-from laminar_hpc.rollout.partial_response import columns, extended, objection
+from laminar_hpc.rollout.partial_response import columns, objection
 from laminar_hpc.rollout.state import ReplicaState
 from laminar_hpc.store.payload.layout import DamagedResponse, Logprobs, Tokens
 
@@ -63,6 +65,7 @@ class LocalBatch:
         self.left: list[TrajectoryInFlight] = []  # what was under way when it failed
         self.trajectories: dict[int, TrajectoryInFlight] = {}  # those with a task, by trajectory
         self.keep_kv = self.config.pipeline.keep_kv
+        self.route_shape = replayed_routes(self.config, model_config(self.config.model.path))
         self.one_policy = self.config.pipeline.refresh != "interrupt"
         self._places = asyncio.Semaphore(self.config.rollout.max_concurrent)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -203,8 +206,7 @@ class LocalBatch:
                     self._quiet.set()
             trajectory.cached_tokens = trajectory.cached_tokens or generation.cached_tokens
             try:
-                trajectory.partial = extended(trajectory.partial, generation)
-                trajectory.of_request = None
+                trajectory.add(generation)
             except DamagedResponse as error:
                 return Outcome(lost=str(error))
             self.progress += 1
@@ -259,8 +261,10 @@ class LocalBatch:
         # an abort's last tokens: what comes must follow on what is known
         if wanted and trajectory.told < trajectory.partial.count:
             self.context.channel.send(trajectory.increment(trajectory.told))
+        on_tokens, routes_from = send_increment if wanted else None, trajectory.asks_routes_from()
+        more = {} if routes_from is None else {"routes_from": routes_from}
         return await self.engines.current.generate(
-            trajectory.sequence, sampling, request_id, str(weight_id), send_increment if wanted else None
+            trajectory.sequence, sampling, request_id, str(weight_id), on_tokens, **more
         )
 
     # ---- interruption (refresh=interrupt) ------------------------------------------------------------------

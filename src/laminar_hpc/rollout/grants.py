@@ -8,6 +8,7 @@ newer weights come and take slots.
 from collections import deque
 from collections.abc import Callable
 
+from laminar_hpc.config.routing import RouteShape
 from laminar_hpc.line.messages.rollouts import Grant
 from laminar_hpc.rollout.in_flight import TrajectoryInFlight, granted
 from laminar_hpc.rollout.state import ReplicaState
@@ -15,11 +16,14 @@ from laminar_hpc.rollout.weight_loader import WeightLoader
 
 
 class Grants:
-    """`newest_batch`: of all that came."""
+    """`newest_batch`: of all that came; `route_shape`: as `granted` takes it."""
 
-    def __init__(self, state: ReplicaState, weight_loader: WeightLoader) -> None:
+    def __init__(
+        self, state: ReplicaState, weight_loader: WeightLoader, route_shape: RouteShape | None = None
+    ) -> None:
         self._state = state
         self._weight_loader = weight_loader
+        self._route_shape = route_shape
         self.newest_batch: int | None = None
         self._waiting: deque[Grant] = deque()
         self._beginning: list[TrajectoryInFlight] = []
@@ -45,7 +49,7 @@ class Grants:
 
     def begin(self, grant: Grant) -> list[TrajectoryInFlight]:
         """Returns the grant's trajectories, which stay here until `begun`."""
-        self._beginning = granted(grant)
+        self._beginning = granted(grant, self._route_shape)
         return self._beginning
 
     def begun(self, grant: Grant) -> None:

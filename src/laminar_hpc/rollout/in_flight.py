@@ -29,6 +29,8 @@ from enum import Enum
 
 import numpy as np
 
+from laminar_hpc.config.routing import RouteShape
+from laminar_hpc.engine.interface import Generation
 from laminar_hpc.environments.reward_pool import Score
 from laminar_hpc.environments.turns.episode import Episode
 from laminar_hpc.environments.turns.history import History
@@ -36,9 +38,11 @@ from laminar_hpc.environments.turns.session import Session
 from laminar_hpc.line.messages.data import TOKEN_BYTES, Partial, PromptGroup, Sample, Trajectory, VersionSpan
 from laminar_hpc.line.messages.moves import MoveOrder
 from laminar_hpc.line.messages.rollouts import Grant, Increment, Unfinished
-from laminar_hpc.rollout.partial_response import cut, given, joined, logprobs_of, tokens_of
+from laminar_hpc.rollout.partial_response import cut, extended, given, joined, logprobs_of, tokens_of
+from laminar_hpc.rollout.routes import asked_from, cut_routes, taken_up, whole_routes, with_routes
 from laminar_hpc.rollout.state import WrongState
 from laminar_hpc.store.payload.layout import Response, Tokens, drawn, pack, packed_digest
+from laminar_hpc.store.payload.routes import pack_routes
 
 
 class State(Enum):
@@ -93,6 +97,7 @@ class TrajectoryInFlight:
     failures: int = 0
     finish_reason: str = ""
     starts: list[int] = field(default_factory=list)  # of its later branches, among the response's tokens
+    route_shape: RouteShape | None = None  # where its routes are kept: rollout/routes.py
 
     state: State = field(default=State.GENERATING, init=False)
     move: OrderedMove | None = field(default=None, init=False)
@@ -202,6 +207,8 @@ class TrajectoryInFlight:
         """Its response ends after so many tokens, if it has more: its turn was stopped there."""
         if count < self.partial.count:
             self.partial = cut(self.partial, count)
+            if self.route_shape is not None:
+                self.partial = cut_routes(self.partial, self.prompt_length, self.route_shape)
             self.finish_reason = "stop"
 
     def branch(self) -> None:
@@ -215,6 +222,27 @@ class TrajectoryInFlight:
         if self.starts:
             return tokens[self.starts[-1] :]
         return np.concatenate((np.array(self.group.prompt_tokens, np.int32), tokens))
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens of its prompt."""
+        return len(self.group.prompt_tokens)
+
+    def asks_routes_from(self) -> int | None:
+        """The first token of `sequence` whose route the engine is to tell; None: of none."""
+        if self.route_shape is None:
+            return None
+        start = self.starts[-1] if self.starts else 0
+        self.partial, first = asked_from(self.partial, self.prompt_length, start, self.route_shape)
+        return first
+
+    def add(self, generation: Generation) -> None:
+        """Its last request has ended so. Raises DamagedResponse for what cannot be trained."""
+        more = extended(self.partial, generation)
+        if self.route_shape is not None:
+            more = with_routes(more, self.prompt_length, generation, self.route_shape)
+        self.partial = more
+        self.of_request = None
 
     def begin_again(self) -> None:
         """It begins again from its prompt."""
@@ -256,6 +284,13 @@ class TrajectoryInFlight:
         whole = tokens_of(partial), logprobs_of(partial), partial.spans, runs
         return pack(Response(self.trajectory_id, self.attempt, *whole))
 
+    def packed_routes(self) -> bytes:
+        """Packs its routes, which lie behind the response; nothing where none are kept."""
+        if self.route_shape is None:
+            return b""
+        rows = whole_routes(self.partial, self.prompt_length, self.route_shape)
+        return pack_routes(self.trajectory_id, self.attempt, rows)
+
     def finished(self, replica: int, response: bytes) -> Trajectory:
         """What is said of it when it has its last token, now; `response`: packed."""
         partial = self.partial
@@ -278,10 +313,12 @@ class TrajectoryInFlight:
         )
 
 
-def granted(grant: Grant) -> list[TrajectoryInFlight]:
-    """The trajectories of a grant, group by group."""
+def granted(grant: Grant, shape: RouteShape | None = None) -> list[TrajectoryInFlight]:
+    """The trajectories of a grant, group by group; `shape`: of the routes that are kept for training."""
+    kept = None if grant.evaluation else shape
 
     def one(group: PromptGroup, sample: Sample) -> TrajectoryInFlight:
+        partial = grant.parts.get(sample.trajectory_id) or Partial()
         return TrajectoryInFlight(
             sample.trajectory_id,
             sample.attempt,
@@ -291,8 +328,9 @@ def granted(grant: Grant) -> list[TrajectoryInFlight]:
             grant.temperature,
             grant.max_response_tokens,
             grant.evaluation,
-            grant.parts.get(sample.trajectory_id) or Partial(),
+            taken_up(partial, len(group.prompt_tokens), kept) if kept else partial,
             failures=sample.ungraded,
+            route_shape=kept,
         )
 
     return [one(group, sample) for group in grant.groups for sample in group.samples]

@@ -38,6 +38,7 @@ from laminar_hpc.rollout.batch import LocalBatch
 from laminar_hpc.rollout.in_flight import OrderedMove, TrajectoryInFlight
 from laminar_hpc.rollout.move_source import FromController, MoveMail
 from laminar_hpc.rollout.partial_response import tokens_of
+from laminar_hpc.rollout.routes import taken_up
 from laminar_hpc.rollout.state import WrongState
 
 logger = logging.getLogger(__name__)
@@ -131,6 +132,8 @@ class ReplicaMigration:
             self.state.finished()
             return
         (commit, partial), t1 = taken, time.time()
+        if (shape := self.batch.route_shape) is not None:
+            partial = taken_up(partial, len(reserve.group.prompt_tokens), shape)
         trajectory = TrajectoryInFlight(
             reserve.trajectory_id,
             commit.attempt,
@@ -140,6 +143,7 @@ class ReplicaMigration:
             reserve.temperature,
             reserve.max_response_tokens,
             partial=msgspec.structs.replace(partial, moves=partial.moves + 1),
+            route_shape=shape,
         )
         self.batch.comes(trajectory)
         # The request goes in before the commit: until it has the KV, the move holds it.
@@ -184,7 +188,9 @@ class ReplicaMigration:
         if address:
             try:
                 prefix = await self._engine.kv_import(
-                    reserve.move_id, reserve.group.prompt_tokens + tokens_of(partial).tolist()
+                    reserve.move_id,
+                    reserve.group.prompt_tokens + tokens_of(partial).tolist(),
+                    partial.routes,
                 )
             except (KvRefused, RequestFailed) as error:
                 logger.warning("trajectory %d is prefilled again: %s", reserve.trajectory_id, error)

@@ -61,7 +61,8 @@ class Results:
         if self._scoring.graded_elsewhere(trajectory) and trajectory.episode is not None:
             generated.home = trajectory.partial.home
             generated.figures = trajectory.episode.figures(time.time())
-        self._context.channel.send_after(self._payloads.append(response), partial(_stored, generated))
+        written = self._payloads.append(response, trajectory.packed_routes())
+        self._context.channel.send_after(written, partial(_stored, generated))
 
     def lost(self, trajectory: TrajectoryInFlight, reason: str, ungraded: int = 0) -> None:
         """It is granted anew, to whomever. `ungraded`: its environment failed so many times."""

@@ -115,7 +115,7 @@ class RolloutWorker:
         self.migration = ReplicaMigration(self.batch, moves.mail, answers)
         self.shutdown = GracefulShutdown(self.batch, self._leave, answers)
         self.resets = ResetsAhead(self.episodes.pool if self.episodes else None, self.state)
-        self.grants = Grants(self.state, self.weight_loader)
+        self.grants = Grants(self.state, self.weight_loader, self.batch.route_shape)
         self.profile = EngineProfile(context, self.engines)
         self.wake = asyncio.Event()  # a grant or newer weights
         self.interrupts = self.config.pipeline.refresh == "interrupt"

@@ -19,6 +19,8 @@ from concurrent.futures import Future
 from pathlib import Path
 
 from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.config.models import model_config
+from laminar_hpc.config.routing import replays, route_shape
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.machine.observability.console import line
 from laminar_hpc.machine.observability.metrics import MetricsWriter
@@ -109,7 +111,8 @@ class Archiving:
 
     def put_back(self, step: int) -> None:
         """Before the store goes back to the weights of step `step`: what was archived of that step and later
-        ones has its places again. Raises LaminarError where the archive does not have it."""
+        ones has its places again. Raises LaminarError where the archive does not have it, or not all that the
+        trainer needs of it."""
         if step >= self._done:
             return
         gone = [s for s in range(step + 1, self._done + 1) if not files.path_of(self._run_dir, s).exists()]
@@ -118,6 +121,11 @@ class Archiving:
                 f"the trainers go back to step {step}, and what step {gone[0]} trained is not kept "
                 f"(archive={self._config.archive}, {self._run_dir / files.FOLDER}): bring back a "
                 "later checkpoint, or begin another run with this one's weights"
+            )
+        if replays(self._config) and route_shape(model_config(self._config.model.path)) is not None:
+            raise LaminarError(
+                f"the trainers go back to step {step}, and the archive has no routes of what step {step + 1} "
+                "trained: bring back a later checkpoint, or set algorithm.routing_replay=false"
             )
         writer = PayloadWriter(self._store.run_dir, put_back.WRITER)
         try:

@@ -9,18 +9,20 @@ bytes that they have on the wire (msgpack), never pickled. Every wait is bounded
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import torch.distributed as dist
 
 from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.config.routing import RouteShape
 from laminar_hpc.line.context import RoleContext
 from laminar_hpc.line.messages.data import Message, Sample
 from laminar_hpc.line.messages.training import Batch, Continue, Leave, NotYet, StepDone, TakeBatch
 from laminar_hpc.line.messages.wire import AnyMessage, decode, encode
 from laminar_hpc.store.payload.layout import Response
-from laminar_hpc.store.payload.reader import LATE_SECONDS, read
+from laminar_hpc.store.payload.reader import LATE_SECONDS, read, read_routes
 from laminar_hpc.store.payload.whole import place_of
 from laminar_hpc.trainer.control import all_frames, from_first
 from laminar_hpc.trainer.progress import Progress
@@ -41,14 +43,16 @@ class Unreadable(LaminarError):
 
 
 class BatchInbox:
-    """Collective: every rank of the trainer world makes the same calls in the same order."""
+    """Collective: every rank of the trainer world makes the same calls in the same order. `routes`: with
+    which responses are read; None: without."""
 
-    def __init__(self, context: RoleContext, progress: Progress) -> None:
+    def __init__(self, context: RoleContext, progress: Progress, routes: RouteShape | None = None) -> None:
         self._progress = progress
         self._channel = context.channel
         self._seconds = context.config.cluster.batch_timeout_seconds
         self._rank = dist.get_rank()
         self._run_dir = context.run_dir
+        self._routes = routes
 
     def take(self, step: int, part: int = 0, lost: Unreadable | None = None) -> StepBatch | None:
         """The batch that turns step `step` into step + 1, or its mini-batch `part`; None when the run is to
@@ -67,9 +71,9 @@ class BatchInbox:
         self._progress.enter("wait")
         found, lost, why = list[Response](), list[Sample](), ""
         try:
-            found = _checked(run_dir, wanted, LATE_SECONDS)
+            found = _checked(run_dir, wanted, LATE_SECONDS, self._routes)
         except LaminarError as error:
-            lost, why = _unreadable(run_dir, wanted), str(error)
+            lost, why = _unreadable(run_dir, wanted, self._routes), str(error)
         # where none of many can be read, it is the file system
         said = msgspec.msgpack.encode((lost, why, len(lost) < max(2, len(wanted))))
         frames = all_frames(said if why else b"", self._seconds, f"the responses of step {step}")
@@ -123,18 +127,26 @@ class BatchInbox:
         )
 
 
-def _checked(run_dir: Path, wanted: Sequence[PlannedMicrobatch], late: float) -> list[Response]:
-    found = read(run_dir, [place_of(planned.record) for planned in wanted], late)
+def _checked(
+    run_dir: Path, wanted: Sequence[PlannedMicrobatch], late: float, shape: RouteShape | None
+) -> list[Response]:
+    """The responses, with `shape` with their routes."""
+    places = [place_of(planned.record) for planned in wanted]
+    found = read(run_dir, places, late)
     for planned, response in zip(wanted, found, strict=True):
         _check(planned, response)
-    return found
+    if shape is None:
+        return found
+    of_tokens = [(*place, planned.length) for place, planned in zip(places, wanted, strict=True)]
+    routes = read_routes(run_dir, of_tokens, shape, late)
+    return [replace(response, routed_experts=of) for response, of in zip(found, routes, strict=True)]
 
 
-def _unreadable(run_dir: Path, wanted: Sequence[PlannedMicrobatch]) -> list[Sample]:
+def _unreadable(run_dir: Path, wanted: Sequence[PlannedMicrobatch], shape: RouteShape | None) -> list[Sample]:
     lost = []
     for planned in wanted:
         try:
-            _checked(run_dir, [planned], late=0.0)
+            _checked(run_dir, [planned], 0.0, shape)
         except LaminarError:
             lost.append(Sample(planned.record.trajectory_id, planned.record.attempt))
     return lost

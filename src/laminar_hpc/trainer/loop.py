@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
+from laminar_hpc.config.models import model_config
+from laminar_hpc.config.routing import replayed_routes
 from laminar_hpc.line.context import RoleContext
 from laminar_hpc.line.messages.training import Checkpointed, Restored, TrainerDone
 from laminar_hpc.policies.metrics import merged
@@ -62,7 +64,7 @@ def run(context: RoleContext) -> None:
         restored, passed_over = checkpointer.restore()
         if dist.get_rank() == 0:
             context.channel.send(Restored(restored, passed_over))
-        inbox = BatchInbox(context, progress)
+        inbox = BatchInbox(context, progress, replayed_routes(config, model_config(config.model.path)))
         publisher = _NoPublisher() if config.source.startswith("replay:") else Publisher(context, policy)
     with closing(checkpointer):
         step = _steps(context, policy, learner, checkpointer, inbox, publisher, progress, restored)

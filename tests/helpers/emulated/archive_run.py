@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from helpers.made import Made
+from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.line.messages.data import ScorePart
 from laminar_hpc.store.archiving import Archiving
 from laminar_hpc.store.checkpoints import checkpoint_path, steps
@@ -120,7 +121,8 @@ class EmulatedRun:
 
 
 def _archiving(run_dir: Path, rule: str, store: Store, gone: GoneWriters, said: list[str]) -> Archiving:
-    config = SimpleNamespace(run_dir=str(run_dir), archive=rule, checkpoint=SimpleNamespace(keep=KEEP))
+    config = RunConfig(run_dir=str(run_dir), archive=rule)
+    config.checkpoint.keep = KEEP
     return Archiving(config, store, gone, SimpleNamespace(write=lambda *_, **__: None), said.append)
 
 

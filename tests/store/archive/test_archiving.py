@@ -210,6 +210,27 @@ def test_a_restore_to_what_is_not_kept_is_one_line(tmp_path):
     run.again().store.close()
 
 
+def test_a_restore_behind_the_archive_does_without_routes_or_is_one_line(tmp_path):
+    """Promise: routes are not archived, so what was trained under them is not trained again without."""
+    run = EmulatedRun(tmp_path)
+    run.train(9)
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3_moe", "num_hidden_layers": 2}')
+    config = run.archiving._config
+    config.model.path = str(tmp_path)
+    config.algorithm.routing_replay = "true"
+    with pytest.raises(
+        LaminarError, match=r"no routes of what step 4 trained.*routing_replay=false"
+    ) as caught:
+        run.restore(3)
+    assert "\n" not in str(caught.value) and run.store.archived_steps == 6
+    run.store.roll_back()
+    config.algorithm.routing_replay = "auto"
+    run.restore(3)
+    assert run.store.archived_steps == 3
+    run.archiving.close()
+    run.store.close()
+
+
 def test_a_controller_dies_before_the_store_knows(tmp_path):
     """Promise: a file that was written and never noted is written again; nothing is lost in between."""
     run = EmulatedRun(tmp_path)

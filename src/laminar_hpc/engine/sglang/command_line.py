@@ -9,11 +9,13 @@ import json
 import re
 from pathlib import Path
 
+from laminar_hpc.config.bounds import shown
 from laminar_hpc.config.check import derive, memory_need
 from laminar_hpc.config.errors import did_you_mean
 from laminar_hpc.config.experts import experts_of
 from laminar_hpc.config.memory import USABLE, shared_bytes, shared_engines
 from laminar_hpc.config.models import head_size, model_config
+from laminar_hpc.config.routing import replayed_routes
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.machine.devices import present
 
@@ -33,6 +35,7 @@ _OURS = {
     **dict.fromkeys(("dp-size", "data-parallel-size"), "rollout.replicas"),
     **dict.fromkeys(("model", "model-path"), "model.path"),
     "dtype": "model.dtype",
+    "enable-return-routed-experts": "algorithm.routing_replay",
     "random-seed": "seed",
 }
 # names, or with a dash at the end what names begin with -> why an engine with them could serve no run
@@ -48,6 +51,7 @@ _NOT_HERE = {
     "are loaded in the layout of SGLang's triton kernels, each once",
     "preferred-sampling-params": "responses are drawn as `sampling` says",
 }
+_WITHOUT_ROUTES = ("enable-hierarchical-cache", "enable-lmcache", "enable-hisparse")
 _MOVED_DTYPES = ("auto", "bf16", "bfloat16")  # of KV caches that engine/kv/pool.py moves
 _MOVED_PAGE = 64
 _FIELD = re.compile(r"^    ([a-z]\w+)\s*:", re.M)
@@ -101,6 +105,8 @@ def _refusal(config: RunConfig, name: str, value: str, names: set[str]) -> str:
     for those, why in _NOT_HERE.items():
         if any(name == one or (one.endswith("-") and name.startswith(one)) for one in those.split()):
             return f"{why}; leave it out"
+    if name in _WITHOUT_ROUTES and shown(config.algorithm.routing_replay) != "false":
+        return "KV that comes back has no routes; leave it out, or set algorithm.routing_replay=false"
     unmoved = (
         (name == "kv-cache-dtype" and value not in _MOVED_DTYPES)
         or (name == "page-size" and value.isdigit() and int(value) > _MOVED_PAGE)
@@ -142,11 +148,14 @@ def _memory_share(config: RunConfig) -> dict[str, str]:
 
 
 def _experts(config: RunConfig) -> dict[str, str]:
-    """Of a mixture of experts: how it is divided, and on a GPU kernels whose weights lie as they are named
-    (unquant.py:722 shuffles them for others)."""
-    if experts_of(model_config(config.model.path, config.dry_run)) is None:
+    """Of a mixture of experts: how it is divided, whether it tells which experts its tokens went to, and on a
+    GPU kernels whose weights lie as they are named (unquant.py:722 shuffles them for others)."""
+    model = model_config(config.model.path, config.dry_run)
+    if experts_of(model) is None:
         return {}
     size = {"expert-parallel-size": str(config.rollout.expert_parallel)}
+    if replayed_routes(config, model) is not None:
+        size["enable-return-routed-experts"] = "true"
     return size | ({"moe-runner-backend": "triton"} if has_cuda() else {})
 
 

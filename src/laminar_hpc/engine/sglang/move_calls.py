@@ -46,8 +46,8 @@ class MoveCalls:
         request = protocol.KvSendKept(move_id, tokens, namespace, address, folder, MOVE_SECONDS)
         return (await self._move(request, protocol.KvDone)).tokens
 
-    async def kv_import(self, move_id: str, tokens: list[int]) -> int:
-        return (await self._move(protocol.KvImport(move_id, tokens), protocol.KvDone)).tokens
+    async def kv_import(self, move_id: str, tokens: list[int], routes: bytes = b"") -> int:
+        return (await self._move(protocol.KvImport(move_id, tokens, routes), protocol.KvDone)).tokens
 
     async def kv_commit(self, move_id: str) -> None:
         await self._move(protocol.KvEnd(move_id), protocol.KvDone)

@@ -37,6 +37,7 @@ class Meta(msgspec.Struct):
     weight_version: str | int | None = None
     weight_versions: list[Version] | None = None
     cached_tokens: int | None = None
+    routed_experts: bytes | None = None
 
 
 class GenerateReply(msgspec.Struct):
@@ -93,4 +94,5 @@ def parse_generation(replies: list[GenerateReply]) -> Generation:
         [VersionSpan(weight_id(span.version), span.start, span.end) for span in spans or ()]
         or [VersionSpan(weight_id(last.weight_version), 0, len(tokens))],
         last.cached_tokens or 0,
+        last.routed_experts,
     )

@@ -110,15 +110,18 @@ class SglangServer(MoveCalls):
         request_id: str,
         namespace: str,
         on_tokens: OnTokens | None = None,
+        routes_from: int | None = None,
     ) -> Generation:
         """See Engine. The limit is rollout.request_timeout_seconds."""
-        payload = {
+        payload: dict[str, Any] = {
             "rid": request_id,
             "input_ids": prompt_tokens,
             "sampling_params": sampling,
             "return_logprob": True,
             "extra_key": namespace,
         }
+        if routes_from is not None:
+            payload |= {"return_routed_experts": True, "routed_experts_start_len": routes_from}
         seconds = self.config.rollout.request_timeout_seconds
         if on_tokens is None:
             return parse_generation([decode(await self.http.post_for_bytes("/generate", payload, seconds))])

@@ -42,7 +42,8 @@ class Partial(msgspec.Struct):
     environment: they are not trained, and their log-prob is 0. `called`: the calls of its last turn may have
     been made, and their results are not here. `awaits`: then the name of the Answer that will bring them
     from the replica where they are made, "" = none will. `home`: the name of its environment, which stays
-    with the replica that made it (line/messages/homes.py), "" = it has none that stays."""
+    with the replica that made it (line/messages/homes.py), "" = it has none that stays. `routes`: with
+    algorithm.routing_replay the experts of the first tokens of prompt and response (rollout/routes.py)."""
 
     tokens: bytes = b""
     logprobs: bytes = b""
@@ -52,6 +53,7 @@ class Partial(msgspec.Struct):
     called: bool = False
     awaits: str = ""
     home: str = ""
+    routes: bytes = b""
 
     @property
     def count(self) -> int:

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from laminar_hpc.config.models import model_config
+from laminar_hpc.config.routing import replayed_routes
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.data.tokens import load_tokenizer, stop_token_ids
 from laminar_hpc.engine.interface import (
@@ -44,6 +45,7 @@ class EmulatedRequest:
     context: int  # tokens of its prompt, and what came with it
     on_tokens: OnTokens | None
     cached: int = 0  # of its prompt, found in the prefix cache
+    routes_from: int | None = None
     ends_with: Sequence[int] = ()  # its last tokens, where they are not invented
     spans: list[tuple[int, int]] = dataclasses.field(default_factory=list)  # (earlier weight id, last token)
 
@@ -85,7 +87,9 @@ class EmulatedDecoding:
         self.model = MODELS[emulation.model]
         tensor_parallel = emulation.tensor_parallel or self.model.tensor_parallel
         self.costs = engine_costs(self.model, GPUS[emulation.gpu], tensor_parallel, constants)
-        self.vocabulary = model_config(config.model.path)["vocab_size"]
+        model = model_config(config.model.path)
+        self.vocabulary = model["vocab_size"]
+        self._route_shape = replayed_routes(config, model)
         self.weight_id: int | None = None
         admission = EngineAdmission.of(config.sampling.max_response_tokens, constants)
         self._born = time.monotonic()
@@ -178,7 +182,14 @@ class EmulatedDecoding:
         self._job_of.pop(id(job.request), None)
         end = job.generated(self._replica)
         if not job.future.done():
-            job.future.set_result(self._generation(job, job.first, end, reason))
+            generation = self._generation(job, job.first, end, reason)
+            job.future.set_result(dataclasses.replace(generation, routes=self._routes(job, end)))
+
+    def _routes(self, job: EmulatedRequest, end: int) -> bytes | None:
+        if job.routes_from is None or self._route_shape is None:
+            return None
+        last = job.context + end - job.first - 1
+        return responses.routes(self.index, job.routes_from, last, self._route_shape)
 
     def _generation(self, job: EmulatedRequest, start: int, end: int, reason: str) -> Generation:
         tokens = responses.tokens(job.trajectory_id, start, end, self.vocabulary)
@@ -222,6 +233,7 @@ class EmulatedDecoding:
         request_id: str,
         namespace: str,
         on_tokens: OnTokens | None = None,
+        routes_from: int | None = None,
     ) -> Generation:
         """See Engine. The request id ends with trajectory, attempt and a counter."""
         if self._dead.is_set():
@@ -238,6 +250,7 @@ class EmulatedDecoding:
         cut = wanted >= max_tokens
         job = EmulatedRequest(trajectory_id, first, wanted, cut, len(prompt_tokens), on_tokens)
         job.ends_with = self._call if wanted < length else ()
+        job.routes_from = routes_from
         came = self._came.pop(hash(tuple(prompt_tokens)), 0) if self._came else 0
         warm = min(max(came, self._warm.pop(trajectory_id, 0)), len(prompt_tokens))
         job.cached = warm

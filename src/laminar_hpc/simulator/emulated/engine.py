@@ -145,7 +145,7 @@ class EmulatedEngine(EmulatedDecoding):
         await self._pass(max(0.0, self._link_free - self._now()))
         self._sent[move_id] = (address, trajectory_id, context)
 
-    async def kv_import(self, move_id: str, tokens: list[int]) -> int:
+    async def kv_import(self, move_id: str, tokens: list[int], routes: bytes = b"") -> int:
         offer = self._endpoint.offer(move_id)
         if offer is None or move_id not in self._reserved:
             raise KvRefused(f"KV move {move_id} refused: it was not reserved at {self.name}")

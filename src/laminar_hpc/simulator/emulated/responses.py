@@ -10,6 +10,7 @@ import random
 import numpy as np
 from numpy.typing import NDArray
 
+from laminar_hpc.config.routing import RouteShape
 from laminar_hpc.simulator.constants import GROUP_CORRELATION
 from laminar_hpc.store.payload.layout import Logprobs, Tokens
 
@@ -34,6 +35,13 @@ def tokens(trajectory_id: int, start: int, end: int, vocabulary: int) -> Tokens:
 def logprobs(trajectory_id: int, start: int, end: int) -> Logprobs:
     """Their behaviour log-probs: multiples of 1/256, so that they are the same in every format."""
     return (-(_places(trajectory_id, start, end) + 1) / 256).astype(np.float32)
+
+
+def routes(replica: int, start: int, end: int, shape: RouteShape) -> bytes:
+    """Routes of the tokens at places [start, end), which say who has computed them and where."""
+    places = replica * 37 + np.arange(start, end)[:, None, None]
+    experts = places + np.arange(len(shape.layers))[:, None] + np.arange(shape.per_token)
+    return (experts % shape.experts).astype(np.dtype(shape.dtype).newbyteorder("<")).tobytes()
 
 
 def _places(trajectory_id: int, start: int, end: int) -> NDArray[np.int64]:

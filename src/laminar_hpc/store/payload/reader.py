@@ -8,17 +8,21 @@ import itertools
 import os
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
 from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.config.routing import RouteShape
 from laminar_hpc.line.messages.data import ResponsePlace
-from laminar_hpc.store.payload.layout import DamagedResponse, Response, unpack
+from laminar_hpc.store.payload.layout import DamagedResponse, Response, Routes, unpack
+from laminar_hpc.store.payload.routes import packed_bytes, unpack_routes
 from laminar_hpc.store.payload.writer import FOLDER
 
+T = TypeVar("T")
 _NAME = re.compile(r"[a-z]+-?\d+_[0-9a-f]{8}\.\d{4,}")
 _THREADS = 4
 _AT_ONCE_BYTES = 64 << 20  # per thread and turn
@@ -37,21 +41,72 @@ def read(
     """The responses of these trajectories, in this order: views of one buffer, which is as large as they are.
     Raises LaminarError, with the trajectory and the file, where one is not there, also after `late` seconds,
     or not as it was generated."""
+
+    def unpacked(into: np.ndarray, i: int) -> Response:
+        response, trajectory_id = unpack(into), wanted[i][0]
+        if response.trajectory_id != trajectory_id:
+            raise DamagedResponse(f"there is trajectory {response.trajectory_id}")
+        return response
+
+    return _read_all(
+        run_dir, wanted, late, unpacked, "the response of trajectory {} is not in {} as it was generated"
+    )
+
+
+def read_routes(
+    run_dir: Path,
+    wanted: Sequence[tuple[int, ResponsePlace, int]],
+    shape: RouteShape,
+    late: float = LATE_SECONDS,
+) -> list[Routes]:
+    """The routes behind the responses of these trajectories, at their places, each of so many tokens, as
+    `read`. Raises LaminarError as `read`, and where there are no routes or other ones than are due."""
+    places = [
+        (i, ResponsePlace(place.file, place.offset + place.size, packed_bytes(tokens, shape)))
+        for i, place, tokens in wanted
+    ]
+
+    def unpacked(into: np.ndarray, i: int) -> Routes:
+        return unpack_routes(into, wanted[i][0], wanted[i][2], shape)
+
+    return _read_all(
+        run_dir, places, late, unpacked, "the routes of trajectory {} are not in {} as they were generated"
+    )
+
+
+def _read_all(
+    run_dir: Path,
+    wanted: Sequence[tuple[int, ResponsePlace]],
+    late: float,
+    unpacked: Callable[[np.ndarray, int], T],
+    what: str,
+) -> list[T]:
+    """`unpacked` of the bytes at each place. It is called in threads; `what` begins an error, with
+    places for the trajectory and the file."""
     starts = np.cumsum([0, *(place.size for _, place in wanted)])
     buffer = np.empty(int(starts[-1]), np.uint8)
     parts = [buffer[a:b] for a, b in itertools.pairwise(starts)]
     deadline = time.monotonic() + late
 
-    def read_file(members: list[int]) -> list[Response]:
-        return [_read(run_dir / FOLDER, *wanted[i], parts[i], deadline) for i in members]
+    def read_one(i: int) -> T:
+        trajectory_id, place = wanted[i]
+        path = run_dir / FOLDER / place.file
+        try:
+            _fill_by(path, place, parts[i], deadline)
+            return unpacked(parts[i], i)
+        except (OSError, DamagedResponse) as error:
+            why = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
+            raise LaminarError(
+                f"{what.format(trajectory_id, path)} ({why}): all roles must see one run_dir; look at the "
+                "files with laminar audit RUN_DIR"
+            ) from None
 
     shares = _shares(wanted)
-    found: list[Response | None] = [None] * len(wanted)
+    found = dict[int, T]()
     with ThreadPoolExecutor(min(_THREADS, max(1, len(shares)))) as pool:
-        for members, responses in zip(shares, pool.map(read_file, shares), strict=True):
-            for i, response in zip(members, responses, strict=True):
-                found[i] = response
-    return [response for response in found if response is not None]
+        for of_share in pool.map(lambda members: [(i, read_one(i)) for i in members], shares):
+            found.update(of_share)
+    return [found[i] for i in range(len(wanted))]
 
 
 def _shares(wanted: Sequence[tuple[int, ResponsePlace]]) -> list[list[int]]:
@@ -67,27 +122,13 @@ def _shares(wanted: Sequence[tuple[int, ResponsePlace]]) -> list[list[int]]:
     return shares
 
 
-def _read(
-    folder: Path, trajectory_id: int, place: ResponsePlace, into: np.ndarray, deadline: float
-) -> Response:
-    path = folder / place.file
-    try:
-        if not is_sound(place):
-            raise DamagedResponse("no rollout names a file so")
-        while not _fill(path, place.offset, into):
-            if time.monotonic() > deadline:
-                raise DamagedResponse(f"bytes {place.offset} to {place.offset + place.size} are not there")
-            time.sleep(0.1)
-        response = unpack(into)
-        if response.trajectory_id != trajectory_id:
-            raise DamagedResponse(f"there is trajectory {response.trajectory_id}")
-        return response
-    except (OSError, DamagedResponse) as error:
-        why = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
-        raise LaminarError(
-            f"the response of trajectory {trajectory_id} is not in {path} as it was generated ({why}): all "
-            "roles must see one run_dir; look at the files with laminar audit RUN_DIR"
-        ) from None
+def _fill_by(path: Path, place: ResponsePlace, into: np.ndarray, deadline: float) -> None:
+    if not is_sound(place):
+        raise DamagedResponse("no rollout names a file so")
+    while not _fill(path, place.offset, into):
+        if time.monotonic() > deadline:
+            raise DamagedResponse(f"bytes {place.offset} to {place.offset + place.size} are not there")
+        time.sleep(0.1)
 
 
 def _fill(path: Path, offset: int, into: np.ndarray) -> bool:

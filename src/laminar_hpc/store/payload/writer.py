@@ -17,6 +17,7 @@ import time
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from laminar_hpc.line.messages.data import ResponsePlace
 from laminar_hpc.machine.files.durable import sync_folder
@@ -29,6 +30,14 @@ _CLOSE_SECONDS = 5.0  # for what is being written
 _LOOK_SECONDS = 1.0  # for room on a full disk
 
 
+class _Item(NamedTuple):
+    """What is to be written, and who waits for its place."""
+
+    record: bytes
+    behind: bytes
+    future: "Future[ResponsePlace]"
+
+
 class PayloadWriter:
     """`append` never waits; its first call starts the thread. `name` names the writer, as rollout3.
     `patience`: seconds for which the thread waits for room on a full disk, and all later records with it."""
@@ -37,7 +46,7 @@ class PayloadWriter:
         self._folder = run_dir / FOLDER
         self._name = f"{name}_{secrets.token_hex(4)}"
         self._patience = patience
-        self._waiting: queue.SimpleQueue[tuple[bytes, Future[ResponsePlace]] | None] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._closing = threading.Event()
         self._file = -1
@@ -45,11 +54,12 @@ class PayloadWriter:
         self._number = 0  # of the next file
         self._size = 0
 
-    def append(self, record: bytes) -> "Future[ResponsePlace]":
-        """The future gets the record's place once the record is on the disk. If it cannot be written, the
-        future gets the OSError, and no byte of the record stays."""
+    def append(self, record: bytes, behind: bytes = b"") -> "Future[ResponsePlace]":
+        """The future gets the record's place once the record is on the disk, with what lies right behind it
+        and is no part of its place. If it cannot be written, the future gets the OSError, and no byte of the
+        record stays."""
         future: Future[ResponsePlace] = Future()
-        self._waiting.put((record, future))
+        self._waiting.put(_Item(record, behind, future))
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="payloads", daemon=True)
             self._thread.start()
@@ -74,34 +84,35 @@ class PayloadWriter:
         if self._file >= 0:
             os.close(self._file)
 
-    def _write(self, batch: list[tuple[bytes, "Future[ResponsePlace]"]]) -> None:
+    def _write(self, batch: list["_Item"]) -> None:
         if not batch:
             return
-        begun, records = time.monotonic(), [record for record, _ in batch]
+        begun = time.monotonic()
         while True:
             try:
-                places = self._places(records)
+                places = self._places(batch)
                 break
             except OSError as error:
                 if not self._waits_for_room(error, begun):
-                    for _, future in batch:
-                        future.set_exception(error)
+                    for item in batch:
+                        item.future.set_exception(error)
                     return
         if (seconds := time.monotonic() - begun) > _SLOW_SECONDS:
             log.warning("%s took %.0f s to write %d responses", self._folder, seconds, len(batch))
-        for place, (_, future) in zip(places, batch, strict=True):
-            future.set_result(place)
+        for place, item in zip(places, batch, strict=True):
+            item.future.set_result(place)
 
-    def _places(self, records: list[bytes]) -> list[ResponsePlace]:
+    def _places(self, batch: list["_Item"]) -> list[ResponsePlace]:
         """Puts all records on the disk; after an OSError none of them is there."""
         before, places = self._size, list[ResponsePlace]()
         try:
             if self._file < 0 or self._size >= _FILE_BYTES:
                 self._begin_file()
                 before = 0
-            for record in records:
-                places.append(ResponsePlace(self._path.name, self._size, len(record)))
-                self._put(record)
+            for item in batch:
+                places.append(ResponsePlace(self._path.name, self._size, len(item.record)))
+                self._put(item.record)
+                self._put(item.behind)
             os.fdatasync(self._file)
         except OSError:
             self._cut(before)

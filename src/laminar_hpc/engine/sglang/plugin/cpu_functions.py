@@ -25,6 +25,11 @@ def leave_shape(model_config: Any, *_: object) -> Any:
     return model_config
 
 
+def plain_memory(dims: tuple[int, ...], dtype: torch.dtype, *_: object, **__: object) -> torch.Tensor:
+    """In place of memory that CUDA knows: there is no device to copy it from."""
+    return torch.empty(dims, dtype=dtype)
+
+
 def rotate(
     original: Callable,
     rope: Any,

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from laminar_hpc.engine.sglang.plugin import columns, kv_cache, port, protocol
+from laminar_hpc.engine.sglang.plugin import columns, kv_cache, port, protocol, routes
 from laminar_hpc.machine.compat.optional import leave_out
 
 
@@ -44,6 +44,15 @@ PORT_HOOKS = (
         "AROUND",
         kv_cache.account,
     ),
+    # batch_result_processor.py:135 reads the slots of a request's last prefill, in four bytes per expert
+    Hook(
+        "sglang.srt.managers.scheduler_components.batch_result_processor",
+        "SchedulerBatchResultProcessor._maybe_collect_routed_experts",
+        "AROUND",
+        routes.collect,
+    ),
+    # schedule_batch.py:2268 frees the slots of a request that is to be prefilled again
+    Hook("sglang.srt.managers.schedule_batch", "release_req", "BEFORE", routes.keep_retracted),
     # load_snapshot.py:299 names a file in /dev/shm, which outlives a killed engine
     Hook("sglang.srt.managers.load_snapshot", "shm_path_for", "REPLACE", port.load_snapshot_path),
 )
@@ -84,6 +93,13 @@ def cpu_hooks() -> tuple[Hook, ...]:
             "RotaryEmbedding.forward_native",
             "AROUND",
             cpu_functions.rotate,
+        ),
+        # pool_host/common.py:250 registers host memory with CUDA
+        Hook(
+            "sglang.srt.mem_cache.pool_host.common",
+            "alloc_with_host_register",
+            "REPLACE",
+            cpu_functions.plain_memory,
         ),
         # moe/fused_moe_native.py:79 counts by the experts' numbers, of which others' are -1
         Hook(

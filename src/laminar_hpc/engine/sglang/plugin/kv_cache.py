@@ -44,12 +44,13 @@ def served_weight_id() -> int | None:
 
 
 def pool_of(buffers: object, page_size: int) -> Pool:
-    """SGLang's pool as the extension sees it. Raises KvRefused without keys and values per layer (MLA)."""
+    """SGLang's pool as the extension sees it. Raises KvRefused without keys and values per layer: MLA, and
+    pools of several kinds of layers."""
     keys, values = getattr(buffers, "k_buffer", None), getattr(buffers, "v_buffer", None)
     if not isinstance(keys, list) or not isinstance(values, list):
         raise KvRefused(
             f"KV move refused: the engine's pool is a {type(buffers).__name__}; "
-            "those of MHA and GQA models can be moved, MLA's not"
+            "those of MHA and GQA models can be moved, MLA's and hybrid ones not"
         )
     return Pool.of(keys, values, page_size)
 

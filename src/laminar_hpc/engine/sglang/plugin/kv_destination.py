@@ -6,7 +6,7 @@ import torch
 from laminar_hpc.engine.kv.errors import KvRefused
 from laminar_hpc.engine.kv.inbox import Expected, KvInbox
 from laminar_hpc.engine.kv.transfer import of_all_ranks
-from laminar_hpc.engine.sglang.plugin import kv_cache, protocol
+from laminar_hpc.engine.sglang.plugin import kv_cache, protocol, routes
 from laminar_hpc.engine.sglang.plugin.kv_moves import Incoming, KvMoves, after
 from laminar_hpc.engine.sglang.plugin.lockstep import OperationPart, Steps
 from laminar_hpc.machine.processes import machine_name
@@ -70,6 +70,8 @@ class Destination:
             )
         move.close()
         tokens = request.tokens[: int(there.pop())]
+        slots = move.pages[: len(tokens)].to(device="cpu", dtype=torch.int64)
+        routes.put(self.moves.scheduler, slots, request.routes)
         move.hold = self.moves.cache.insert(tokens, str(move.weight_id), move.pages)
         move.pages = None
         move.expires = after(move.seconds)

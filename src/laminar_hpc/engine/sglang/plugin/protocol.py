@@ -112,9 +112,11 @@ class KvSendKept(KvRequest):
 
 
 class KvImport(KvRequest):
-    """The destination takes the KV, of a prefix of `tokens`, into its prefix cache and holds it."""
+    """The destination takes the KV, of a prefix of `tokens`, into its prefix cache and holds it. `routes`: of
+    these tokens, as in config/routing.py; empty where the engine returns none."""
 
     tokens: list[int]
+    routes: bytes = b""
 
 
 class KvEnd(KvRequest):
