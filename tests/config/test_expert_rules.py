@@ -10,7 +10,8 @@ from laminar_hpc.config.check import check, derived_values
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.experts import experts_of
 from laminar_hpc.config.load import load_config
-from laminar_hpc.config.models import count_parameters, trainer_bytes
+from laminar_hpc.config.models import count_parameters, model_config, trainer_bytes
+from laminar_hpc.config.routing import RouteShape, replayed_routes
 from laminar_hpc.config.system_schema import TrainerConfig
 from laminar_hpc.machine.compat.torchvision import declare_schemas
 
@@ -187,6 +188,24 @@ def test_a_run_says_what_it_does_with_experts(words):
     assert text == ("8 of 128 of width 768 per token, weights sum to 1; router in float32; no auxiliary loss")
 
 
+def test_routes_are_replayed_of_experts_in_bfloat16(words):
+    """auto: of experts in bfloat16, by a real engine, in a run that generates; true and false say it. A route
+    is a byte per layer and expert of a token up to 256 experts, else two."""
+
+    def shape_of(*more: str) -> RouteShape | None:
+        config = load_config([*words, *more])
+        return replayed_routes(config, model_config(config.model.path))
+
+    half = "model.dtype=bfloat16"
+    found = shape_of(half)
+    assert found is not None and (found.layers, found.per_token) == (tuple(range(48)), 8)
+    assert (found.dtype, found.token_bytes) == ("uint8", 384)
+    assert replace(found, experts=257).dtype == "int16" and replace(found, experts=257).token_bytes == 768
+    assert shape_of() is None and shape_of(half, "algorithm.routing_replay=false") is None
+    assert shape_of("algorithm.routing_replay=true") == found
+    assert shape_of(half, "rollout.engine=emulated") is None
+
+
 REFUSED = [
     ({"mlp_only_layers": [0]}, "", "mlp_only_layers and decoder_sparse_step leave layers without experts"),
     ({"decoder_sparse_step": 2}, "", "use a model with experts in every layer"),
@@ -215,6 +234,11 @@ REFUSED = [
         {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]},
         "trainer.expert_parallel=2",
         "trainer.expert_parallel=2: the model has no experts; leave it at 1",
+    ),
+    (
+        {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]},
+        "algorithm.routing_replay=true",
+        "routing_replay=true: the model has no experts; leave it at auto",
     ),
 ]
 

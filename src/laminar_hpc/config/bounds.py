@@ -72,6 +72,9 @@ class Choices:
     or_path: bool = False
 
     def hold(self, value: object) -> bool:
+        """Whether it is one of them; `true` and `false` of a switch may be written as a file has them."""
+        if isinstance(value, bool):
+            return shown(value) in self.names
         return value in self.names or (self.or_path and isinstance(value, str) and "." in value)
 
     def words(self) -> str:

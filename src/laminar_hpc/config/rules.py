@@ -15,6 +15,7 @@ from typing import Any
 from laminar_hpc.config.experts import Experts, experts_of
 from laminar_hpc.config.models import count_parameters, kv_heads, serving_bytes
 from laminar_hpc.config.objectives import SEQUENCE_LOSSES, WEIGHTS, is_own, wrong_options
+from laminar_hpc.config.routing import wrong_replay
 from laminar_hpc.config.schema import AlgorithmConfig, RunConfig
 
 _NEUTRAL = {
@@ -41,7 +42,9 @@ def broken_rules(config: RunConfig, model: dict | None) -> list[str]:
     parts = [_source, _data, _devices, _sampling, _rollout, _environment, _pipeline, _batch]
     parts += [_loss, _corrections, _rewards, _advantages, _schedule]
     texts = [text for part in parts for text in part(config)]
-    texts += [*_model(config, model), *_experts(config, experts_of(model))] if model is not None else []
+    if model is not None:
+        experts = experts_of(model)
+        texts += [*_model(config, model), *_experts(config, experts), *wrong_replay(config, experts)]
     return [re.sub(r"@([\w.]*\w)", written, text) for text in texts]
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from laminar_hpc.config import objectives
-from laminar_hpc.config.bounds import choice, choice_or_path, choices_or_paths, number, seconds
+from laminar_hpc.config.bounds import choice, choice_or_path, choices, choices_or_paths, number, seconds
 from laminar_hpc.config.system_schema import (
     RANKS_MAX,
     THREADS_MAX,
@@ -251,6 +251,9 @@ class AlgorithmConfig:
     """rewards are divided by 1 + so much x length / mean length of the group; 0 = none"""
     likelihood_coefficient: float = number(0.0, at_least=0, at_most=1000)
     """weight of the mean negative log-likelihood of right answers' tokens, added to the loss; 0 = none"""
+    routing_replay: Any = field(default="auto", metadata=choices("auto", "true", "false"))
+    """of a mixture of experts: the trainer sends each token to the experts that the engine sent it to; auto:
+    of one in bfloat16; see algorithms.md"""
     shuffle_rewards: bool = False
     """negative control: rewards are permuted over the batch, so there is nothing to learn"""
 

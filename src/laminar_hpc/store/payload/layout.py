@@ -35,6 +35,7 @@ _TOKEN, _LOGPROB, _RUN = np.dtype("<i4"), np.dtype("<f4"), np.dtype("<u4")
 Tokens = NDArray[np.int32]
 Logprobs = NDArray[np.float32]
 Runs = NDArray[np.uint32]
+Routes = NDArray[np.uint8] | NDArray[np.int16]
 
 
 class DamagedResponse(ValueError):
@@ -44,7 +45,9 @@ class DamagedResponse(ValueError):
 @dataclass(frozen=True)
 class Response:
     """The columns of one response. `tokens` [n] int32 and `logprobs` [n] float32; `mask_runs` [runs] uint32,
-    whose sum is n. `digest`: in hexadecimal, of the bytes that it was read from; "" before it was packed."""
+    whose sum is n. `digest`: in hexadecimal, of the bytes that it was read from; "" before it was packed.
+    `routed_experts` [tokens of prompt and response - 1, layers with a router, experts per token] uint8 or
+    int16: row i has the experts that the engine sent token i to; None unless the reader asked for them."""
 
     trajectory_id: int
     attempt: int
@@ -53,6 +56,7 @@ class Response:
     spans: Sequence[VersionSpan]
     mask_runs: Runs
     digest: str = field(default="", compare=False)
+    routed_experts: Routes | None = field(default=None, compare=False)
 
     @property
     def loss_mask(self) -> NDArray[np.bool_]:
