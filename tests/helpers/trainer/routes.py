@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from helpers.made import Made
 from helpers.trainer import tiny
@@ -106,7 +107,9 @@ def train(model: str, settings: dict, count: int) -> dict[str, object]:
         batch = tiny.make_batch(seed=100 + step)
         batch = routed_batch(batch, drawn_for(shape_of(path), batch))
         metrics.append(learner.train(batch, step, lambda: None))
-    return {"metrics": metrics, "weights": weights_of(policy)}
+    weights = weights_of(policy)
+    dist.barrier()  # a rank that ended now would take along what it has sent
+    return {"metrics": metrics, "weights": weights}
 
 
 def train_without_one(model: str, settings: dict, missing: int) -> str:
