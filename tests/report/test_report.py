@@ -13,6 +13,7 @@ from laminar_hpc.launch import cli
 from laminar_hpc.machine.files import jsonl
 from laminar_hpc.machine.observability.trace import Trace
 from laminar_hpc.report import document, rundata, samples, timeline, trajectory_page
+from laminar_hpc.report import sections as report_sections
 
 SECTIONS = [
     "Accuracy and reward",
@@ -185,6 +186,16 @@ def test_long_answers_are_cut_and_their_curve_is_thinned(finished):
         run.consumed[0], stored, trajectory_page.facts(run, []), lambda tokens: "1" * len(tokens)
     )
     assert len(page) < 40_000 and "24000 characters" in page and "-9.0" in page
+
+
+def test_replayed_routes_have_a_curve(finished):
+    """Promise: where the trainer replays routes, the page shows how many its router would not have chosen."""
+    run = rundata.load(finished[0])
+    title = "routes that the trainer&#x27;s router would not choose (share)"
+    assert title not in report_sections.trainer_curves(run)
+    for number, step in enumerate(run.steps):
+        step["routing_difference"] = 0.01 * (1 + number)
+    assert title in report_sections.trainer_curves(run)
 
 
 def test_a_replay(finished, tmp_path):

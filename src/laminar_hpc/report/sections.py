@@ -182,6 +182,8 @@ def trainer_curves(run: Run) -> str:
         series = [Series(field.replace("_", " "), color, run.over_steps(field)) for field, color in fields]
         return chart(title, series, height=190)
 
+    replayed = any("routing_difference" in step for step in run.steps)
+    routes = curve("routes that the trainer's router would not choose (share)", ("routing_difference", BLUE))
     charts = grid(
         "three",
         curve("entropy per token (nats)", ("entropy", BLUE)),
@@ -192,6 +194,7 @@ def trainer_curves(run: Run) -> str:
         curve(
             "seconds per step: training (orange), waiting", ("wait_seconds", GREY), ("train_seconds", ORANGE)
         ),
+        *([routes] if replayed else []),
     )
     return section("Trainer", charts)
 

@@ -99,10 +99,12 @@ class _Unpad(torch.autograd.Function):
 @dataclass
 class PackLayout(PackedSeqParams):
     """Megatron's description of a pack, and ours beside it. `lengths`: of its sequences, in order;
-    `rotation`: RoPE's factors of the pack's tokens, see `rotation_of`."""
+    `rotation`: RoPE's factors of the pack's tokens, see `rotation_of`; `routes` [tokens, layers, experts per
+    token]: the experts that are to be replayed, of this rank's tokens and layers, see routing.py."""
 
     lengths: tuple[int, ...] = ()
     rotation: tuple[torch.Tensor, torch.Tensor] | None = None
+    routes: torch.Tensor | None = None
 
     @functools.cached_property
     def buckets(self) -> Buckets:

@@ -1,15 +1,17 @@
 """Sequences of tokens as one pack, which is what the model is run on."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from megatron.core import parallel_state
 from numpy.typing import NDArray
 
+from laminar_hpc.store.payload.layout import Routes
 from laminar_hpc.trainer.megatron.attention import PackLayout, pack_layout
 from laminar_hpc.trainer.megatron.context import context_ranks, context_share
+from laminar_hpc.trainer.megatron.routing import routes_of_rank
 
 Ints = Sequence[int] | NDArray[np.integer]
 
@@ -45,10 +47,15 @@ def _tensor_parallel_ranks() -> int:
 
 
 def make_pack(
-    sequences: Sequence[Ints], selected: Sequence[Ints], device: torch.device, size: int = 0
+    sequences: Sequence[Ints],
+    selected: Sequence[Ints],
+    device: torch.device,
+    size: int = 0,
+    routes: Sequence[Routes] | None = None,
 ) -> Pack:
     """`selected[i]`: the indices of those tokens of sequence i (each at least 1) whose log-probs are asked
-    for.
+    for. `routes[i]`: the experts of all its tokens but the last, in this rank's layers; None: the router
+    chooses.
 
     Filled up to `size` tokens, and to a multiple of the tensor-parallel times the context-parallel ranks,
     over which the pack is split; with sequences of zeros, none longer than the others are, so that attention
@@ -74,8 +81,12 @@ def make_pack(
     def moved(*parts: NDArray[np.int64]) -> torch.Tensor:
         return torch.from_numpy(np.concatenate(parts)).to(device, non_blocking=True)
 
+    layout = pack_layout(lengths, device)
+    if routes is not None:
+        of_rank = torch.from_numpy(routes_of_rank(routes, own.tokens, _tensor_parallel_ranks()))
+        layout = replace(layout, routes=of_rank.to(device, non_blocking=True))
     return Pack(
-        layout=pack_layout(lengths, device),
+        layout=layout,
         tokens=moved(tokens[own.tokens]),
         positions=moved(positions[own.tokens]),
         selected=moved(places[own.wanted] - own.tokens.start, alone),

@@ -24,7 +24,8 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
 from laminar_hpc.config.adapters import ADAPTER_FILE
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.config.models import head_in_chunks
+from laminar_hpc.config.models import head_in_chunks, model_config
+from laminar_hpc.config.routing import replayed_routes
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.trainer.canonical.exchange import Exchange
 from laminar_hpc.trainer.canonical.gather import Canonical
@@ -50,6 +51,7 @@ from laminar_hpc.trainer.megatron.head import HeadSwitch, chunked_logprobs, whol
 from laminar_hpc.trainer.megatron.linear import float32_product
 from laminar_hpc.trainer.megatron.loading import load_slices, names_of_all, own_slices
 from laminar_hpc.trainer.megatron.packs import Pack, make_pack
+from laminar_hpc.trainer.megatron.routing import RoutingReplay
 from laminar_hpc.weights.finite import all_finite, culprits
 from laminar_hpc.weights.hf import read_shape
 from laminar_hpc.weights.kernels.slices import LocalSlice
@@ -119,6 +121,8 @@ class MegatronPolicy:
             self._take_head()
             self._last.output_layer.register_forward_pre_hook(self._keep_selected)
         self.gpt.to(self.device)
+        routes = replayed_routes(self.config, model_config(self.config.model.path))
+        self.routing = RoutingReplay(routes, chunks, self.device) if routes else None
         local = self._slices_of(chunks)
         self._join(local)
         if takes_packs(self.device, self.dtype) and not uses_transformer_engine(self.config):
@@ -235,7 +239,10 @@ class MegatronPolicy:
             model.zero_grad_buffer()
         self.optimizer.zero_grad()
         with cuda_as_cpu():
-            return run_schedule(step, self.models, micro_batches, lambda batch: batch.pack.size, False)
+            found = run_schedule(step, self.models, micro_batches, lambda batch: batch.pack.size, False)
+        if self.routing is not None:
+            self.routing.check_consumed()
+        return found
 
     def update(self) -> float | None:
         """One optimizer update with the gradients at hand. Returns their norm before clipping; None, and no

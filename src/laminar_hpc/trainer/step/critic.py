@@ -48,8 +48,9 @@ class Critic:
         """Raises LaminarError for a critic.path that is not of the policy's architecture."""
         own = config.critic
         model = replace(config.model, path=own.path or config.model.path, lora=LoraConfig())
+        algorithm = replace(config.algorithm, routing_replay="false")  # its router is its own
         optimizer = replace(config.optimizer, lr=own.lr, min_lr=min(own.lr, config.optimizer.min_lr))
-        self.model = ValueModel(replace(config, model=model, optimizer=optimizer))
+        self.model = ValueModel(replace(config, model=model, algorithm=algorithm, optimizer=optimizer))
         self._warmup = own.warmup_steps
         numbers = {key: option(config.algorithm.options, GAE, key) for key in _KEYS}
         self._clip = numbers["value_clip"]

@@ -40,6 +40,7 @@ from laminar_hpc.trainer.step.packing import split_minibatches
 from laminar_hpc.trainer.step.parallel import RankShare, own_share, reduced, total
 from laminar_hpc.trainer.step.rescoring import Beside, ReferenceWeights, own_logprobs
 from laminar_hpc.trainer.step.rewards import scored_batch
+from laminar_hpc.trainer.step.routes import routed
 from laminar_hpc.trainer.step.teachers import Teachers
 
 
@@ -164,6 +165,8 @@ class Learner:
             "learning_rate": learning_rate,
             "skipped_updates": updates - len(norms),
         }
+        if self.policy.routing is not None:
+            metrics["routing_difference"] = self.policy.routing.difference()
         return {name: float(value) for name, value in metrics.items()}
 
     def _plan(
@@ -221,6 +224,7 @@ class Learner:
         own = sorted({i for share in shares for part in share.plan for i in part})
         responses = batch.read([planned[i] for i in own])
         texts = {i: Text(planned[i].prompt, of) for i, of in zip(own, responses, strict=True)}
+        texts = self._routed(texts)
         proximal = reference = penalties = None
         if a.proximal == "recomputed":
             proximal = own_logprobs(self.policy, texts, shares, self._progress)
@@ -252,6 +256,12 @@ class Learner:
             )
             for i, of in zip(own, advantages, strict=True)
         }
+
+    def _routed(self, texts: dict[int, Text]) -> dict[int, Text]:
+        """With the engine's choices of experts, where they are replayed."""
+        if (routing := self.policy.routing) is None:
+            return texts
+        return routed(texts, routing.shape, routing.layers, self.config.cluster.batch_timeout_seconds)
 
     def _penalties(
         self, own: list[int], sampled: Mapping[int, torch.Tensor], reference: dict[int, torch.Tensor]

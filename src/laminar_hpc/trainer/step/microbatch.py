@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from laminar_hpc.config.schema import AlgorithmConfig
 from laminar_hpc.line.messages.data import Trajectory
 from laminar_hpc.policies.metrics import accuracy
-from laminar_hpc.store.payload.layout import Response, Tokens
+from laminar_hpc.store.payload.layout import Response, Routes, Tokens
 from laminar_hpc.trainer.algorithms.loss_aggregation import likelihood_weights
 from laminar_hpc.trainer.algorithms.tokens import Tokens as TrainedTokens
 from laminar_hpc.trainer.megatron.packs import Pack, make_pack
@@ -23,10 +23,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Text:
-    """A prompt [tokens] int32 and its response."""
+    """A prompt [tokens] int32 and its response. `routes`: the experts of all its tokens but the last, in this
+    rank's layers; None: the router chooses."""
 
     prompt: Tokens
     response: Response
+    routes: Routes | None = None
 
 
 @dataclass(frozen=True)
@@ -106,8 +108,19 @@ def branches(text: Text) -> list[tuple[Tokens, NDArray[np.int64]]]:
     several where the response has branches. Their trained tokens, one sequence after the other, are the
     text's. Together they are at most as long as the text."""
     tokens, chosen = np.concatenate((text.prompt, text.response.tokens)), trained(text)
-    edges = [0, *(len(text.prompt) + start for start in text.response.starts), len(tokens)]
-    return [(tokens[a:b], chosen[(a <= chosen) & (chosen < b)] - a) for a, b in pairwise(edges)]
+    return [(tokens[a:b], chosen[(a <= chosen) & (chosen < b)] - a) for a, b in _edges(text)]
+
+
+def branch_routes(text: Text) -> list[Routes]:
+    """Of the sequences of `branches`, each without its last token, which is no input."""
+    assert text.routes is not None
+    return [text.routes[a : b - 1] for a, b in _edges(text)]
+
+
+def _edges(text: Text) -> Iterator[tuple[int, int]]:
+    """Where each branch begins and ends in prompt and response."""
+    first, end = len(text.prompt), len(text.prompt) + len(text.response.tokens)
+    return pairwise([0, *(first + start for start in text.response.starts), end])
 
 
 def trained(text: Text) -> NDArray[np.int64]:
@@ -138,12 +151,16 @@ class Drawn(Mapping[int, torch.Tensor]):
 
 
 def text_pack(texts: Sequence[Text], device: torch.device, size: int = 0) -> Pack:
-    """Asks for the trained tokens of each. No texts give a pack that asks for one token of no trajectory, so
-    that every rank runs the same number of passes. Filled up to `size` tokens."""
+    """Asks for the trained tokens of each; either all have routes or none has. No texts give a pack that asks
+    for one token of no trajectory, so that every rank runs the same number of passes. Filled up to `size`
+    tokens."""
     if not texts:
         return make_pack([[0, 0]], [[1]], device, size)
     sequences = [sequence for text in texts for sequence in branches(text)]
-    return make_pack([tokens for tokens, _ in sequences], [drawn for _, drawn in sequences], device, size)
+    tokens, drawn = [tokens for tokens, _ in sequences], [drawn for _, drawn in sequences]
+    replayed = texts[0].routes is not None
+    routes = [of_branch for text in texts for of_branch in branch_routes(text)] if replayed else None
+    return make_pack(tokens, drawn, device, size, routes)
 
 
 def make_microbatch(examples: Sequence[Example], device: torch.device, size: int = 0) -> MicroBatch:

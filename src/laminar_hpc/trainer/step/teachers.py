@@ -10,6 +10,7 @@ Y. Gu et al., MiniLLM, arXiv 2306.08543 section 2.2, without the divergences of 
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -59,7 +60,7 @@ class Teachers:
         for name, weights in self._held.items():
             mine = {i for i in own if not self._several or names[i] == name}
             with weights.in_place():
-                only = {i: texts[i] for i in mine}
+                only = {i: replace(texts[i], routes=None) for i in mine}  # a teacher's router is its own
                 logprobs |= own_logprobs(self._policy, only, _only(shares, mine), progress)
         for name, server in self._asked.items():
             mine = {i for i in own if not self._several or names[i] == name}
