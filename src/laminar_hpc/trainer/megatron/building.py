@@ -68,13 +68,12 @@ def let_segments_grow() -> None:
 
 
 def _recomputed_by_megatron(choice: str, experts: bool) -> dict[str, object]:
-    """Its settings for trainer.recompute_activations. What selective means for its own dense layers is done
-    by trainer/megatron/recompute.py; experts, and Transformer Engine's feed-forward part, are computed twice.
-    """
+    """Its settings for trainer.recompute_activations. What selective means for dense layers is done by
+    trainer/megatron/recompute.py; experts are computed twice."""
     if choice == "full":
         return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    if choice == "selective" and (experts or installed("transformer_engine")):
-        return {"recompute_granularity": "selective", "recompute_modules": ["moe" if experts else "mlp"]}
+    if choice == "selective" and experts:
+        return {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
     return {}
 
 
@@ -128,7 +127,6 @@ def _block_spec(
     if installed("transformer_engine"):
         from laminar_hpc.trainer.megatron.te_attention import TransformerEngineAttention
 
-        spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=shape.family.qk_norm)
         spec = get_gpt_layer_with_transformer_engine_spec(
             num_experts=transformer.num_moe_experts,
             moe_grouped_gemm=transformer.moe_grouped_gemm,
@@ -183,8 +181,11 @@ def build_gpt(
         parallel_output=True,
         vp_stage=chunk,
     )
+    selective = derive(config).recompute_activations == "selective"
     if not installed("transformer_engine"):
-        _finish_layers(gpt, derive(config).recompute_activations == "selective")
+        _finish_layers(gpt, selective)
+    elif selective:
+        _forget_fused(gpt)
     note_tensor_parallel(gpt)
     if gpt.post_process:
         takes_whole_packs(gpt.output_layer)
@@ -210,6 +211,14 @@ def _finish_layers(gpt: GPTModel, forgetful: bool) -> None:
             if forgetful:
                 Forgetting(layer.pre_mlp_layernorm, mlp.linear_fc1)
                 Forgetting(mlp.activation_func, mlp.linear_fc2)
+
+
+def _forget_fused(gpt: GPTModel) -> None:
+    """Of Transformer Engine's layers what activations give is computed again in the backward pass. Its norms
+    are parts of the linear layers behind them, which keep what they give."""
+    for mlp in (layer.mlp for layer in gpt.decoder.layers if isinstance(layer.mlp, MLP)):
+        use_own_activation(mlp)
+        Forgetting(mlp.activation_func, mlp.linear_fc2)
 
 
 def note_tensor_parallel(gpt: GPTModel) -> None:
