@@ -1,5 +1,5 @@
-"""Layers as Transformer Engine has them, which cannot be installed here: a norm is part of the linear layer
-behind it, and the last linear layer of a feed-forward part keeps a view of its input for the backward pass."""
+"""Layers as Transformer Engine's, which need not be installed: a norm is part of the linear layer behind it,
+and the last linear layer of a feed-forward part keeps a view of its input for the backward pass."""
 
 import sys
 from types import SimpleNamespace
