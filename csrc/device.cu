@@ -123,8 +123,6 @@ int device_share(size_t bytes, void** memory, uint8_t* handle) {
   return cudaSuccess;
 }
 
-int device_unshare(void* memory) { return cudaFree(memory); }
-
 int device_map(const uint8_t* handle, void** memory) {
   cudaIpcMemHandle_t given;
   std::memcpy(&given, handle, sizeof given);

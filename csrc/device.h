@@ -25,7 +25,6 @@ int device_scatter(const DeviceRows& rows, const void* image, uint64_t* sums, vo
 // Memory that another process of this machine may map (CUDA IPC). Return a cudaError_t.
 constexpr size_t kHandleBytes = 64;
 int device_share(size_t bytes, void** memory, uint8_t* handle);
-int device_unshare(void* memory);
 int device_map(const uint8_t* handle, void** memory);
 int device_unmap(void* memory);
 const char* device_error(int code);

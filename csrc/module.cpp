@@ -287,15 +287,12 @@ PyObject* py_device_map(PyObject*, PyObject* args) {
   return PyLong_FromUnsignedLongLong(reinterpret_cast<uintptr_t>(memory));
 }
 
-PyObject* let_go(PyObject* args, int (*release)(void*)) {
+PyObject* py_device_unmap(PyObject*, PyObject* args) {
   unsigned long long memory;
   if (!PyArg_ParseTuple(args, "K", &memory)) return nullptr;
-  if (const int code = release(address(memory))) return cuda_failed(code);
+  if (const int code = device_unmap(address(memory))) return cuda_failed(code);
   Py_RETURN_NONE;
 }
-
-PyObject* py_device_unshare(PyObject*, PyObject* args) { return let_go(args, device_unshare); }
-PyObject* py_device_unmap(PyObject*, PyObject* args) { return let_go(args, device_unmap); }
 
 #endif
 
@@ -317,8 +314,7 @@ PyMethodDef kMethods[] = {
 #ifdef LAMINAR_CUDA
     {"device_gather", py_device_gather, METH_VARARGS, "device_gather(planes, plane_count, slots, tokens, stride, row_bytes, rows_per_chunk, image, sums, stream)"},
     {"device_scatter", py_device_scatter, METH_VARARGS, "device_scatter(as device_gather)"},
-    {"device_share", py_device_share, METH_VARARGS, "device_share(bytes) -> (address, handle)"},
-    {"device_unshare", py_device_unshare, METH_VARARGS, "device_unshare(address)"},
+    {"device_share", py_device_share, METH_VARARGS, "device_share(bytes) -> (address, handle); never freed, as others may have mapped it"},
     {"device_map", py_device_map, METH_VARARGS, "device_map(handle) -> address"},
     {"device_unmap", py_device_unmap, METH_VARARGS, "device_unmap(address)"},
 #endif

@@ -92,7 +92,7 @@ spec = util.spec_from_file_location("laminar_hpc._kv", {str(built)!r})
 kv = util.module_from_spec(spec)
 spec.loader.exec_module(kv)
 try:
-    kv.device_unshare(kv.device_share(64)[0])
+    kv.device_share(64)
     print("shared")
 except RuntimeError as error:
     print(error)

@@ -20,6 +20,7 @@ from laminar_hpc.simulator.schema import WorkloadConfig
 from laminar_hpc.simulator.tables import GPUS, MODELS
 from laminar_hpc.simulator.trainer_cost import (
     Layout,
+    chunk_exchange_seconds,
     context_exchange_seconds,
     job_costs,
     only_training,
@@ -262,6 +263,31 @@ def test_virtual_stages_make_the_bubble_smaller():
     ]
     assert (seconds[1] - seconds[0]) == pytest.approx(4 * (seconds[2] - seconds[0]))
     assert seconds[1] == pytest.approx((1 + 3 / 16) * seconds[0])
+
+
+def test_chunks_hand_on_more_often():
+    """Promise: so that no plan takes more chunks than pay: a stage of five hands a hidden state of 8,192
+    bfloat16 on four times more, an eighth from each of eight GPUs, over the network beyond a machine."""
+    model, gpu = MODELS["72B"], GPUS["H800"]
+    found = chunk_exchange_seconds(model, gpu, Layout(8, 4, 2, chunks=5), DEFAULT)
+    assert found == pytest.approx(4 * 8192 * 2 / 8 / gpu.nic)
+    assert chunk_exchange_seconds(model, gpu, Layout(8, 4, 2), DEFAULT) == 0.0
+    assert chunk_exchange_seconds(model, gpu, Layout(2, 4, 2, chunks=5), DEFAULT) < 4 * found
+
+
+def test_a_planned_trainer_of_experts_pays_for_their_launches():
+    """Promise: each micro-batch of each rank takes what its host launches, and context-parallel ranks share a
+    token's exchanges."""
+    trainer = TrainerConfig(data_parallel=8, expert_parallel=8, tokens_per_microbatch=4096)
+    layout, model, gpu = layout_of(trainer), MODELS["Qwen3-30B-A3B"], GPUS["H200"]
+    job = job_costs(model, gpu, 8, layout, 8, 4096, DEFAULT)
+    tokens, random = [4096] * 32, np.random.default_rng(0)  # four micro-batches of each rank
+    with_launches, without = (
+        updates_seconds(tokens, 1, each, layout, random) for each in (job, replace(job, train_microbatch=0.0))
+    )
+    assert layout.experts == 8 and with_launches - without == pytest.approx(4 * job.train_microbatch)
+    shared = job_costs(model, gpu, 16, replace(layout, context=2), 8, 4096, DEFAULT)
+    assert shared.train_token < job.train_token
 
 
 def test_the_last_stage_of_a_planned_trainer_has_the_output_layer_too():

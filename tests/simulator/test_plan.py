@@ -55,10 +55,24 @@ QUESTIONS = {
         "model=72B",
         "pools=[{gpu: H800, count: 128}, {gpu: H20, count: 64}]",
     ],
+    "experts": ["node", *SMALL, "model=Qwen3-30B-A3B", "pools=[{gpu: H200, count: 16}]"],
+    "long responses": [
+        "mixed",
+        *SMALL,
+        "model=32B",
+        "workload.max_response_tokens=124000",
+        "workload.mean_response_tokens=20000",
+        "pools=[{gpu: H100, count: 64}]",
+    ],
 }
+MANY_EXPERTS = ["mixed", *SMALL, "model=Qwen3-235B-A22B", "pools=[{gpu: H200, count: 72}]"]
 
 
-@pytest.mark.parametrize("words", QUESTIONS.values(), ids=QUESTIONS)
+@pytest.mark.parametrize(
+    "words",
+    [*QUESTIONS.values(), pytest.param(MANY_EXPERTS, marks=pytest.mark.slow)],
+    ids=[*QUESTIONS, "many experts"],
+)
 def test_the_written_experiment_passes_a_dry_run_on_its_own_gpus(words, tmp_path, monkeypatch):
     """Promise: what is written starts what was simulated: as many trainer ranks and replicas, the same KV
     cache, layout and repack, and it fits the memory of the planned GPUs."""
@@ -91,6 +105,24 @@ def test_the_written_experiment_passes_a_dry_run_on_its_own_gpus(words, tmp_path
         LaminarError, match=r"rollout needs .* GB on a GPU, .* can be used: lower rollout.kv_cache_tokens"
     ):
         check(load_config([*train, f"rollout.kv_cache_tokens={2 * run.rollout.kv_cache_tokens}"]))
+
+
+def test_a_plan_searches_chunks_experts_and_shared_micro_batches():
+    """Promise: a layout has what its model and machines ask for: chunks of each stage where there are stages,
+    experts over several GPUs, micro-batches over several where trajectories are long."""
+    asked = {
+        "72B on 128 + 64": ("virtual_stages", 128, "of 5 chunks"),
+        "experts": ("expert_parallel", 8, "EP 8"),
+        "long responses": ("context_parallel", 32, "CP "),
+    }
+    for question, (key, gpus, said) in asked.items():
+        name, *words = QUESTIONS[question]
+        config = load_plan(name, words)
+        found = plan.trainer_of(config, 0, gpus)
+        assert found is not None and getattr(found, key) > 1, question
+        text = experiment(config, Candidate(0, gpus, ((0, 8, 4),)), {"latency_max": 1.0, "step_seconds": 1.0})
+        assert yaml.safe_load(text)["trainer"][key] == getattr(found, key)
+        assert said in plan_command.layout_text(found)
 
 
 @pytest.mark.parametrize(

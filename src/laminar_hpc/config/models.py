@@ -316,8 +316,8 @@ def trainer_bytes(model: dict, width: int, trainer: TrainerConfig, adapter: int 
     whichever is less. `recompute_activations=auto` counts as none. Context parallelism leaves a rank as many
     tokens as `tokens_per_microbatch`, and attention as many values.
 
-    These are Megatron's own layers. Transformer Engine's keep the residual in the parameters' dtype and need
-    less.
+    These are Megatron's own layers. Transformer Engine's keep the residual in the parameters' dtype, and what
+    norms give with selective recomputation too: no more than this.
     """
     tensor, stages, tokens = trainer.tensor_parallel, trainer.pipeline_parallel, trainer.tokens_per_microbatch
     ranks = trainer.data_parallel * trainer.context_parallel if trainer.distributed_optimizer else 1

@@ -86,7 +86,9 @@ class WorkerGroup:
 
     def again(self, cause: str, step: int) -> list[str]:
         """Says that they are started again, after this step; more words for them."""
-        raise NotImplementedError
+        count = f"{self.role}: {len(self.restarts.times)} of {self.restarts.per_hour} within an hour"
+        print(console.line("restart", f"{count}: {cause or 'told to leave'}"), flush=True)
+        return ["resume=auto"] if self.role == "controller" else []
 
     def explain(self, rank: int, number: int) -> str:
         """How a rank has ended that could not say so itself; "" if nobody needs to be told."""

@@ -19,7 +19,7 @@ from laminar_hpc.launch import cli
 from laminar_hpc.launch.launch import NodeAgent, WorkerGroup
 from laminar_hpc.launch.ranks import Ranks
 from laminar_hpc.line.agent_line import FAILED_ELSEWHERE, RankOrders
-from laminar_hpc.machine.observability import console, output
+from laminar_hpc.machine.observability import output
 from laminar_hpc.machine.processes import on_stop_signals
 from laminar_hpc.policies.restarts import Restarts
 from laminar_hpc.store.run_end import goes_on
@@ -49,11 +49,6 @@ class RoleGroup(WorkerGroup):
 
     def may_go_on(self) -> bool:
         return goes_on(self.run_dir)
-
-    def again(self, cause: str, step: int) -> list[str]:
-        count = f"{self.role}: {len(self.restarts.times)} of {self.restarts.per_hour} within an hour"
-        print(console.line("restart", f"{count}: {cause or 'told to leave'}"), flush=True)
-        return ["resume=auto"] if self.role == "controller" else []
 
     def explain(self, rank: int, number: int) -> str:
         if self.is_told or (number == FAILED_ELSEWHERE and self.orders.one_terminal):

@@ -70,9 +70,9 @@ class _PullClock:
 
 def check_layout(layout: list[TensorLayout], manifest: Manifest) -> None:
     """Raises SlotRefused unless manifest and engine's `layout` agree on names, shapes and dtypes."""
-    have = {tensor.name: (list(tensor.shape), tensor.dtype) for tensor in layout}
-    want = {tensor.name: (list(tensor.shape), tensor.dtype) for tensor in manifest.tensors}
-    for name in sorted(have.keys() | want.keys()):
+    have = {tensor.name: (tensor.shape, tensor.dtype) for tensor in layout}
+    want = {tensor.name: (tensor.shape, tensor.dtype) for tensor in manifest.tensors}
+    for name in sorted(have.keys() | want.keys()) if have != want else ():
         if have.get(name) != want.get(name):
             in_slot, in_engine = want.get(name, "missing"), have.get(name, "missing")
             raise SlotRefused(

@@ -24,7 +24,7 @@ from laminar_hpc.simulator.schema import PlanConfig, PoolConfig
 from laminar_hpc.simulator.setup import rollout_of, setup
 from laminar_hpc.simulator.tables import GPUS, MODELS
 from laminar_hpc.simulator.trainer_cost import job_costs
-from laminar_hpc.simulator.trainer_fit import fitting_trainer, layout_of, shards
+from laminar_hpc.simulator.trainer_fit import fitting_trainer, layout_of, serves
 from laminar_hpc.simulator.workload import Workload
 
 _GROUPS = 256  # whose lengths the closed forms use
@@ -90,7 +90,7 @@ def tensor_parallels(config: PlanConfig, pool: PoolConfig) -> list[int]:
         for tp in (1, 2, 4, 8)
         if tp <= machine
         and (machine == pool.count or machine % tp == 0)
-        and shards(model, tp)
+        and serves(model, tp)
         and kv_capacity(model, GPUS[pool.gpu], tp, DEFAULT.kv_memory_share) >= tokens_min
     ][:3]
 

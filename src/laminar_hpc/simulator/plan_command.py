@@ -11,6 +11,7 @@ from pathlib import Path
 from laminar_hpc.config.check import check
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.load import load_config
+from laminar_hpc.config.system_schema import TrainerConfig
 from laminar_hpc.simulator.finished import command as finished
 from laminar_hpc.simulator.plan import (
     Plan,
@@ -43,11 +44,9 @@ def expectations(config: PlanConfig, plan: Plan) -> list[str]:
     t, machines = trainer_settings(config, best), sum(part.count for part in rollout_machines(config, best))
     recomputed = {"selective": ", norms and gates recomputed", "full": ", activations recomputed"}
     recompute = recomputed.get(t.recompute_activations, "")
-    context = f"CP {t.context_parallel} x " if t.context_parallel > 1 else ""
     lines = [
         f"plan         {describe(config, plan.best.candidate)}",
-        f"trainer      TP {t.tensor_parallel} x {context}PP {t.pipeline_parallel} x DP {t.data_parallel}, "
-        f"micro-batches of {t.pack_tokens:,} tokens{recompute}",
+        f"trainer      {layout_text(t)}, micro-batches of {t.pack_tokens:,} tokens{recompute}",
         f"rollouts     {kv_cache_tokens(config, best):,} KV tokens each, repack {repack_of(config, best)};  "
         f"relays {machines * lanes(config)} on {machines} rollout machine{'s' if machines > 1 else ''}",
         f"expected     {f['tokens_per_second']:,.0f} tokens/s, a step in {f['step_seconds']:,.0f} s, "
@@ -63,6 +62,16 @@ def expectations(config: PlanConfig, plan: Plan) -> list[str]:
         ]
     others = "no other can be better" if plan.ended else "cut off there: another may be better"
     return [*lines, f"search       {plan.simulated} of {plan.candidates} candidates simulated; {others}"]
+
+
+def layout_text(t: TrainerConfig) -> str:
+    """The trainer's parallel sizes."""
+    context = f"CP {t.context_parallel} x " if t.context_parallel > 1 else ""
+    chunks = f" of {t.virtual_stages} chunks" if t.virtual_stages > 1 else ""
+    experts = f", EP {t.expert_parallel}" if t.expert_parallel > 1 else ""
+    return (
+        f"TP {t.tensor_parallel} x {context}PP {t.pipeline_parallel}{chunks} x DP {t.data_parallel}{experts}"
+    )
 
 
 def explain(plan: Plan) -> str:

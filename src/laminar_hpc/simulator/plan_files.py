@@ -16,6 +16,7 @@ from laminar_hpc.simulator.tables import GPUS, MODELS
 _LANE_BYTES = (
     36e9  # of a publication per relay lane: 1, 2 and 4 lanes for 7B, 32B and 72B, as in conf/experiment
 )
+_SELDOM = ("context_parallel", "expert_parallel", "virtual_stages")  # written where they are above 1
 _PATIENCE = 4  # time limits of requests and batches, over the longest that was simulated
 
 
@@ -89,9 +90,9 @@ def experiment(config: PlanConfig, candidate: Candidate, figures: dict) -> str:
         },
         "trainer": {
             "tensor_parallel": t.tensor_parallel,
-            **({"context_parallel": t.context_parallel} if t.context_parallel > 1 else {}),
             "pipeline_parallel": t.pipeline_parallel,
             "data_parallel": t.data_parallel,
+            **{key: value for key in _SELDOM if (value := getattr(t, key)) > 1},
             "distributed_optimizer": t.distributed_optimizer,
             "recompute_activations": t.recompute_activations,
             "tokens_per_microbatch": t.tokens_per_microbatch,

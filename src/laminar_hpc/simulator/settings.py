@@ -13,6 +13,7 @@ from laminar_hpc.config.bounds import wrong_values
 from laminar_hpc.config.directories import conf_directory
 from laminar_hpc.config.errors import LaminarError, Refused, did_you_mean
 from laminar_hpc.config.load import compose_config
+from laminar_hpc.config.models import TRAINED
 from laminar_hpc.config.options import take_config_dir
 from laminar_hpc.config.words import Keys, Words
 from laminar_hpc.simulator import tables
@@ -26,7 +27,6 @@ from laminar_hpc.simulator.workload import read_lengths
 
 Config = TypeVar("Config", SimulationConfig, PlanConfig)
 _TRAJECTORIES_MAX = 20_000_000  # of a simulated run, some 20 us each
-TRAINED = ("qwen2", "qwen3", "llama")  # families whose runs a plan can lay out
 # a plan's GPUs have a type, and there may be several
 _INSTEAD = dict.fromkeys(
     ("gpus", "trainer_gpu", "rollout_gpu", *(field.name for field in dataclasses.fields(PoolConfig))),

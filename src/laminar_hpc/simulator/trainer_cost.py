@@ -85,15 +85,17 @@ def job_costs(
     A token's forward pass takes its matrix products and two all-reduces per layer; backward twice the
     products and as many all-reduces; recomputation another forward pass (Korthikanti et al., arXiv
     2205.05198, sections 4 and 5). A layer with experts has one all-reduce and what experts.py says. Context
-    parallelism divides all of it, and adds two all-to-alls per layer (`context_exchange_seconds`).
+    parallelism divides all of it, and adds two all-to-alls per layer (`context_exchange_seconds`); chunks of
+    a stage hand on more often (`chunk_exchange_seconds`).
     """
-    expert = expert_costs(model, gpu, layout.tensor, layout.experts, c)
+    expert = expert_costs(model, gpu, layout.tensor * layout.context, layout.experts, c)
     flops = c.train_kernel_efficiency * gpu.flops * layout.tensor * layout.stages * layout.context
     attention = 2.0 * model.active_parameters / flops * attention_share(model)
     products = 2.0 * (model.active_parameters + expert.work) / flops * layout.slowest_stage(model)
     reduces = (2.0 * model.layers - model.expert_layers) / layout.stages
     exchanges = reduces * exchange_seconds(model, gpu, layout.tensor, c) / layout.context
     exchanges += expert.token / layout.stages + context_exchange_seconds(model, gpu, layout, c)
+    exchanges += chunk_exchange_seconds(model, gpu, layout, c)
     again = layout.recompute
     padding = c.batch_handling * cap
     return JobCosts(
@@ -127,6 +129,15 @@ def context_exchange_seconds(model: Model, gpu: Gpu, layout: Layout, c: Constant
     return model.layers / layout.stages * sent / (c.nvlink_efficiency * gpu.nvlink if inside else gpu.nic)
 
 
+def chunk_exchange_seconds(model: Model, gpu: Gpu, layout: Layout, c: Constants) -> float:
+    """Of a token's forward pass: a stage of v chunks hands its hidden state on v - 1 times more than a stage
+    of one, whose hand-over counts as nothing; over NVLink where one machine has all stages."""
+    gpus = layout.tensor * layout.context
+    sent = 2.0 * model.hidden / gpus * (layout.chunks - 1)
+    inside = gpus * layout.stages <= gpu.machine
+    return sent / (c.nvlink_efficiency * gpu.nvlink if inside else gpu.nic)
+
+
 def gradient_seconds(model: Model, gpu: Gpu, gpus: int, layout: Layout, c: Constants) -> float:
     """Reduce-scatter of gradients and all-gather of parameters over the ranks that hold the same: over a
     machine's NICs, which carry one copy of the model, or of its part, or over NVLink where one machine holds
@@ -134,7 +145,7 @@ def gradient_seconds(model: Model, gpu: Gpu, gpus: int, layout: Layout, c: Const
     shared = model.parameters - model.expert_parameters
     parts = [(shared, layout.tensor * layout.stages, layout.ranks * layout.context)]
     if model.experts:
-        copies = max(1, layout.tensor * layout.ranks // layout.experts)
+        copies = max(1, layout.tensor * layout.context * layout.ranks // layout.experts)
         parts.append((model.expert_parameters, layout.experts * layout.stages, copies))
     seconds = 0.0
     for parameters, spread, holders in parts:
@@ -168,9 +179,10 @@ def updates_seconds(
     padded[: len(tokens)] = tokens
     dealt = random.permutation(padded).reshape(updates, layout.ranks, each)
     seconds = (dealt * costs.train_token + dealt * dealt * costs.train_attention).sum(axis=2)
+    room = np.maximum(1.0, dealt.max(axis=2))
+    microbatches = dealt.sum(axis=2) / (np.maximum(room, layout.tokens) if layout.tokens else room)
+    seconds += np.ceil(microbatches) * costs.train_microbatch / layout.ranks
     if layout.stages > 1:
-        room = np.maximum(1.0, dealt.max(axis=2))
-        microbatches = dealt.sum(axis=2) / (np.maximum(room, layout.tokens) if layout.tokens else room)
         seconds *= 1.0 + (layout.stages - 1) / (layout.chunks * np.maximum(1.0, microbatches))
     if layout.balanced:
         longest = dealt.max(axis=(1, 2))

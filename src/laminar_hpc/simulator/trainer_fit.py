@@ -3,8 +3,10 @@ its experiment file."""
 
 import dataclasses
 import math
+from collections.abc import Iterator
 from typing import Any
 
+from laminar_hpc.config.experts import expert_shards, experts_of
 from laminar_hpc.config.models import kv_heads, trainer_bytes
 from laminar_hpc.config.system_schema import TrainerConfig
 from laminar_hpc.simulator.constants import DEFAULT
@@ -20,6 +22,8 @@ _REPEATED = {
 _TENSOR = (8, 4, 2, 1)
 _STAGES = (1, 2, 4, 8)
 _CONTEXT = (1, 2, 4, 8)
+_EXPERT = (1, 2, 4, 8, 16, 32, 64)
+_CHUNKS = range(1, 9)  # virtual stages; more of them pass on more than they save
 _PROMPT_MARGIN = 1024  # tokens: prompts are longer than their mean
 _PACK_MULTIPLE = 2048
 _FOUND: dict[Any, TrainerConfig | None] = {}  # the planner asks for the same again and again
@@ -31,31 +35,43 @@ def tokens_per_microbatch(w: WorkloadConfig, context: int = 1) -> int:
 
 
 def shards(model: Model, tensor: int) -> bool:
-    """Whether heads, KV heads and feed-forward width can be split over `tensor` ranks, as in a run."""
-    shape = model.config
-    return all(
-        n % tensor == 0 for n in (shape["num_attention_heads"], kv_heads(shape), shape["intermediate_size"])
-    )
+    """Whether heads, KV heads and feed-forward width can be split over `tensor` ranks, as in a run. Of
+    experts those that every token uses; the others stay whole (`expert_sizes`)."""
+    shape, experts = model.config, experts_of(model.config)
+    width = experts.shared_width if experts else shape["intermediate_size"]
+    return all(n % tensor == 0 for n in (shape["num_attention_heads"], kv_heads(shape), width))
+
+
+def expert_sizes(model: Model, tensor: int, ranks: int) -> list[int]:
+    """Of `ranks` in a pipeline stage those that may share its layers' experts, whole ones each; 1 for a dense
+    model."""
+    experts = experts_of(model.config)
+    if experts is None:
+        return [1]
+    return [n for n in _EXPERT if experts.count % n == 0 and ranks % n == 0 and (n > 1 or tensor == 1)]
 
 
 def serves(model: Model, tensor: int) -> bool:
     """Whether an engine can split the model over `tensor` ranks, as config/rules.py asks: more ranks than
-    key-value heads hold the same ones."""
-    shape, heads = model.config, kv_heads(model.config)
-    whole = all(shape[name] % tensor == 0 for name in ("num_attention_heads", "intermediate_size"))
+    key-value heads hold the same ones; of experts each has a part."""
+    shape, heads, experts = model.config, kv_heads(model.config), experts_of(model.config)
+    widths = [experts.width, experts.shared_width] if experts else [shape["intermediate_size"]]
+    whole = all(n % tensor == 0 for n in (shape["num_attention_heads"], *widths))
     return whole and max(heads, tensor) % min(heads, tensor) == 0
 
 
 def fitting_trainer(model: Model, gpu: Gpu, gpus: int, w: WorkloadConfig) -> TrainerConfig | None:
-    """For each TP within a machine the fewest pipeline stages that config/models.py's estimate puts into
-    SHARE of the memory, with all activations kept where they fit, else recomputed; of these the fastest by
-    the cost model. Micro-batches are split over context-parallel ranks where no layout fits without them.
-    None: no layout fits."""
+    """For each TP x CP within a machine the fewest pipeline stages that config/models.py's estimate puts into
+    SHARE of the memory, with all activations kept where they fit, else recomputed; with every number of
+    virtual stages and of ranks that share the experts; of these the fastest by the cost model. Context
+    parallelism leaves a machine where no layout fits without that. None: no layout fits."""
     key = (model, gpu, gpus, dataclasses.astuple(w))
     if key not in _FOUND:
-        tensors = [n for n in _TENSOR if gpus % n == 0 and n <= gpu.machine]
-        every = (_fits(model, gpu, gpus, tensors, context, w) for context in _CONTEXT)
-        fits = next((found for found in every if found), [])
+        each = [_fits(model, gpu, gpus, n, gpu.machine // n, w) for n in _CONTEXT]
+        fits = [found for fit in each for found in fit]
+        if not fits:
+            across = (_fits(model, gpu, gpus, n, gpu.machine, w) for n in _CONTEXT)
+            fits = next((fit for fit in across if fit), [])
         sample = batch_sample(w) if len(fits) > 1 else []
         _FOUND[key] = min(
             fits,
@@ -66,16 +82,18 @@ def fitting_trainer(model: Model, gpu: Gpu, gpus: int, w: WorkloadConfig) -> Tra
 
 
 def _fits(
-    model: Model, gpu: Gpu, gpus: int, tensors: list[int], context: int, w: WorkloadConfig
+    model: Model, gpu: Gpu, gpus: int, context: int, tensor_max: int, w: WorkloadConfig
 ) -> list[TrainerConfig]:
     heads = model.config["num_attention_heads"]
-    sizes = [n for n in tensors if shards(model, n) and heads % (n * context) == 0]
-    return [found for n in sizes if (found := _fewest_stages(model, gpu, gpus, n, context, w))]
+    able = [n for n in _TENSOR if n <= tensor_max and gpus % (n * context) == 0]
+    sizes = [n for n in able if shards(model, n) and heads % (n * context) == 0]
+    return [found for n in sizes for found in _fewest_stages(model, gpu, gpus, n, context, w)]
 
 
 def _fewest_stages(
     model: Model, gpu: Gpu, gpus: int, tensor: int, context: int, w: WorkloadConfig
-) -> TrainerConfig | None:
+) -> list[TrainerConfig]:
+    """Every layout with the fewest stages that fit; empty where none does."""
     for stages in _STAGES:
         copy_of_model = tensor * context * stages
         if gpus % copy_of_model or stages > model.layers:
@@ -83,20 +101,34 @@ def _fewest_stages(
         ranks = gpus // copy_of_model
         if ranks > w.prompts_per_step * w.samples_per_prompt // w.updates_per_step:
             continue  # an update has fewer trajectories than there are ranks
-        for recompute in ("none", "selective", "full"):
-            trainer = TrainerConfig(
-                tensor_parallel=tensor,
-                context_parallel=context,
-                pipeline_parallel=stages,
-                data_parallel=ranks,
-                distributed_optimizer=True,
-                recompute_activations=recompute,
-                tokens_per_microbatch=tokens_per_microbatch(w, context),
-                gpu_memory_gigabytes=gpu.memory / 1e9,
-            )
-            if trainer_bytes(model.config, _WIDTH, trainer) <= SHARE * gpu.memory:
-                return trainer
-    return None
+        plain = TrainerConfig(
+            tensor_parallel=tensor,
+            context_parallel=context,
+            pipeline_parallel=stages,
+            data_parallel=ranks,
+            distributed_optimizer=True,
+            tokens_per_microbatch=tokens_per_microbatch(w, context),
+            gpu_memory_gigabytes=gpu.memory / 1e9,
+        )
+        if found := [fit for each in _divided(model, plain) if (fit := _with_room(model, gpu, each))]:
+            return found
+    return []
+
+
+def _divided(model: Model, plain: TrainerConfig) -> Iterator[TrainerConfig]:
+    """With the experts over every number of ranks, and the stages in every number of chunks."""
+    stages = plain.pipeline_parallel
+    for experts in expert_sizes(model, plain.tensor_parallel, plain.ranks // stages):
+        for chunks in _CHUNKS if stages > 1 else (1,):
+            if chunks == 1 or model.layers % (stages * chunks) == 0:
+                yield dataclasses.replace(plain, expert_parallel=experts, virtual_stages=chunks)
+
+
+def _with_room(model: Model, gpu: Gpu, trainer: TrainerConfig) -> TrainerConfig | None:
+    """With the least recomputation that lets it fit; None where none does."""
+    choices = (dataclasses.replace(trainer, recompute_activations=r) for r in ("none", "selective", "full"))
+    usable = SHARE * gpu.memory
+    return next((each for each in choices if trainer_bytes(model.config, _WIDTH, each) <= usable), None)
 
 
 def layout_of(trainer: TrainerConfig) -> Layout:
@@ -109,6 +141,7 @@ def layout_of(trainer: TrainerConfig) -> Layout:
         trainer.pack_tokens,
         _REPEATED.get(trainer.recompute_activations, 0.0),
         balanced=True,
+        experts=expert_shards(trainer),
         even=False,
         context=trainer.context_parallel,
         chunks=trainer.virtual_stages,

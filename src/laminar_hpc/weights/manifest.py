@@ -6,7 +6,6 @@ from the names and shapes alone, so a slot's file is laid out once and only its 
 new id. Imports no torch: a rollout worker needs none.
 """
 
-import json
 import math
 import struct
 from collections.abc import Iterable, Sequence
@@ -45,6 +44,10 @@ class Manifest(msgspec.Struct, omit_defaults=True):
         return sum(t.nbytes for t in self.tensors)
 
 
+class _Named(msgspec.Struct):
+    weight_id: int
+
+
 def layout(tensors: Iterable[tuple[str, Sequence[int], object]], weight_id: int, step: int) -> Manifest:
     """A manifest without sums: tensors (name, shape, dtype or its name) one after the other, without gaps, in
     the given order."""
@@ -67,7 +70,7 @@ def safetensors_header(manifest: Manifest) -> bytes:
             "shape": t.shape,
             "data_offsets": [t.offset, t.offset + t.nbytes],
         }
-    text = json.dumps(fields, separators=(",", ":")).encode()
+    text = msgspec.json.encode(fields)
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text
 
@@ -80,3 +83,8 @@ def encode_manifest(manifest: Manifest) -> bytes:
 def decode_manifest(text: bytes) -> Manifest:
     """Raises msgspec.DecodeError or ValidationError on anything else than a manifest."""
     return msgspec.json.decode(text, type=Manifest)
+
+
+def weight_id_of(text: bytes) -> int:
+    """That of a manifest, whose tensors are passed over. Raises as `decode_manifest`."""
+    return msgspec.json.decode(text, type=_Named).weight_id

@@ -30,6 +30,7 @@ from laminar_hpc.weights.manifest import (
     decode_manifest,
     encode_manifest,
     safetensors_header,
+    weight_id_of,
 )
 
 LOCK_FILE = "lock"
@@ -53,6 +54,11 @@ class SlotHandle:
     manifest: Manifest
 
 
+def _handle(text: bytes, directory: Path) -> SlotHandle:
+    manifest = decode_manifest(text)
+    return SlotHandle(manifest.weight_id, manifest.step, directory, manifest)
+
+
 def write_atomically(path: Path, content: bytes) -> None:
     """Rename into place, so that a reader sees the old file or the new one, never a part."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
@@ -71,21 +77,25 @@ class SlotReader:
     def __init__(self, shm_dir: str, run_id: str) -> None:
         self.root = slots_root(shm_dir, run_id)
 
-    def _complete(self) -> Iterator[SlotHandle]:
+    def _complete(self) -> list[tuple[int, bytes, Path]]:
+        """Weight id, manifest and folder of each complete slot."""
+        found = []
         for path in self.root.glob(f"slot*/{MANIFEST_FILE}"):
             with contextlib.suppress(FileNotFoundError):  # taken away between glob and read
-                manifest = decode_manifest(path.read_bytes())
-                yield SlotHandle(manifest.weight_id, manifest.step, path.parent, manifest)
+                text = path.read_bytes()
+                found.append((weight_id_of(text), text, path.parent))
+        return found
 
     def newest(self) -> SlotHandle | None:
         """The complete slot with the highest weight id, or None."""
-        return max(self._complete(), key=lambda handle: handle.weight_id, default=None)
+        found = max(self._complete(), key=lambda each: each[0], default=None)
+        return None if found is None else _handle(found[1], found[2])
 
     def find(self, weight_id: int) -> SlotHandle:
         """The complete slot with these weights. Raises SlotGone where there is none."""
-        for handle in self._complete():
-            if handle.weight_id == weight_id:
-                return handle
+        for found, text, directory in self._complete():
+            if found == weight_id:
+                return _handle(text, directory)
         raise SlotGone(f"weight id {weight_id} is in no slot under {self.root}")
 
     @contextlib.contextmanager
@@ -99,11 +109,11 @@ class SlotReader:
         try:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                now = decode_manifest((handle.directory / MANIFEST_FILE).read_bytes())
+                now = weight_id_of((handle.directory / MANIFEST_FILE).read_bytes())
             except (BlockingIOError, FileNotFoundError):
                 raise SlotGone(f"{handle.directory} is being rewritten") from None
-            if now.weight_id != handle.weight_id:
-                raise SlotGone(f"{handle.directory} holds weight id {now.weight_id} by now")
+            if now != handle.weight_id:
+                raise SlotGone(f"{handle.directory} holds weight id {now} by now")
             yield
         finally:
             os.close(descriptor)
@@ -216,8 +226,10 @@ class SlotWriter:
             return None
 
     def _weight_id(self, index: int) -> int | None:
-        manifest = self._manifest(index)
-        return None if manifest is None else manifest.weight_id
+        try:
+            return weight_id_of((self.root / f"slot{index}" / MANIFEST_FILE).read_bytes())
+        except FileNotFoundError:
+            return None
 
     def removed(self) -> Path | None:
         """What somebody has taken away of the slots; None while all is there."""

@@ -74,14 +74,13 @@ def let_segments_grow() -> None:
 
 
 def _recomputed_by_megatron(config: RunConfig, experts: bool) -> dict[str, object]:
-    """Its settings for trainer.recompute_activations. What selective means for its own dense layers is done
-    by trainer/megatron/recompute.py; experts, and Transformer Engine's feed-forward part, are computed twice.
-    """
+    """Its settings for trainer.recompute_activations. What selective means for dense layers is done by
+    trainer/megatron/recompute.py; experts are computed twice."""
     choice = derive(config).recompute_activations
     if choice == "full":
         return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    if choice == "selective" and (experts or uses_transformer_engine(config)):
-        return {"recompute_granularity": "selective", "recompute_modules": ["moe" if experts else "mlp"]}
+    if choice == "selective" and experts:
+        return {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
     return {}
 
 
@@ -195,6 +194,8 @@ def build_gpt(
     )
     if not uses_transformer_engine(config):
         _finish_layers(gpt, config)
+    elif derive(config).recompute_activations == "selective":
+        _forget_fused(gpt)
     if config.model.lora.rank:
         add_adapters(gpt, shape, config.model.lora)
     note_tensor_parallel(gpt)
@@ -222,6 +223,14 @@ def _finish_layers(gpt: GPTModel, config: RunConfig) -> None:
             if forgetful:
                 Forgetting(layer.pre_mlp_layernorm, mlp.linear_fc1)
                 Forgetting(mlp.activation_func, mlp.linear_fc2)
+
+
+def _forget_fused(gpt: GPTModel) -> None:
+    """Of Transformer Engine's layers what activations give is computed again in the backward pass. Its norms
+    are parts of the linear layers behind them, which keep what they give."""
+    for mlp in (layer.mlp for layer in gpt.decoder.layers if isinstance(layer.mlp, MLP)):
+        use_own_activation(mlp)
+        Forgetting(mlp.activation_func, mlp.linear_fc2)
 
 
 def note_tensor_parallel(gpt: GPTModel) -> None:

@@ -28,8 +28,8 @@ def forget(tensor: torch.Tensor, again: Callable[[], torch.Tensor], used_by: tor
 
 
 class Forgetting:
-    """Joins a module to the linear layer behind it, Megatron's, whose input is the module's output and nobody
-    else's."""
+    """Joins a module to the linear layer behind it, Megatron's or Transformer Engine's, whose input is the
+    module's output and nobody else's. Where that layer keeps a copy of its input, nothing is gained."""
 
     def __init__(self, module: torch.nn.Module, linear: torch.nn.Module) -> None:
         self._module = module

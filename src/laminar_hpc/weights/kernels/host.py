@@ -23,28 +23,38 @@ def move(
     `shape` and `strides` in items; default: without gaps. None, and nothing is copied, where the extension is
     missing, a row does not begin and end with a word, or the tensors are not made of rows in host memory.
     """
-    if (
-        extension is None
-        or target.dtype != source.dtype
-        or target.numel() != source.numel()
-        or not target.numel()
-    ):
+    if extension is None or not (target.is_cpu and source.is_cpu) or not target.numel():
         return None
-    if target.device.type != "cpu" or source.device.type != "cpu":
+    if target.dtype != source.dtype or target.numel() != source.numel():
         return None
-    whole = (shape, strides) if shape is not None and strides is not None else ((target.numel(),), (1,))
-    try:
-        grid = common_grid([(target.shape, target.stride()), (source.shape, source.stride()), whole])
-    except LaminarError:
+    size = target.element_size()
+    if target.is_contiguous() and source.is_contiguous() and _without_gaps(shape, strides):  # most are
+        rows, width = 1, target.numel() * size
+        to_stride = from_stride = apart = width
+    else:
+        whole = (shape, strides) if shape is not None and strides is not None else ((target.numel(),), (1,))
+        try:
+            grid = common_grid([(target.shape, target.stride()), (source.shape, source.stride()), whole])
+        except LaminarError:
+            return None
+        rows, width = grid.rows, grid.columns * size
+        to_stride, from_stride, apart = (items * size for items in grid.strides)
+    to, begin = target.data_ptr(), source.data_ptr()
+    if (width | to_stride | from_stride | apart | to | begin) % 4:
         return None
-    width, to_stride, from_stride, apart = (
-        items * target.element_size() for items in (grid.columns, *grid.strides)
-    )
-    if any(
-        number % 4 for number in (width, to_stride, from_stride, apart, target.data_ptr(), source.data_ptr())
-    ):
-        return None
-    # what was received in place has sums only
-    to = 0 if target.data_ptr() == source.data_ptr() else target.data_ptr()
-    place = (to, to_stride, source.data_ptr(), from_stride, grid.rows, width // 4, apart // 4)
+    if to == begin:  # what was received in place has sums only
+        to = 0
+    place = (to, to_stride, begin, from_stride, rows, width // 4, apart // 4)
     return extension.move(*place, torch.get_num_threads())
+
+
+def _without_gaps(shape: Sequence[int] | None, strides: Sequence[int] | None) -> bool:
+    """Whether the items of such a grid follow on each other."""
+    if shape is None or strides is None:
+        return True
+    expected = 1
+    for count, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if stride != expected and count != 1:
+            return False
+        expected *= count
+    return True

@@ -35,12 +35,15 @@ class ArrivingSums:
         """Copies what has come elsewhere to its place, byte `first`, and adds it up on the way, tensor by
         tensor; what `move` cannot do is only copied, for `grown` to add up."""
         end = first + chunk.numel()
-        for entry in self._manifest.tensors[self._number :]:
+        for number in range(self._number, len(self._manifest.tensors)):
+            entry = self._manifest.tensors[number]
+            if entry.offset >= end:
+                return
             begin, stop = max(first, entry.offset), min(end, entry.offset + entry.nbytes)
             if begin >= stop:
                 continue
             target, source = self._data[begin:stop], chunk[begin - first : stop - first]
-            in_order = entry is self._manifest.tensors[self._number] and begin == entry.offset + self._done
+            in_order = number == self._number and begin == entry.offset + self._done
             both = move(target, source) if in_order else None
             if both is None:
                 target.copy_(source)
