@@ -15,6 +15,7 @@ from typing import Any
 from laminar_hpc.config.experts import Experts, experts_of
 from laminar_hpc.config.models import count_parameters, kv_heads, serving_bytes
 from laminar_hpc.config.objectives import SEQUENCE_LOSSES, WEIGHTS, is_own, wrong_options
+from laminar_hpc.config.rope import positions
 from laminar_hpc.config.schema import AlgorithmConfig, RunConfig
 
 _NEUTRAL = {
@@ -350,9 +351,9 @@ def _model(config: RunConfig, model: dict) -> Iterator[str]:
             f"@rollout.tensor_parallel does not divide the model's {heads} heads, {kv} key-value heads"
             f"{columns}; choose another, and scale with rollout.replicas"
         )
-    positions = model.get("max_position_embeddings") or math.inf
-    if config.sampling.max_response_tokens >= positions:
-        room = f"room for a prompt in the model's {positions} positions"
+    longest = positions(model) or math.inf
+    if config.sampling.max_response_tokens >= longest:
+        room = f"room for a prompt in the model's {longest} positions"
         yield f"@sampling.max_response_tokens does not leave {room}; lower it"
     publication = count_parameters(model) * serving_bytes(config.model.dtype)
     if config.relay.lanes > 1 and publication < config.relay.lanes * _MIN_LANE:

@@ -26,7 +26,7 @@ from laminar_hpc.simulator.workload import read_lengths
 
 Config = TypeVar("Config", SimulationConfig, PlanConfig)
 _TRAJECTORIES_MAX = 20_000_000  # of a simulated run, some 20 us each
-TRAINED = ("qwen2", "qwen3", "llama")  # families whose runs a plan can lay out
+TRAINED = ("qwen2", "qwen3", "llama", "mistral")  # families whose runs a plan can lay out
 # a plan's GPUs have a type, and there may be several
 _INSTEAD = dict.fromkeys(
     ("gpus", "trainer_gpu", "rollout_gpu", *(field.name for field in dataclasses.fields(PoolConfig))),

@@ -1,8 +1,8 @@
 """Hugging Face model directories: what config.json says, tensors read one by one, and a directory written
 back whole.
 
-Used by the trainer's Megatron adapter. A new model family is one row of FAMILIES (and its tensors' rows in
-mapping.py). Needs no transformers.
+Used by the trainer's Megatron adapter. A new model family is one row of config/families.py, and its tensors'
+rows in mapping.py. Needs no transformers.
 """
 
 import json
@@ -17,43 +17,14 @@ from safetensors import SafetensorError, safe_open
 
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.experts import Experts, experts_of, objection
+from laminar_hpc.config.families import FAMILIES, Family
 from laminar_hpc.config.models import INDEX_FILE, SIDE_FILES, WEIGHTS_FILE
+from laminar_hpc.config.rope import RopeScaling, positions, rope_entries, scaling_of
+from laminar_hpc.config.windows import Windows, windows_of
 from laminar_hpc.weights.manifest import layout, safetensors_header
 
 if TYPE_CHECKING:  # a command line reads a shape, and does not wait for it
     import torch
-
-
-@dataclass(frozen=True)
-class Family:
-    """What the config.json of a family does not say."""
-
-    qkv_bias: bool
-    qk_norm: bool
-    head_dim: int | None = None  # where config.json names none; None: hidden / heads
-    # of tensors: the block with the experts, and an expert's gate, up and down projection
-    expert_names: tuple[str, str, str, str] = ("mlp", "gate_proj", "up_proj", "down_proj")
-
-
-FAMILIES = {  # by config.json's model_type
-    "llama": Family(qkv_bias=False, qk_norm=False),
-    "qwen2": Family(qkv_bias=True, qk_norm=False),
-    "qwen3": Family(qkv_bias=False, qk_norm=True, head_dim=128),
-    "qwen2_moe": Family(qkv_bias=True, qk_norm=False),
-    "qwen3_moe": Family(qkv_bias=False, qk_norm=True, head_dim=128),
-    "mixtral": Family(qkv_bias=False, qk_norm=False, expert_names=("block_sparse_moe", "w1", "w3", "w2")),
-}
-
-
-@dataclass(frozen=True)
-class RopeScaling:
-    """Llama 3's scaling of RoPE: long wavelengths are stretched by `factor`, short ones kept, those between
-    interpolated."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_positions: int
 
 
 @dataclass(frozen=True)
@@ -74,6 +45,7 @@ class ModelShape:
     max_positions: int
     rope_scaling: RopeScaling | None = None
     experts: Experts | None = None
+    windows: Windows | None = None
 
 
 def _objection(c: dict, rope: dict) -> str:
@@ -108,8 +80,7 @@ def _objection(c: dict, rope: dict) -> str:
 
 def read_shape(directory: str | Path) -> ModelShape:
     """Raises LaminarError when there is no config.json, or for what the trainer cannot compute: other
-    families, other scalings of RoPE than Llama 3's, sliding windows, other
-    biases."""
+    families, scalings of RoPE that depend on the longest sequence, other biases."""
     file = Path(directory) / "config.json"
     try:
         c = json.loads(file.read_text())
@@ -122,11 +93,14 @@ def read_shape(directory: str | Path) -> ModelShape:
             f"{file}: model_type {c.get('model_type')} is not supported; supported: "
             f"{', '.join(sorted(FAMILIES))}"
         )
-    # of transformers 4 | 5, which takes the former where there are both
-    rope = dict(c.get("rope_scaling") or c.get("rope_parameters") or {})
+    rope = rope_entries(c)
     rope.setdefault("partial_rotary_factor", c.get("partial_rotary_factor") or 1.0)
     if wrong := _objection(c, rope):
         raise LaminarError(f"{file}: {wrong}")
+    try:
+        scaling = scaling_of(c)
+    except ValueError as error:
+        raise LaminarError(f"{file}: {error}") from None
     family, heads = FAMILIES[c["model_type"]], c["num_attention_heads"]
     return ModelShape(
         family=family,
@@ -140,25 +114,11 @@ def read_shape(directory: str | Path) -> ModelShape:
         rope_theta=float(rope.get("rope_theta") or c.get("rope_theta") or 10000.0),
         norm_eps=c.get("rms_norm_eps", 1e-6),
         tied=bool(c.get("tie_word_embeddings", False)),
-        max_positions=c.get("max_position_embeddings", 32768),
-        rope_scaling=_rope_scaling(rope, c.get("max_position_embeddings", 32768), file),
+        max_positions=positions(c) or 32768,
+        rope_scaling=scaling,
         experts=experts_of(c),
+        windows=windows_of(c),
     )
-
-
-def _rope_scaling(rope: dict, positions: int, file: Path) -> RopeScaling | None:
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ("default", "llama3"):
-        raise LaminarError(
-            f"{file}: RoPE of type {kind} is not supported; use a model with plain RoPE or Llama 3's"
-        )
-    if kind == "default":
-        return None
-    try:
-        original = rope.get("original_max_position_embeddings") or positions
-        return RopeScaling(rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"], original)
-    except KeyError as error:
-        raise LaminarError(f"{file}: RoPE of type llama3 without {error}; download the model again") from None
 
 
 def _open(file: Path) -> safe_open:

@@ -27,6 +27,13 @@ LLAMA3_ROPE = {  # of the 4 frequencies of a head of 8, some are kept, some divi
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+YARN = {  # of the 4 frequencies of a head of 8 one is kept, one is interpolated, two are divided
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 8,
+}
 FAMILIES: dict[str, dict[str, object]] = {
     "qwen2-tied": {},
     "qwen2-untied-gqa7": {
@@ -56,6 +63,24 @@ FAMILIES: dict[str, dict[str, object]] = {
         "tie_word_embeddings": False,
     },
     "llama-tied": {"family": "Llama", "num_key_value_heads": 4},
+    "mistral-nemo": {  # heads of 16 where 32 / 4 is 8, as Mistral-Nemo's are of 128 where 5120 / 32 is 160
+        "family": "Mistral",
+        "head_dim": 16,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+    },
+    "mistral-window": {"family": "Mistral", "sliding_window": 12, "tie_word_embeddings": False},
+    "qwen2-yarn": {"rope_parameters": YARN, "max_position_embeddings": 64},
+    "qwen3-yarn": {
+        "family": "Qwen3",
+        "head_dim": 16,
+        "rope_parameters": {**YARN, "attention_factor": 1.3, "truncate": False},
+        "tie_word_embeddings": False,
+    },
+    "llama-linear": {
+        "family": "Llama",
+        "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4},
+    },
 }
 
 # Mixtures of experts; each can be split over two ranks, by experts too.

@@ -40,7 +40,8 @@ from laminar_hpc.trainer.megatron.experts import expert_settings, is_router
 from laminar_hpc.trainer.megatron.linear import bias_before_rounding, float32_output
 from laminar_hpc.trainer.megatron.recompute import Forgetting
 from laminar_hpc.trainer.megatron.residual import Norm, SumNorm, join_sums_and_norms, sum_in_float32
-from laminar_hpc.weights.hf import ModelShape, RopeScaling
+from laminar_hpc.trainer.megatron.windows import window_settings
+from laminar_hpc.weights.hf import ModelShape
 
 # The padded vocabulary is a multiple of this at every tensor-parallel size that divides it, so a checkpoint
 # fits all of them.
@@ -118,6 +119,7 @@ def transformer_config(shape: ModelShape, config: RunConfig, dtype: torch.dtype)
         bias_activation_fusion=torch.cuda.is_available(),
         bias_dropout_fusion=False,
         **expert_settings(shape.experts, config),
+        **window_settings(shape.windows),
     )
 
 
@@ -128,7 +130,6 @@ def _block_spec(
     if installed("transformer_engine"):
         from laminar_hpc.trainer.megatron.te_attention import TransformerEngineAttention
 
-        spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=shape.family.qk_norm)
         spec = get_gpt_layer_with_transformer_engine_spec(
             num_experts=transformer.num_moe_experts,
             moe_grouped_gemm=transformer.moe_grouped_gemm,
@@ -170,7 +171,7 @@ def build_gpt(
     transformer: TransformerConfig, shape: ModelShape, config: RunConfig, chunk: int | None = None
 ) -> GPTModel:
     """This rank's part of the model, or a chunk of it, its weights yet to be loaded. It has no RoPE of its
-    own: trainer/megatron/attention.py's is used."""
+    own: trainer/megatron/rope.py's is used."""
     gpt = GPTModel(
         transformer,
         _block_spec(transformer, shape, chunk),
@@ -227,24 +228,6 @@ def takes_whole_packs(output_layer: ColumnParallelLinear) -> None:
     (`MegatronPolicy._keep_selected`), as the places that are asked for are not split evenly."""
     output_layer.sequence_parallel = False
     output_layer.allreduce_dgrad = output_layer.tp_group.size() > 1
-
-
-def rope_frequencies(shape: ModelShape) -> torch.Tensor:
-    """Radians per token of each pair of a head's dimensions, [head_dim / 2] float32."""
-    frequencies = 1.0 / shape.rope_theta ** (
-        torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
-    )
-    return frequencies if shape.rope_scaling is None else scaled_frequencies(frequencies, shape.rope_scaling)
-
-
-def scaled_frequencies(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
-    """Llama 3.1's RoPE, by how often a frequency turns within the original context: at most low_freq_factor
-    times, it is divided by `factor`; at least high_freq_factor times, kept; between, interpolated linearly in
-    the number of turns. [head_dim / 2] float32."""
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    turns = scaling.original_positions * frequencies / (2 * math.pi)
-    kept = ((turns - low) / (high - low)).clamp(0, 1)
-    return kept * frequencies + (1 - kept) * frequencies / scaling.factor
 
 
 def wrap(

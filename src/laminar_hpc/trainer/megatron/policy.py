@@ -27,14 +27,13 @@ from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.trainer.canonical.exchange import Exchange
 from laminar_hpc.trainer.canonical.gather import Canonical
 from laminar_hpc.trainer.canonical.plan import HeldSlice
-from laminar_hpc.trainer.megatron.attention import rotation_of, takes_packs
+from laminar_hpc.trainer.megatron.attention import takes_packs
 from laminar_hpc.trainer.megatron.building import (
     build_chunks,
     build_optimizer,
     has_float32_head,
     installed,
     let_segments_grow,
-    rope_frequencies,
     transformer_config,
     wrap,
 )
@@ -47,6 +46,7 @@ from laminar_hpc.trainer.megatron.head import HeadSwitch, chunked_logprobs, whol
 from laminar_hpc.trainer.megatron.linear import float32_product
 from laminar_hpc.trainer.megatron.loading import load_slices, own_slices
 from laminar_hpc.trainer.megatron.packs import Pack, make_pack
+from laminar_hpc.trainer.megatron.rope import rope_frequencies, rope_magnitude, rotation_of
 from laminar_hpc.weights.finite import all_finite, culprits
 from laminar_hpc.weights.hf import read_shape
 from laminar_hpc.weights.kernels.slices import LocalSlice
@@ -128,7 +128,7 @@ class MegatronPolicy:
             share = self.config.trainer.tensor_parallel
             own = self.shape.heads // share, self.shape.kv_heads // share
             heads = heads_in_attention(*own, context_ranks())
-            use_fastest_attention(self.device, heads, self.shape.head_dim)
+            use_fastest_attention(self.device, heads, self.shape.head_dim, self.shape.windows is not None)
         self._load_hf(Path(self.config.model.path), local)
         self.models = wrap(self.transformer, chunks, self.config)
         # anew, because the distributed optimizer moves parameters into its buffers
@@ -164,7 +164,8 @@ class MegatronPolicy:
         if self._last.post_process:
             self._head.hands_on = not whole and self._in_chunks(pack)
         with native_calls():
-            layout = replace(pack.layout, rotation=rotation_of(self._frequencies, pack.positions))
+            rotation = rotation_of(self._frequencies, pack.positions, rope_magnitude(self.shape))
+            layout = replace(pack.layout, rotation=rotation)
             run = model or self.models[0]
             return run(pack.tokens[None], pack.positions[None], None, packed_seq_params=layout)
 
