@@ -52,8 +52,37 @@ QWEN2 = {
     "use_sliding_window": False,
     "vocab_size": 152064,
 }
+GLM4 = {
+    "architectures": ["Glm4ForCausalLM"],
+    "attention_bias": True,
+    "attention_dropout": 0.0,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 13696,
+    "max_position_embeddings": 32768,
+    "model_type": "glm4",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 2,
+    "partial_rotary_factor": 0.5,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "vocab_size": 151552,
+}
 # what counts of the config.json on the hub; of YaRN with the entries that the model cards say to add
 REAL = {
+    "GLM-4-9B-0414": GLM4,
+    "GLM-4-32B-0414 with YaRN": GLM4
+    | {
+        "attention_bias": False,
+        "hidden_size": 6144,
+        "intermediate_size": 23040,
+        "num_attention_heads": 48,
+        "num_hidden_layers": 61,
+        "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
+    },
     "Mistral-7B-Instruct-v0.3": MISTRAL,
     "Mistral-7B-v0.1": MISTRAL | {"rope_theta": 10000.0, "sliding_window": 4096, "vocab_size": 32000},
     "Mistral-Nemo-Instruct-2407": MISTRAL
@@ -103,6 +132,8 @@ REAL = {
 }
 # parameters as the hub gives them, positions, width of a head, tokens of a window
 MEANT = {
+    "GLM-4-9B-0414": (9_400_279_040, 32768, 128, None),
+    "GLM-4-32B-0414 with YaRN": (32_566_081_536, 131072, 128, None),
     "Mistral-7B-Instruct-v0.3": (7_248_023_552, 32768, 128, None),
     "Mistral-7B-v0.1": (7_241_732_096, 32768, 128, 4096),
     "Mistral-Nemo-Instruct-2407": (12_247_782_400, 131072, 128, None),

@@ -11,7 +11,7 @@ from laminar_hpc.trainer.megatron.policy import MegatronPolicy
 from laminar_hpc.trainer.step.learner import Learner
 
 pytestmark = pytest.mark.usefixtures("world")
-SPECIAL = ["mistral-nemo", "mistral-window", "qwen2-yarn", "qwen3-yarn", "llama-linear"]
+SPECIAL = ["mistral-nemo", "mistral-window", "qwen2-yarn", "qwen3-yarn", "llama-linear", "glm4", "glm4-yarn"]
 
 
 @pytest.mark.parametrize("family", SPECIAL)

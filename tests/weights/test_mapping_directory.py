@@ -70,6 +70,18 @@ def test_what_families_leave_out_of_their_config(tmp_path: Path) -> None:
         ({"rope_scaling": {"type": "longrope", "factor": 4}}, "RoPE of type longrope"),
         ({"rope_scaling": {"type": "dynamic", "factor": 4}}, "RoPE of type dynamic"),
         ({"rope_scaling": {"type": "yarn"}}, "yarn without 'factor'"),
+        (
+            {"model_type": "mixtral", "rope_scaling": {"type": "linear", "factor": 2}},
+            "RoPE is scaled, which SGLang's MixtralForCausalLM leaves out",
+        ),
+        (
+            {
+                "model_type": "glm4",
+                "partial_rotary_factor": 0.5,
+                "rope_scaling": {"partial_rotary_factor": 0.25},
+            },
+            "partial_rotary_factor=0.25 is not what config.json says of it elsewhere",
+        ),
         ({"rope_scaling": {"type": "yarn", "factor": 0.5}}, "RoPE with factor=0.5, which is no number of 1"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 4}}, "llama3 without 'low_freq_factor'"),
         ({"model_type": "llama", "attention_bias": True}, "attention_bias and mlp_bias are not supported"),

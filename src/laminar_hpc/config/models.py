@@ -13,7 +13,7 @@ from typing import Any
 
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.experts import expert_replicas, expert_shards, experts_of, routed_activations
-from laminar_hpc.config.families import FAMILIES, family_of
+from laminar_hpc.config.families import FAMILIES, family_of, has_qkv_bias
 from laminar_hpc.config.system_schema import TrainerConfig
 from laminar_hpc.config.yaml_text import load_yaml
 
@@ -32,6 +32,7 @@ SHAPE = (  # of a config.json: what makes weights fit into a model
     "intermediate_size",
     "vocab_size",
 )
+TRAINED = {kind: family.architecture for kind, family in FAMILIES.items()}  # by model_type
 
 
 @cache
@@ -39,10 +40,9 @@ def _table() -> dict[str, dict]:
     """Name on the hub -> what counts of the config.json."""
     from laminar_hpc.config.directories import conf_directory
 
-    trained = {kind: family.architecture for kind, family in FAMILIES.items()}
     text = (conf_directory() / "simulation" / "tables" / "models.yaml").read_text()
     return {
-        path: {"architectures": [trained.get(kind := entry["config"]["model_type"], kind)], **entry["config"]}
+        path: {"architectures": [TRAINED.get(kind := entry["config"]["model_type"], kind)], **entry["config"]}
         for entry in load_yaml(text).values()
         for path in (entry["path"], *entry.get("also", ()))
     }
@@ -159,11 +159,12 @@ def count_parameters(model: dict) -> int:
     hidden, layers, vocab = model["hidden_size"], model["num_hidden_layers"], model["vocab_size"]
     family = family_of(model)
     q, kv = model["num_attention_heads"] * head_size(model), kv_heads(model) * head_size(model)
-    biases = q + 2 * kv if family.qkv_bias else 0
+    biases = q + 2 * kv if has_qkv_bias(model) else 0
     norms = 2 * head_size(model) if family.qk_norm else 0
     experts = experts_of(model)
     feed_forward = experts.layer_parameters(hidden) if experts else 3 * hidden * model["intermediate_size"]
-    layer = 2 * hidden * (q + kv) + biases + norms + feed_forward + 2 * hidden
+    norms += len(family.norms) * hidden
+    layer = 2 * hidden * (q + kv) + biases + norms + feed_forward
     return vocab * hidden * (1 if model.get("tie_word_embeddings") else 2) + layers * layer + hidden
 
 
@@ -262,14 +263,16 @@ def _kept_bytes(model: dict, width: int) -> tuple[float, float, float]:
     After Korthikanti et al., arXiv 2205.05198, section 4.1, with attention that keeps no scores but their
     normalizer of each head. The residual before each of the two norms, in float32
     (trainer/megatron/residual.py); the output of each norm; rotated queries and keys, values, and
-    attention's output; where queries and keys are normalized, these before it; and of the feed-forward part
-    the two halves of its activation's input, and the output. Selective recomputation keeps neither the norms'
-    outputs nor the activation's (trainer/megatron/recompute.py); of experts nothing but their input.
+    attention's output; where queries and keys, or what is added to the residual, are normalized, these before
+    it; and of the feed-forward part the two halves of its activation's input, and the output. Selective
+    recomputation keeps neither the norms' outputs nor the activation's (trainer/megatron/recompute.py); of
+    experts nothing but their input.
     """
     hidden, heads, experts = model["hidden_size"], model["num_attention_heads"], experts_of(model)
     projected = (heads + kv_heads(model)) * head_size(model)
     copies = 3 if family_of(model).qk_norm else 2
-    stays = 8 * hidden + copies * width * projected + 4 * heads
+    after = len(family_of(model).norms) - 2
+    stays = 8 * hidden + copies * width * projected + 4 * heads + after * width * hidden
     if experts:
         routed = routed_activations(experts, hidden, width)
         return 4 * hidden, stays + 2 * width * hidden + routed, stays + width * hidden

@@ -17,8 +17,8 @@ from safetensors import SafetensorError, safe_open
 
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.experts import Experts, experts_of, objection
-from laminar_hpc.config.families import FAMILIES, Family
-from laminar_hpc.config.models import INDEX_FILE, SIDE_FILES, WEIGHTS_FILE
+from laminar_hpc.config.families import FAMILIES, Family, has_qkv_bias
+from laminar_hpc.config.models import INDEX_FILE, SIDE_FILES, WEIGHTS_FILE, head_size
 from laminar_hpc.config.rope import RopeScaling, positions, rope_entries, scaling_of
 from laminar_hpc.config.windows import Windows, windows_of
 from laminar_hpc.weights.manifest import layout, safetensors_header
@@ -46,6 +46,8 @@ class ModelShape:
     rope_scaling: RopeScaling | None = None
     experts: Experts | None = None
     windows: Windows | None = None
+    qkv_bias: bool = False
+    rotary_dims: int | None = None  # of a head, the first so many that RoPE turns; None: all
 
 
 def _objection(c: dict, rope: dict) -> str:
@@ -67,10 +69,13 @@ def _objection(c: dict, rope: dict) -> str:
         wrong = "sliding windows, dropout and activations other than silu are not supported"
         wrong += "; use another model"
     # Qwen2 has no such key, and its own biases
-    elif (c.get("attention_bias") and c["model_type"] != "qwen2") or c.get("mlp_bias"):
+    elif (c.get("attention_bias") and c["model_type"] not in ("qwen2", "glm4")) or c.get("mlp_bias"):
         wrong = "attention_bias and mlp_bias are not supported; use a model without them"
-    elif (part := rope["partial_rotary_factor"]) != 1.0:
+    elif (part := rope["partial_rotary_factor"]) != 1.0 and not FAMILIES[c["model_type"]].interleaved:
         wrong = f"partial_rotary_factor={part} is not supported; use a model whose RoPE turns whole heads"
+    elif part != c.get("partial_rotary_factor", part) or int(part * head_size(c)) % 2:
+        wrong = f"partial_rotary_factor={part} is not what config.json says of it elsewhere, or of no even "
+        wrong += "number of dimensions; download the model again"
     elif c["model_type"] == "qwen2_moe" and not c.get("qkv_bias", True):
         wrong = "qkv_bias=false is not supported with qwen2_moe; use a model with these biases"
     else:
@@ -94,7 +99,8 @@ def read_shape(directory: str | Path) -> ModelShape:
             f"{', '.join(sorted(FAMILIES))}"
         )
     rope = rope_entries(c)
-    rope.setdefault("partial_rotary_factor", c.get("partial_rotary_factor") or 1.0)
+    share = c.get("partial_rotary_factor") or FAMILIES[c["model_type"]].rotated
+    rope.setdefault("partial_rotary_factor", share)
     if wrong := _objection(c, rope):
         raise LaminarError(f"{file}: {wrong}")
     try:
@@ -102,13 +108,16 @@ def read_shape(directory: str | Path) -> ModelShape:
     except ValueError as error:
         raise LaminarError(f"{file}: {error}") from None
     family, heads = FAMILIES[c["model_type"]], c["num_attention_heads"]
+    if scaling is not None and not family.scaled_rope:
+        left_out = f"RoPE is scaled, which SGLang's {family.architecture} leaves out"
+        raise LaminarError(f"{file}: {left_out}; use a model with plain RoPE")
     return ModelShape(
         family=family,
         layers=c["num_hidden_layers"],
         hidden=c["hidden_size"],
         heads=heads,
         kv_heads=c.get("num_key_value_heads") or heads,
-        head_dim=c.get("head_dim") or family.head_dim or c["hidden_size"] // heads,
+        head_dim=head_size(c),
         ffn=c["intermediate_size"],
         vocab=c["vocab_size"],
         rope_theta=float(rope.get("rope_theta") or c.get("rope_theta") or 10000.0),
@@ -118,6 +127,8 @@ def read_shape(directory: str | Path) -> ModelShape:
         rope_scaling=scaling,
         experts=experts_of(c),
         windows=windows_of(c),
+        qkv_bias=has_qkv_bias(c),
+        rotary_dims=int(head_size(c) * rope["partial_rotary_factor"]),
     )
 
 

@@ -77,6 +77,22 @@ FAMILIES: dict[str, dict[str, object]] = {
         "rope_parameters": {**YARN, "attention_factor": 1.3, "truncate": False},
         "tie_word_embeddings": False,
     },
+    "glm4": {  # half of a head is turned, by pairs of neighbours; what is added to the residual is normalized
+        "family": "Glm4",
+        "head_dim": 16,
+        "tie_word_embeddings": False,
+        "pad_token_id": None,  # of a token that is one transformers trains no embedding
+        "eos_token_id": 1,
+    },
+    "glm4-yarn": {
+        "family": "Glm4",
+        "head_dim": 16,
+        "attention_bias": False,
+        "rope_parameters": {**YARN, "partial_rotary_factor": 0.5},
+        "tie_word_embeddings": False,
+        "pad_token_id": None,  # of a token that is one transformers trains no embedding
+        "eos_token_id": 1,
+    },
     "llama-linear": {
         "family": "Llama",
         "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4},
@@ -92,6 +108,16 @@ EXPERTS: dict[str, dict[str, object]] = {
         "tie_word_embeddings": False,
         "moe_intermediate_size": 24,
         "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+    },
+    "qwen3-moe-yarn": {
+        "family": "Qwen3Moe",
+        "head_dim": 16,
+        "rope_parameters": YARN,
+        "tie_word_embeddings": False,
+        "moe_intermediate_size": 24,
+        "num_experts": 4,
         "num_experts_per_tok": 2,
         "norm_topk_prob": True,
     },

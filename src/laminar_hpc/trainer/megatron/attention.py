@@ -21,6 +21,7 @@ from megatron.core.utils import divide
 from torch.nn.attention.varlen import varlen_attn
 
 from laminar_hpc.trainer.megatron.context import heads_of_all_tokens, tokens_of_all_heads
+from laminar_hpc.trainer.megatron.rope import in_halves
 from laminar_hpc.trainer.megatron.windows import causal_attention, tokens_before
 from laminar_hpc.weights.kernels.layers import rotate
 
@@ -177,7 +178,7 @@ class PackedCausalAttention(MegatronModule):
             or layout.rotation is None
         ):
             raise ValueError("PackedCausalAttention takes a PackLayout with its rotation and no mask")
-        query, key = rotate(query, key, *layout.rotation)
+        query, key = rotate(*in_halves(self.config, query, key), *layout.rotation)
         if self.context.size() == 1:
             return self._attend(query, key, value, layout)
         query, key, value = heads_of_all_tokens(query, key, value, self.context)

@@ -38,6 +38,7 @@ from laminar_hpc.trainer.megatron.attention import PackedCausalAttention
 from laminar_hpc.trainer.megatron.chunks import schedule_settings
 from laminar_hpc.trainer.megatron.experts import expert_settings, is_router
 from laminar_hpc.trainer.megatron.linear import bias_before_rounding, float32_output
+from laminar_hpc.trainer.megatron.post_norms import add_post_norms
 from laminar_hpc.trainer.megatron.recompute import Forgetting
 from laminar_hpc.trainer.megatron.residual import Norm, SumNorm, join_sums_and_norms, sum_in_float32
 from laminar_hpc.trainer.megatron.windows import window_settings
@@ -93,7 +94,7 @@ def transformer_config(shape: ModelShape, config: RunConfig, dtype: torch.dtype)
         gated_linear_unit=True,
         activation_func=F.silu,
         add_bias_linear=False,
-        add_qkv_bias=shape.family.qkv_bias,
+        add_qkv_bias=shape.qkv_bias,
         qk_layernorm=shape.family.qk_norm,
         hidden_dropout=0.0,
         attention_dropout=0.0,
@@ -116,6 +117,7 @@ def transformer_config(shape: ModelShape, config: RunConfig, dtype: torch.dtype)
         masked_softmax_fusion=False,
         persist_layer_norm=False,
         apply_rope_fusion=False,
+        rotary_interleaved=shape.family.interleaved,  # attention.py reads it
         bias_activation_fusion=torch.cuda.is_available(),
         bias_dropout_fusion=False,
         **expert_settings(shape.experts, config),
@@ -186,6 +188,7 @@ def build_gpt(
     )
     if not installed("transformer_engine"):
         _finish_layers(gpt, derive(config).recompute_activations == "selective")
+    add_post_norms(gpt, shape)
     note_tensor_parallel(gpt)
     if gpt.post_process:
         takes_whole_packs(gpt.output_layer)

@@ -109,6 +109,7 @@ class MegatronPolicy:
         chunks = build_chunks(self.transformer, self.shape, self.config)
         self.gpt = stage_module(chunks)
         self._frequencies = rope_frequencies(self.shape).to(self.device)
+        self._magnitude = rope_magnitude(self.shape).to(self.device)
         self._selected: torch.Tensor | None = None
         self._last = chunks[-1]
         if self._last.post_process:
@@ -164,7 +165,7 @@ class MegatronPolicy:
         if self._last.post_process:
             self._head.hands_on = not whole and self._in_chunks(pack)
         with native_calls():
-            rotation = rotation_of(self._frequencies, pack.positions, rope_magnitude(self.shape))
+            rotation = rotation_of(self._frequencies, pack.positions, self._magnitude)
             layout = replace(pack.layout, rotation=rotation)
             run = model or self.models[0]
             return run(pack.tokens[None], pack.positions[None], None, packed_seq_params=layout)
