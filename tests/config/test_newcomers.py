@@ -124,7 +124,7 @@ def test_models_that_are_not_all_there(tmp_path):
 @pytest.mark.parametrize(
     ("more", "text"),
     [
-        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "RoPE of type yarn is not supported"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "RoPE of type dynamic is not supported"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantized weights cannot be trained"),
         ({"use_sliding_window": True}, "sliding windows, dropout and activations"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported"),
@@ -133,7 +133,7 @@ def test_models_that_are_not_all_there(tmp_path):
         ({"num_key_value_heads": 3}, "num_attention_heads=4 does not go with num_key_value_heads=3"),
         ({"num_attention_heads": 5, "num_key_value_heads": 5, "head_dim": None}, "go with hidden_size="),
         ({"architectures": None}, 'add "architectures": ["Qwen2ForCausalLM"], or save the model anew'),
-        ({"architectures": None, "model_type": "mistral"}, "architecture mistral is not supported"),
+        ({"architectures": None, "model_type": "phi3"}, "architecture phi3 is not supported"),
     ],
 )
 def test_a_model_that_the_trainer_cannot_compute_is_refused_at_once(tmp_path, more, text):

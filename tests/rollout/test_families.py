@@ -1,4 +1,4 @@
-"""Qwen3 and Llama through real SGLang: weights that are pulled are verified, and the log-probs of what is
+"""Each family through real SGLang: weights that are pulled are verified, and the log-probs of what is
 drawn are transformers'."""
 
 import asyncio
@@ -29,11 +29,20 @@ ENGINES = [  # family of trainer/tiny.py, tensor parallel
     pytest.param("llama3-gqa8", 1, marks=pytest.mark.slow),  # Llama 3's RoPE, heads of 8 where 64 / 16 is 4
     pytest.param("llama3-gqa8", 2, marks=pytest.mark.slow),
     pytest.param("llama-tied", 1, marks=pytest.mark.slow),
+    pytest.param("glm4", 1, marks=pytest.mark.slow),
+    pytest.param("glm4", 2, marks=pytest.mark.slow),  # gate and up projection are one tensor
+    pytest.param("glm4-yarn", 1, marks=pytest.mark.slow),
+    pytest.param("llama-linear", 1, marks=pytest.mark.slow),
+    pytest.param("mistral-nemo", 2, marks=pytest.mark.slow),
+    pytest.param("mistral-window", 1, marks=pytest.mark.slow),  # a window of 12 tokens
+    pytest.param("qwen2-yarn", 1, marks=pytest.mark.slow),  # 150 tokens and more, where 64 were trained
+    pytest.param("qwen3-yarn", 1, marks=pytest.mark.slow),  # with an attention_factor
 ]
 MIXTURES = [  # of trainer/tiny.py, tensor parallel, expert parallel
     ("qwen3-moe", 1, 1),
     pytest.param("qwen3-moe", 2, 1, marks=pytest.mark.slow),
     pytest.param("qwen3-moe", 2, 2, marks=pytest.mark.slow),
+    pytest.param("qwen3-moe-yarn", 1, 1, marks=pytest.mark.slow),
     pytest.param("qwen2-moe", 1, 1, marks=pytest.mark.slow),
     pytest.param("qwen2-moe", 2, 1, marks=pytest.mark.slow),
     pytest.param("mixtral", 1, 1, marks=pytest.mark.slow),

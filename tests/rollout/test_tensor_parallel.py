@@ -273,3 +273,28 @@ def test_shards_add_up_also_with_fewer_key_value_heads_than_ranks():
         whole_tensors([layouts[0], layouts[1][:-1]])
     with pytest.raises(LaminarError, match="only in part"):
         whole_tensors([layouts[0], layouts[0]])
+
+
+def test_a_rank_may_hold_two_shards_of_a_tensor(tmp_path):
+    """Where gate and up projection are one tensor of the file, as GLM-4's are: it is loaded, and its sums are
+    those of the whole."""
+    parts = random_weights()
+    engines = [Engine(random_weights(), rank) for rank in range(2)]
+    fused = {name: tensor for name, tensor in parts.items() if "gate" not in name and "up" not in name}
+    fused["layer.gate_up_proj.weight"] = torch.cat(
+        [parts["layer.gate_proj.weight"], parts["layer.up_proj.weight"]]
+    )
+    save_file(fused, tmp_path / WEIGHTS_FILE)
+    directory, manifest = fill_slot(SlotWriter(str(tmp_path), "run", 3, tmp_path), tmp_path, 1, 1)
+    config = type("GlmConfig", (CONFIG,), {"model_type": "glm4"})
+    views = [list(canonical_views(engine, config, rank, 2)) for rank, engine in enumerate(engines)]
+    sums, layouts = [load_slot(held, directory) for held in views], [live_layout(v) for v in views]
+    assert sums == [live_sums(held) for held in views]
+    expected = {t.name: (t.sum_words, t.sum_indexed) for t in manifest.tensors}
+    assert whole_sums(layouts, sums) == expected
+    assert {t.name: tuple(t.shape) for t in whole_tensors(layouts)} == {
+        name: tuple(tensor.shape) for name, tensor in fused.items()
+    }
+    for rank, engine in enumerate(engines):
+        expected = Engine(parts, rank).get_parameter("layer.gate_up_proj.weight")
+        assert torch.equal(engine.get_parameter("layer.gate_up_proj.weight"), expected)

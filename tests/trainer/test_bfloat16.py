@@ -20,10 +20,10 @@ from laminar_hpc.engine.interface import sampling_parameters
 from laminar_hpc.engine.sglang.command_line import arguments
 from laminar_hpc.engine.sglang.server import SglangServer
 from laminar_hpc.trainer.megatron import residual
-from laminar_hpc.trainer.megatron.attention import rotation_of
 from laminar_hpc.trainer.megatron.linear import float32_product
 from laminar_hpc.trainer.megatron.packs import make_pack
 from laminar_hpc.trainer.megatron.policy import MegatronPolicy
+from laminar_hpc.trainer.megatron.rope import rotation_of
 from laminar_hpc.weights.kernels import layers
 from laminar_hpc.weights.kernels.layers import rotated
 from laminar_hpc.weights.probe import probe_sequences

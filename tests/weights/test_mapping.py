@@ -156,6 +156,34 @@ def test_names_of_a_directory_must_fit() -> None:
             check_names({"a"}, there, tied=False, where="dir")
 
 
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_fused_projection_is_bit_exact_there_and_back(size: int) -> None:
+    """GLM-4's gate and up projection are one tensor, of which each tensor-parallel shard holds two slices."""
+    glm = replace(SHAPE, family=FAMILIES["glm4"])
+
+    def names(parameters: dict[str, torch.Tensor]) -> list[LocalSlice]:
+        return [s for s in local_slices(parameters, glm) if "mlp" in s.name and ".0." in s.name]
+
+    (first, second, down) = names(megatron_parameters(1))
+    assert [s.name.removeprefix("model.layers.0.mlp.") for s in (first, second, down)] == [
+        "gate_up_proj.weight",
+        "gate_up_proj.weight",
+        "down_proj.weight",
+    ]
+    fused = torch.randn(first.shape, generator=torch.Generator().manual_seed(0))
+    assert fused.shape == (2 * SHAPE.ffn, SHAPE.hidden)
+    back = torch.full_like(fused, math.nan)
+    gates = []
+    for rank in range(size):
+        parameters = megatron_parameters(size)
+        for local in local_slices(parameters, glm, shard=Shard(rank, size)):
+            if local.name == first.name:
+                local.load(fused.narrow(local.dim, local.start, local.length))
+                back.narrow(local.dim, local.start, local.length).copy_(local.value())
+        gates.append(parameters["decoder.layers.0.mlp.linear_fc1.weight"].chunk(2)[0])
+    assert torch.equal(back, fused) and torch.equal(torch.cat(gates), fused[: SHAPE.ffn])
+
+
 EXPERTS = replace(SHAPE, family=FAMILIES["qwen3_moe"], experts=Experts(4, 2, 6, True, 10))
 
 

@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.weights.hf import RopeScaling, TensorReader, copy_side_files, read_shape, safetensors_parts
+from laminar_hpc.config.rope import Llama3Scaling
+from laminar_hpc.weights.hf import TensorReader, copy_side_files, read_shape, safetensors_parts
 
 CONFIG = {
     "model_type": "qwen2",
@@ -55,7 +56,7 @@ def test_what_families_leave_out_of_their_config(tmp_path: Path) -> None:
         "original_max_position_embeddings": 99,
     }
     shape = read_shape(write(tmp_path, model_type="llama", rope_scaling=rope, rope_theta=5e5))
-    assert shape.rope_scaling == RopeScaling(8.0, 1.0, 4.0, 99) and shape.rope_theta == 5e5
+    assert shape.rope_scaling == Llama3Scaling(8.0, 1.0, 4.0, 99) and shape.rope_theta == 5e5
 
 
 @pytest.mark.parametrize(
@@ -63,10 +64,25 @@ def test_what_families_leave_out_of_their_config(tmp_path: Path) -> None:
     [
         (
             {"model_type": "gpt2"},
-            "model_type gpt2 is not supported; supported: llama, mixtral, qwen2, .*, qwen3",
+            "model_type gpt2 is not supported; supported: .*llama, mistral, mixtral, qwen2, .*, qwen3",
         ),
         ({"model_type": "deepseek_v3"}, "model_type deepseek_v3 is not supported"),
-        ({"rope_scaling": {"type": "yarn", "factor": 4}}, "RoPE of type yarn"),
+        ({"rope_scaling": {"type": "longrope", "factor": 4}}, "RoPE of type longrope"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 4}}, "RoPE of type dynamic"),
+        ({"rope_scaling": {"type": "yarn"}}, "yarn without 'factor'"),
+        (
+            {"model_type": "mixtral", "rope_scaling": {"type": "linear", "factor": 2}},
+            "RoPE is scaled, which SGLang's MixtralForCausalLM leaves out",
+        ),
+        (
+            {
+                "model_type": "glm4",
+                "partial_rotary_factor": 0.5,
+                "rope_scaling": {"partial_rotary_factor": 0.25},
+            },
+            "partial_rotary_factor=0.25 is not what config.json says of it elsewhere",
+        ),
+        ({"rope_scaling": {"type": "yarn", "factor": 0.5}}, "RoPE with factor=0.5, which is no number of 1"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 4}}, "llama3 without 'low_freq_factor'"),
         ({"model_type": "llama", "attention_bias": True}, "attention_bias and mlp_bias are not supported"),
         ({"use_sliding_window": True}, "sliding windows"),

@@ -40,6 +40,7 @@ _PLAIN: dict[str, object] = {
     "target_parameters": None,
     "trainable_token_indices": None,
 }
+ADAPTED = ("qwen2", "qwen3", "llama", "mistral")  # families whose linear layers are named as PEFT names them
 _CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq")  # init_lora_weights whose base is another model
 
 
@@ -54,6 +55,11 @@ def adapter_problems(config: RunConfig, model: dict | None) -> list[str]:
         return [
             f"model.lora.rank={lora.rank}: a mixture of experts is trained whole; set it to 0, or use a "
             "dense model"
+        ]
+    if model is not None and model.get("model_type") not in ADAPTED:
+        return [
+            f"model.lora.rank={lora.rank}: adapters are for {', '.join(ADAPTED)}, not for "
+            f"{model.get('model_type')}; set it to 0, or use another model"
         ]
     if not lora.path or model is None:
         return []

@@ -21,6 +21,7 @@ from laminar_hpc.config.adapters import published_parameters
 from laminar_hpc.config.bounds import wrong_values
 from laminar_hpc.config.errors import LaminarError, Refused, said
 from laminar_hpc.config.experts import experts_text, objection
+from laminar_hpc.config.families import FAMILIES, family_of
 from laminar_hpc.config.file_systems import NETWORK_FILE_SYSTEMS, file_system
 from laminar_hpc.config.memory import (
     Need,
@@ -34,8 +35,6 @@ from laminar_hpc.config.memory import (
 )
 from laminar_hpc.config.models import (
     SHAPE,
-    TRAINED,
-    WIDE_HEADS,
     count_parameters,
     is_downloaded,
     is_known,
@@ -238,15 +237,16 @@ def supported_model(config: RunConfig) -> dict:
     named = model.get("architectures")
     kind = str(model.get("model_type", "unknown"))
     architecture = str(named[0]) if isinstance(named, list) and named else kind
-    if architecture in TRAINED:
+    if architecture in FAMILIES:
+        added = f'"architectures": ["{FAMILIES[architecture].architecture}"]'
         raise LaminarError(
-            f"{file} does not list its architectures, which the engine needs; add "
-            f'"architectures": ["{TRAINED[architecture]}"], or save the model anew with transformers'
+            f"{file} does not list its architectures, which the engine needs; add {added}, or save the model "
+            "anew with transformers"
         )
-    if architecture not in TRAINED.values():
+    supported = sorted(family.architecture for family in FAMILIES.values())
+    if architecture not in supported:
         raise LaminarError(
-            f"{file}: architecture {architecture} is not supported; supported: "
-            f"{', '.join(sorted(TRAINED.values()))}"
+            f"{file}: architecture {architecture} is not supported; supported: {', '.join(supported)}"
         )
     again = "download the model again"
     if lacking := [key for key in _NEEDED if not _is_count(model.get(key))]:
@@ -255,7 +255,7 @@ def supported_model(config: RunConfig) -> dict:
         raise LaminarError(f"{file}: {odd[0]}={model[odd[0]]!r} is no number of 1 or more; {again}")
     heads, width = model["num_attention_heads"], model["hidden_size"]
     undivided = [f"num_key_value_heads={kv_heads(model)}"] if heads % kv_heads(model) else []
-    if not model.get("head_dim") and model.get("model_type") not in WIDE_HEADS and width % heads:
+    if not model.get("head_dim") and not family_of(model).head_dim and width % heads:
         undivided.append(f"hidden_size={width}")
     if undivided:
         rule = "KV heads divide heads, and heads the hidden size unless there is a head_dim"

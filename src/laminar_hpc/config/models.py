@@ -13,6 +13,7 @@ from typing import Any
 
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.experts import expert_replicas, expert_shards, experts_of, routed_activations
+from laminar_hpc.config.families import FAMILIES, family_of, has_qkv_bias
 from laminar_hpc.config.system_schema import TrainerConfig
 from laminar_hpc.config.yaml_text import load_yaml
 
@@ -31,16 +32,7 @@ SHAPE = (  # of a config.json: what makes weights fit into a model
     "intermediate_size",
     "vocab_size",
 )
-# by model_type
-TRAINED = {
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "llama": "LlamaForCausalLM",
-    "qwen2_moe": "Qwen2MoeForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-    "mixtral": "MixtralForCausalLM",
-}
-WIDE_HEADS = ("qwen3", "qwen3_moe")  # families whose heads are 128 wide unless config.json says otherwise
+TRAINED = {kind: family.architecture for kind, family in FAMILIES.items()}  # by model_type
 
 
 @cache
@@ -148,9 +140,8 @@ def missing_files(path: str) -> list[str]:
 
 def head_size(model: dict) -> int:
     """Width of an attention head."""
-    return model.get("head_dim") or (
-        128 if model.get("model_type") in WIDE_HEADS else model["hidden_size"] // model["num_attention_heads"]
-    )
+    own = model.get("head_dim") or family_of(model).head_dim
+    return own or model["hidden_size"] // model["num_attention_heads"]
 
 
 def serving_bytes(dtype: str) -> int:
@@ -166,13 +157,14 @@ def kv_heads(model: dict) -> int:
 def count_parameters(model: dict) -> int:
     """Parameters of a model of a family that is trained, from its config.json."""
     hidden, layers, vocab = model["hidden_size"], model["num_hidden_layers"], model["vocab_size"]
-    family = model.get("model_type", "qwen2")
+    family = family_of(model)
     q, kv = model["num_attention_heads"] * head_size(model), kv_heads(model) * head_size(model)
-    biases = q + 2 * kv if family in ("qwen2", "qwen2_moe") else 0
-    norms = 2 * head_size(model) if family in ("qwen3", "qwen3_moe") else 0
+    biases = q + 2 * kv if has_qkv_bias(model) else 0
+    norms = 2 * head_size(model) if family.qk_norm else 0
     experts = experts_of(model)
     feed_forward = experts.layer_parameters(hidden) if experts else 3 * hidden * model["intermediate_size"]
-    layer = 2 * hidden * (q + kv) + biases + norms + feed_forward + 2 * hidden
+    norms += len(family.norms) * hidden
+    layer = 2 * hidden * (q + kv) + biases + norms + feed_forward
     return vocab * hidden * (1 if model.get("tie_word_embeddings") else 2) + layers * layer + hidden
 
 
@@ -273,14 +265,16 @@ def _kept_bytes(model: dict, width: int) -> tuple[float, float, float]:
     After Korthikanti et al., arXiv 2205.05198, section 4.1, with attention that keeps no scores but their
     normalizer of each head. The residual before each of the two norms, in float32
     (trainer/megatron/residual.py); the output of each norm; rotated queries and keys, values, and
-    attention's output; where queries and keys are normalized, these before it; and of the feed-forward part
-    the two halves of its activation's input, and the output. Selective recomputation keeps neither the norms'
-    outputs nor the activation's (trainer/megatron/recompute.py); of experts nothing but their input.
+    attention's output; where queries and keys, or what is added to the residual, are normalized, these before
+    it; and of the feed-forward part the two halves of its activation's input, and the output. Selective
+    recomputation keeps neither the norms' outputs nor the activation's (trainer/megatron/recompute.py); of
+    experts nothing but their input.
     """
     hidden, heads, experts = model["hidden_size"], model["num_attention_heads"], experts_of(model)
     projected = (heads + kv_heads(model)) * head_size(model)
-    copies = 3 if model.get("model_type") in ("qwen3", "qwen3_moe") else 2
-    stays = 8 * hidden + copies * width * projected + 4 * heads
+    copies = 3 if family_of(model).qk_norm else 2
+    after = len(family_of(model).norms) - 2
+    stays = 8 * hidden + copies * width * projected + 4 * heads + after * width * hidden
     if experts:
         routed = routed_activations(experts, hidden, width)
         return 4 * hidden, stays + 2 * width * hidden + routed, stays + width * hidden

@@ -17,6 +17,7 @@ from laminar_hpc.config.critic import wrong_critic
 from laminar_hpc.config.experts import Experts, experts_of
 from laminar_hpc.config.models import kv_heads, serving_bytes
 from laminar_hpc.config.objectives import SEQUENCE_LOSSES, WEIGHTS, is_own, wrong_options
+from laminar_hpc.config.rope import positions
 from laminar_hpc.config.routing import wrong_replay
 from laminar_hpc.config.schema import AlgorithmConfig, RunConfig
 from laminar_hpc.config.teachers import wrong_teachers
@@ -357,9 +358,9 @@ def _model(config: RunConfig, model: dict) -> Iterator[str]:
             f"@rollout.tensor_parallel does not divide the model's {heads} heads, {kv} key-value heads"
             f"{columns}; choose another, and scale with rollout.replicas"
         )
-    positions = model.get("max_position_embeddings") or math.inf
-    if config.sampling.max_response_tokens >= positions:
-        room = f"room for a prompt in the model's {positions} positions"
+    longest = positions(model) or math.inf
+    if config.sampling.max_response_tokens >= longest:
+        room = f"room for a prompt in the model's {longest} positions"
         yield f"@sampling.max_response_tokens does not leave {room}; lower it"
     publication = published_parameters(model, config.model.lora) * serving_bytes(config.model.dtype)
     if config.relay.lanes > 1 and publication < config.relay.lanes * _MIN_LANE:

@@ -141,6 +141,8 @@ class EmulationConfig:
         "Qwen3-32B",
         "Qwen3-30B-A3B",
         "Qwen3-235B-A22B",
+        "Mistral-7B",
+        "Mistral-Nemo-12B",
         "Llama-3.1-8B",
         "Llama-3.1-70B",
         "Llama-3.1-405B",

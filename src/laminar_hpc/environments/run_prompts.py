@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 from laminar_hpc.config.errors import LaminarError, Refused
 from laminar_hpc.config.models import model_config
+from laminar_hpc.config.rope import positions
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.config.source import labels, parse_source
 from laminar_hpc.data.chat_template import continued, load_chat_template
@@ -37,7 +38,7 @@ def load_run_prompts(
     tokenizer = load_tokenizer(config.model.path)
     render = run_render(config)
     model = model_config(config.model.path)
-    context = min(config.trainer.pack_tokens, model.get("max_position_embeddings", 1 << 30))
+    context = min(config.trainer.pack_tokens, positions(model) or 1 << 30)
     room = context - config.sampling.max_response_tokens - 1
     kept = 1 if config.environment.by_url else None
 

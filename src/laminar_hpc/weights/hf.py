@@ -1,8 +1,8 @@
 """Hugging Face model directories: what config.json says, tensors read one by one, and a directory written
 back whole.
 
-Used by the trainer's Megatron adapter. A new model family is one row of FAMILIES (and its tensors' rows in
-mapping.py). Needs no transformers.
+Used by the trainer's Megatron adapter. A new model family is one row of config/families.py, and its tensors'
+rows in mapping.py. Needs no transformers.
 """
 
 import json
@@ -17,43 +17,14 @@ from safetensors import SafetensorError, safe_open
 
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.experts import Experts, experts_of, objection
-from laminar_hpc.config.models import INDEX_FILE, SIDE_FILES, WEIGHTS_FILE
+from laminar_hpc.config.families import FAMILIES, Family, has_qkv_bias
+from laminar_hpc.config.models import INDEX_FILE, SIDE_FILES, WEIGHTS_FILE, head_size
+from laminar_hpc.config.rope import RopeScaling, positions, rope_entries, scaling_of
+from laminar_hpc.config.windows import Windows, windows_of
 from laminar_hpc.weights.manifest import layout, safetensors_header
 
 if TYPE_CHECKING:  # a command line reads a shape, and does not wait for it
     import torch
-
-
-@dataclass(frozen=True)
-class Family:
-    """What the config.json of a family does not say."""
-
-    qkv_bias: bool
-    qk_norm: bool
-    head_dim: int | None = None  # where config.json names none; None: hidden / heads
-    # of tensors: the block with the experts, and an expert's gate, up and down projection
-    expert_names: tuple[str, str, str, str] = ("mlp", "gate_proj", "up_proj", "down_proj")
-
-
-FAMILIES = {  # by config.json's model_type
-    "llama": Family(qkv_bias=False, qk_norm=False),
-    "qwen2": Family(qkv_bias=True, qk_norm=False),
-    "qwen3": Family(qkv_bias=False, qk_norm=True, head_dim=128),
-    "qwen2_moe": Family(qkv_bias=True, qk_norm=False),
-    "qwen3_moe": Family(qkv_bias=False, qk_norm=True, head_dim=128),
-    "mixtral": Family(qkv_bias=False, qk_norm=False, expert_names=("block_sparse_moe", "w1", "w3", "w2")),
-}
-
-
-@dataclass(frozen=True)
-class RopeScaling:
-    """Llama 3's scaling of RoPE: long wavelengths are stretched by `factor`, short ones kept, those between
-    interpolated."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_positions: int
 
 
 @dataclass(frozen=True)
@@ -74,6 +45,9 @@ class ModelShape:
     max_positions: int
     rope_scaling: RopeScaling | None = None
     experts: Experts | None = None
+    windows: Windows | None = None
+    qkv_bias: bool = False
+    rotary_dims: int | None = None  # of a head, the first so many that RoPE turns; None: all
 
 
 def _objection(c: dict, rope: dict) -> str:
@@ -95,10 +69,13 @@ def _objection(c: dict, rope: dict) -> str:
         wrong = "sliding windows, dropout and activations other than silu are not supported"
         wrong += "; use another model"
     # Qwen2 has no such key, and its own biases
-    elif (c.get("attention_bias") and c["model_type"] != "qwen2") or c.get("mlp_bias"):
+    elif (c.get("attention_bias") and c["model_type"] not in ("qwen2", "glm4")) or c.get("mlp_bias"):
         wrong = "attention_bias and mlp_bias are not supported; use a model without them"
-    elif (part := rope["partial_rotary_factor"]) != 1.0:
+    elif (part := rope["partial_rotary_factor"]) != 1.0 and not FAMILIES[c["model_type"]].interleaved:
         wrong = f"partial_rotary_factor={part} is not supported; use a model whose RoPE turns whole heads"
+    elif part != c.get("partial_rotary_factor", part) or int(part * head_size(c)) % 2:
+        wrong = f"partial_rotary_factor={part} is not what config.json says of it elsewhere, or of no even "
+        wrong += "number of dimensions; download the model again"
     elif c["model_type"] == "qwen2_moe" and not c.get("qkv_bias", True):
         wrong = "qkv_bias=false is not supported with qwen2_moe; use a model with these biases"
     else:
@@ -108,8 +85,7 @@ def _objection(c: dict, rope: dict) -> str:
 
 def read_shape(directory: str | Path) -> ModelShape:
     """Raises LaminarError when there is no config.json, or for what the trainer cannot compute: other
-    families, other scalings of RoPE than Llama 3's, sliding windows, other
-    biases."""
+    families, scalings of RoPE that depend on the longest sequence, other biases."""
     file = Path(directory) / "config.json"
     try:
         c = json.loads(file.read_text())
@@ -122,43 +98,38 @@ def read_shape(directory: str | Path) -> ModelShape:
             f"{file}: model_type {c.get('model_type')} is not supported; supported: "
             f"{', '.join(sorted(FAMILIES))}"
         )
-    # of transformers 4 | 5, which takes the former where there are both
-    rope = dict(c.get("rope_scaling") or c.get("rope_parameters") or {})
-    rope.setdefault("partial_rotary_factor", c.get("partial_rotary_factor") or 1.0)
+    rope = rope_entries(c)
+    share = c.get("partial_rotary_factor") or FAMILIES[c["model_type"]].rotated
+    rope.setdefault("partial_rotary_factor", share)
     if wrong := _objection(c, rope):
         raise LaminarError(f"{file}: {wrong}")
+    try:
+        scaling = scaling_of(c)
+    except ValueError as error:
+        raise LaminarError(f"{file}: {error}") from None
     family, heads = FAMILIES[c["model_type"]], c["num_attention_heads"]
+    if scaling is not None and not family.scaled_rope:
+        left_out = f"RoPE is scaled, which SGLang's {family.architecture} leaves out"
+        raise LaminarError(f"{file}: {left_out}; use a model with plain RoPE")
     return ModelShape(
         family=family,
         layers=c["num_hidden_layers"],
         hidden=c["hidden_size"],
         heads=heads,
         kv_heads=c.get("num_key_value_heads") or heads,
-        head_dim=c.get("head_dim") or family.head_dim or c["hidden_size"] // heads,
+        head_dim=head_size(c),
         ffn=c["intermediate_size"],
         vocab=c["vocab_size"],
         rope_theta=float(rope.get("rope_theta") or c.get("rope_theta") or 10000.0),
         norm_eps=c.get("rms_norm_eps", 1e-6),
         tied=bool(c.get("tie_word_embeddings", False)),
-        max_positions=c.get("max_position_embeddings", 32768),
-        rope_scaling=_rope_scaling(rope, c.get("max_position_embeddings", 32768), file),
+        max_positions=positions(c) or 32768,
+        rope_scaling=scaling,
         experts=experts_of(c),
+        windows=windows_of(c),
+        qkv_bias=has_qkv_bias(c),
+        rotary_dims=int(head_size(c) * rope["partial_rotary_factor"]),
     )
-
-
-def _rope_scaling(rope: dict, positions: int, file: Path) -> RopeScaling | None:
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ("default", "llama3"):
-        raise LaminarError(
-            f"{file}: RoPE of type {kind} is not supported; use a model with plain RoPE or Llama 3's"
-        )
-    if kind == "default":
-        return None
-    try:
-        original = rope.get("original_max_position_embeddings") or positions
-        return RopeScaling(rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"], original)
-    except KeyError as error:
-        raise LaminarError(f"{file}: RoPE of type llama3 without {error}; download the model again") from None
 
 
 def _open(file: Path) -> safe_open:

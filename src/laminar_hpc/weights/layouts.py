@@ -59,14 +59,18 @@ def _qkv(first: int | None) -> Layout:
     return layout
 
 
-def _half(which: int) -> Layout:
-    """linear_fc1 holds, per shard, its rows of the gate, then its rows of the up projection."""
+def _half(which: int, fused: bool = False) -> Layout:
+    """linear_fc1 holds, per shard, its rows of the gate, then its rows of the up projection. `fused`: both
+    are one Hugging Face tensor, of which a shard has two slices."""
 
     def layout(t: torch.Tensor, shape: ModelShape, shard: Shard) -> tuple[int, int, int, torch.Tensor]:
         view = t.chunk(2)[which]
-        return 0, shard.rank * view.shape[0], shard.size * view.shape[0], view
+        rows = shard.size * view.shape[0]
+        start = shard.rank * view.shape[0]
+        return (0, which * rows + start, 2 * rows, view) if fused else (0, start, rows, view)
 
     return layout
 
 
 query, key, value, gate, up = _qkv(None), _qkv(0), _qkv(1), _half(0), _half(1)
+gate_of_both, up_of_both = _half(0, fused=True), _half(1, fused=True)

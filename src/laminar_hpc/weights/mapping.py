@@ -13,6 +13,7 @@ import torch
 
 from laminar_hpc.config.adapters import ADAPTER_PREFIX
 from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.config.families import Family
 from laminar_hpc.weights.experts import expert_rows
 from laminar_hpc.weights.hf import ModelShape
 from laminar_hpc.weights.kernels.slices import LocalSlice
@@ -21,9 +22,11 @@ from laminar_hpc.weights.layouts import (
     Shard,
     columns,
     gate,
+    gate_of_both,
     key,
     query,
     up,
+    up_of_both,
     value,
     vocabulary,
     whole,
@@ -46,15 +49,17 @@ LAYER: tuple[tuple[str, str, Layout], ...] = (
     ("mlp.gate_proj.weight", "mlp.linear_fc1.weight", gate),
     ("mlp.up_proj.weight", "mlp.linear_fc1.weight", up),
     ("mlp.down_proj.weight", "mlp.linear_fc2.weight", columns),
-    ("input_layernorm.weight", "input_layernorm.weight", whole),
-    (
-        "input_layernorm.weight",
-        "self_attention.linear_qkv.layer_norm_weight",
-        whole,
-    ),  # Transformer Engine fuses the norms into what follows
-    ("post_attention_layernorm.weight", "pre_mlp_layernorm.weight", whole),
-    ("post_attention_layernorm.weight", "mlp.linear_fc1.layer_norm_weight", whole),
 )
+FUSED_MLP: tuple[tuple[str, str, Layout], ...] = (
+    ("mlp.gate_up_proj.weight", "mlp.linear_fc1.weight", gate_of_both),
+    ("mlp.gate_up_proj.weight", "mlp.linear_fc1.weight", up_of_both),
+)
+NORMS = {  # where a norm stands -> its Megatron parameters: Transformer Engine fuses one into what follows it
+    "before_attention": ("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight"),
+    "after_attention": ("norm_after_attention.weight",),
+    "before_mlp": ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"),
+    "after_mlp": ("norm_after_mlp.weight",),
+}
 LAST: tuple[tuple[str, str, Layout], ...] = (
     ("model.norm.weight", "decoder.final_layernorm.weight", whole),
     (HEAD, "output_layer.weight", vocabulary),
@@ -74,6 +79,17 @@ def depth(name: str) -> int:
     return int(parts[2]) if parts[:2] == ["model", "layers"] else sys.maxsize
 
 
+def layer_rows(family: Family) -> list[tuple[str, str, Layout]]:
+    """Of one layer without experts, in the order of a Hugging Face state dict."""
+    rows = [row for row in LAYER if not (family.fused_mlp and row[2] in (gate, up))]
+    if family.fused_mlp:
+        before = next(i for i, row in enumerate(rows) if row[0] == "mlp.down_proj.weight")
+        rows[before:before] = FUSED_MLP
+    for name, place in family.norms:
+        rows += [(f"{name}.weight", parameter, whole) for parameter in NORMS[place]]
+    return rows
+
+
 def local_slices(
     parameters: dict[str, torch.Tensor], shape: ModelShape, first_layer: int = 0, shard: Shard | None = None
 ) -> list[LocalSlice]:
@@ -87,12 +103,12 @@ def local_slices(
     local_layers = 1 + max(
         (int(n.split(".")[2]) for n in parameters if n.startswith("decoder.layers.")), default=-1
     )
-    of_experts = expert_rows(shape, shard)
+    of_layer = [*layer_rows(shape.family), *expert_rows(shape, shard)]
     rows = [*FIRST]
     for i in range(local_layers):
         rows += [
             (f"model.layers.{first_layer + i}.{hf}", f"decoder.layers.{i}.{name}", layout)
-            for hf, name, layout in (*LAYER, *of_experts)
+            for hf, name, layout in of_layer
         ]
     rows += TIED_LAST if shape.tied else LAST
     return slices_of(rows, parameters, shape, shard)

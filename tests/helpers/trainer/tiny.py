@@ -27,6 +27,13 @@ LLAMA3_ROPE = {  # of the 4 frequencies of a head of 8, some are kept, some divi
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+YARN = {  # of the 4 frequencies of a head of 8 one is kept, one is interpolated, two are divided
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 8,
+}
 FAMILIES: dict[str, dict[str, object]] = {
     "qwen2-tied": {},
     "qwen2-untied-gqa7": {
@@ -56,6 +63,40 @@ FAMILIES: dict[str, dict[str, object]] = {
         "tie_word_embeddings": False,
     },
     "llama-tied": {"family": "Llama", "num_key_value_heads": 4},
+    "mistral-nemo": {  # heads of 16 where 32 / 4 is 8, as Mistral-Nemo's are of 128 where 5120 / 32 is 160
+        "family": "Mistral",
+        "head_dim": 16,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+    },
+    "mistral-window": {"family": "Mistral", "sliding_window": 12, "tie_word_embeddings": False},
+    "qwen2-yarn": {"rope_parameters": YARN, "max_position_embeddings": 64},
+    "qwen3-yarn": {
+        "family": "Qwen3",
+        "head_dim": 16,
+        "rope_parameters": {**YARN, "attention_factor": 1.3, "truncate": False},
+        "tie_word_embeddings": False,
+    },
+    "glm4": {  # half of a head is turned, by pairs of neighbours; what is added to the residual is normalized
+        "family": "Glm4",
+        "head_dim": 16,
+        "tie_word_embeddings": False,
+        "pad_token_id": None,  # of a token that is one transformers trains no embedding
+        "eos_token_id": 1,
+    },
+    "glm4-yarn": {
+        "family": "Glm4",
+        "head_dim": 16,
+        "attention_bias": False,
+        "rope_parameters": {**YARN, "partial_rotary_factor": 0.5},
+        "tie_word_embeddings": False,
+        "pad_token_id": None,  # of a token that is one transformers trains no embedding
+        "eos_token_id": 1,
+    },
+    "llama-linear": {
+        "family": "Llama",
+        "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4},
+    },
 }
 
 # Mixtures of experts; each can be split over two ranks, by experts too.
@@ -67,6 +108,16 @@ EXPERTS: dict[str, dict[str, object]] = {
         "tie_word_embeddings": False,
         "moe_intermediate_size": 24,
         "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+    },
+    "qwen3-moe-yarn": {
+        "family": "Qwen3Moe",
+        "head_dim": 16,
+        "rope_parameters": YARN,
+        "tie_word_embeddings": False,
+        "moe_intermediate_size": 24,
+        "num_experts": 4,
         "num_experts_per_tok": 2,
         "norm_topk_prob": True,
     },

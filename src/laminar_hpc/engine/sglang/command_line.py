@@ -17,6 +17,7 @@ from laminar_hpc.config.memory import USABLE, shared_bytes, shared_engines
 from laminar_hpc.config.models import head_size, model_config
 from laminar_hpc.config.routing import replayed_routes
 from laminar_hpc.config.schema import RunConfig
+from laminar_hpc.engine.sglang.overrides import overrides
 from laminar_hpc.machine.devices import present
 
 HEAD_SIZES = (64, 128, 256)  # that all of SGLang's compiled attention backends have
@@ -190,7 +191,7 @@ def arguments(config: RunConfig, directory: Path, weight_version: str, seed: int
         values["enable-fp32-lm-head"] = "true"
     if rollout.increment_tokens:
         values["incremental-streaming-output"] = "true"
-    values |= _experts(config)
+    values |= _experts(config) | overrides(model_config(config.model.path, config.dry_run))
     if has_cuda():
         values |= _attention(config) | _memory_share(config) | _graphs(config)
     else:

@@ -23,7 +23,7 @@ from laminar_hpc.trainer.canonical.plan import HeldSlice, gathered_lane, plan, p
 from laminar_hpc.trainer.control import all_frames
 from laminar_hpc.weights.experts import is_expert
 from laminar_hpc.weights.kernels import pack, place
-from laminar_hpc.weights.kernels.slices import LocalSlice
+from laminar_hpc.weights.kernels.slices import LocalSlice, SliceKey, by_key
 from laminar_hpc.weights.kernels.sums import LazySums, add_sums, shifted
 from laminar_hpc.weights.lanes import Lane
 from laminar_hpc.weights.manifest import layout
@@ -88,7 +88,7 @@ class Canonical:
         """On rank 0 the tensors, whole, contiguous, as `metadata` lists them: views of the parameters where
         one rank holds all and the layouts agree, else on `device`. The other ranks send their slices and get
         nothing, but must run through."""
-        own = _by_name(local)
+        own = by_key(local)
         for name, slices in self.slices.items():
             if dist.get_rank() == 0:
                 yield name, self._whole(slices, own, dtype, device)
@@ -98,7 +98,7 @@ class Canonical:
     def keep(self, local: Sequence[LocalSlice]) -> None:
         """Copies what this rank brings to publications; from then on `pack` reads the copies. Enqueued to the
         current stream. Not collective."""
-        own = _by_name(local)
+        own = by_key(local)
         if not self._kept:
             brought = {
                 s.name
@@ -111,7 +111,7 @@ class Canonical:
                 replace(s, view=torch.empty_like(s.view)) for s in own.values() if s.name in brought
             ]
         for copy in self._kept:
-            copy.view.copy_(own[copy.name].view)
+            copy.view.copy_(own[copy.key].view)
 
     def pack(
         self,
@@ -128,14 +128,15 @@ class Canonical:
         bucket must be as it is until then. May run in a thread of its own, the same one on every rank of
         `publishing`.
         """
-        own, pieces, parts = _by_name(self._kept or local), list(self._pieces(spans, number)), list[_Packed]()
+        own, pieces = by_key(self._kept or local), list(self._pieces(spans, number))
+        parts: list[_Packed] = []
         sender = self._lanes[number].lane.sender
         if bucket is None:
             views = [
                 view.reshape(-1).to(dtype)
                 for _, s, first, last in pieces
                 if s.rank == dist.get_rank()
-                for view in cut(own[s.name].view, first, last)
+                for view in cut(own[s.key].view, first, last)
             ]
             if views:
                 values = torch.cat(views) if len(views) > 1 else views[0]
@@ -145,7 +146,7 @@ class Canonical:
         for index, s, first, last in pieces:
             span = spans[index]
             if s.rank == sender:
-                views = cut(own[s.name].view, first, last)
+                views = cut(own[s.key].view, first, last)
             else:
                 flat, arrived[s.rank] = arrived[s.rank].tensor_split([last - first])
                 views = _as_cut(s, first, last, flat)
@@ -191,22 +192,26 @@ class Canonical:
             if rank != sender
         }
 
-    def _send(self, slices: Sequence[HeldSlice], own: dict[str, LocalSlice], dtype: torch.dtype) -> None:
+    def _send(self, slices: Sequence[HeldSlice], own: dict[SliceKey, LocalSlice], dtype: torch.dtype) -> None:
         """To rank 0, those of one tensor's slices that this rank holds."""
         for s in slices:
             if s.rank == dist.get_rank():
-                self._exchange.send(own[s.name].value().to(dtype).contiguous(), 0, s.name)
+                self._exchange.send(own[s.key].value().to(dtype).contiguous(), 0, s.name)
 
     def _whole(
-        self, slices: list[HeldSlice], own: dict[str, LocalSlice], dtype: torch.dtype, device: torch.device
+        self,
+        slices: list[HeldSlice],
+        own: dict[SliceKey, LocalSlice],
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> torch.Tensor:
         if len(slices) == 1 and slices[0].rank == 0:
-            return own[slices[0].name].value().to(dtype).contiguous()
+            return own[slices[0].key].value().to(dtype).contiguous()
         whole = torch.empty(slices[0].shape, dtype=dtype, device=device)
         for s in slices:
             target = whole.narrow(s.dim, s.start, s.length)
             if s.rank == 0:
-                pack([own[s.name]], [target])
+                pack([own[s.key]], [target])
             else:
                 values = torch.empty(s.slice_shape, dtype=dtype, device=device)
                 target.copy_(self._exchange.receive(values, s.rank, s.name))
@@ -286,8 +291,3 @@ def _parts(
             local = LocalSlice(s.name, (len(view), columns), 1, s.start, s.length, view)
             yield _Packed(span, local, block, row * target.element_size() // 4)
         first += items
-
-
-def _by_name(local: Sequence[LocalSlice]) -> dict[str, LocalSlice]:
-    """The first of each name: a tied embedding comes before its copy."""
-    return {s.name: s for s in reversed(local)}

@@ -23,7 +23,7 @@ from laminar_hpc.trainer.checkpointing.copies import HostCopies, Wanted
 from laminar_hpc.trainer.megatron.policy import MegatronPolicy
 from laminar_hpc.weights.experts import is_expert
 from laminar_hpc.weights.hf import copy_side_files, safetensors_parts, write_index
-from laminar_hpc.weights.kernels.slices import LocalSlice
+from laminar_hpc.weights.kernels.slices import LocalSlice, SliceKey, by_key
 
 Collected = list[tuple[str, list[tuple[str, torch.Tensor]]]]  # files of this rank, with their tensors
 
@@ -50,7 +50,7 @@ class HfFiles:
     def collect(self, copies: HostCopies | None) -> Collected:
         """The tensors of this rank's files, whole and in host memory: in `copies`, or without them views of
         the live parameters where one rank holds all. Collective over the tensor-parallel groups."""
-        own = {s.name: s for s in reversed(self._policy.slices)}  # a tied embedding before its copy
+        own = by_key(self._policy.slices)
         collected: Collected = []
         with torch.no_grad():
             for file in self._files:
@@ -61,18 +61,18 @@ class HfFiles:
         return collected
 
     def _collect(
-        self, name: str, writer: int, own: dict[str, LocalSlice], copies: HostCopies | None
+        self, name: str, writer: int, own: dict[SliceKey, LocalSlice], copies: HostCopies | None
     ) -> torch.Tensor | None:
         slices, whole = self._slices[name], None
         if writer == self._rank:
             if copies is None and len(slices) == 1 and self._holder(slices[0], writer) == writer:
-                return own[name].value().to(self._dtype).contiguous().cpu()
+                return own[slices[0].key].value().to(self._dtype).contiguous().cpu()
             here = self._copy_of(name)
             whole = torch.empty(here.shape, dtype=here.dtype) if copies is None else copies.buffer(here)
         for s in slices:
             values, holder = None, self._holder(s, writer)
             if holder == self._rank:
-                values = own[name].value().to(self._dtype)
+                values = own[s.key].value().to(self._dtype)
             if holder != writer:
                 values = self._pass_on(name, s, values, holder, writer)
             if whole is not None and values is not None:

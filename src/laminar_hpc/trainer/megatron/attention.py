@@ -13,7 +13,6 @@ import math
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
@@ -22,6 +21,8 @@ from megatron.core.utils import divide
 from torch.nn.attention.varlen import varlen_attn
 
 from laminar_hpc.trainer.megatron.context import heads_of_all_tokens, tokens_of_all_heads
+from laminar_hpc.trainer.megatron.rope import in_halves
+from laminar_hpc.trainer.megatron.windows import causal_attention, tokens_before
 from laminar_hpc.weights.kernels.layers import rotate
 
 _STEP = 1.25  # of a bucket's longest sequence to its shortest: under a quarter of padding, few buckets
@@ -99,7 +100,7 @@ class _Unpad(torch.autograd.Function):
 @dataclass
 class PackLayout(PackedSeqParams):
     """Megatron's description of a pack, and ours beside it. `lengths`: of its sequences, in order;
-    `rotation`: RoPE's factors of the pack's tokens, see `rotation_of`; `routes` [tokens, layers, experts per
+    `rotation`: RoPE's factors of the pack's tokens, see rope.py; `routes` [tokens, layers, experts per
     token]: the experts that are to be replayed, of this rank's tokens and layers, see routing.py."""
 
     lengths: tuple[int, ...] = ()
@@ -132,19 +133,10 @@ def pack_layout(lengths: list[int], device: torch.device) -> PackLayout:
     )
 
 
-def rotation_of(frequencies: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """RoPE's two factors at `positions` [tokens], float32 [tokens, 1, head_dim]: the cosine, and the sine
-    with the sign of its half. frequencies [head_dim / 2] float32. Megatron's own RoPE rounds the factors and
-    each product to the dtype of what it rotates."""
-    angles = torch.outer(positions.to(frequencies.dtype), frequencies)
-    cos, sin = angles.cos(), angles.sin()
-    return torch.cat((cos, cos), dim=-1)[:, None], torch.cat((-sin, sin), dim=-1)[:, None]
-
-
 class PackedCausalAttention(MegatronModule):
-    """Megatron's core_attention for PackLayout: RoPE, then causal within each sequence, nothing between them.
-    With context parallelism all tokens of this rank's share of the heads. Takes no other mask, no bias, no
-    dropout."""
+    """Megatron's core_attention for PackLayout: RoPE, then causal within each sequence, or within the layer's
+    window of it. With context parallelism all tokens of this rank's share of the heads. Takes no other mask,
+    no bias, no dropout."""
 
     def __init__(
         self,
@@ -165,6 +157,7 @@ class PackedCausalAttention(MegatronModule):
         heads = divide(config.num_attention_heads, groups.tp.size() * self.context.size())
         self.width = config.kv_channels * heads
         self.scale = 1 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
+        self.before = tokens_before(config, layer_number)
 
     def forward(
         self,
@@ -187,7 +180,7 @@ class PackedCausalAttention(MegatronModule):
             or layout.rotation is None
         ):
             raise ValueError("PackedCausalAttention takes a PackLayout with its rotation and no mask")
-        query, key = rotate(query, key, *layout.rotation)
+        query, key = rotate(*in_halves(self.config, query, key), *layout.rotation)
         if self.context.size() == 1:
             return self._attend(query, key, value, layout)
         query, key, value = heads_of_all_tokens(query, key, value, self.context)
@@ -217,7 +210,7 @@ class PackedCausalAttention(MegatronModule):
             longest,
             longest,
             scale=self.scale,
-            window_size=(-1, 0),
+            window_size=(-1 if self.before is None else self.before, 0),
             enable_gqa=query.shape[1] != key.shape[1],
         )
         return out.reshape(-1, self.width)
@@ -231,9 +224,7 @@ class PackedCausalAttention(MegatronModule):
         for (sequences, length), qkv in zip(buckets.shapes, parts, strict=True):
             # [sequences, heads, length, d]
             q, k, v = (t.view(sequences, length, *t.shape[1:]).transpose(1, 2) for t in qkv)
-            out = F.scaled_dot_product_attention(
-                q, k, v, is_causal=True, scale=self.scale, enable_gqa=q.shape[1] != k.shape[1]
-            )
+            out = causal_attention(q, k, v, self.scale, self.before)
             outputs.append(out.transpose(1, 2).reshape(sequences * length, self.width))
         return _Unpad.apply(torch.cat(outputs), buckets)
 

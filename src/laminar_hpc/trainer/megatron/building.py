@@ -39,9 +39,11 @@ from laminar_hpc.trainer.megatron.attention import PackedCausalAttention
 from laminar_hpc.trainer.megatron.chunks import schedule_settings
 from laminar_hpc.trainer.megatron.experts import expert_settings, is_router
 from laminar_hpc.trainer.megatron.linear import bias_before_rounding, float32_output
+from laminar_hpc.trainer.megatron.post_norms import add_post_norms
 from laminar_hpc.trainer.megatron.recompute import Forgetting
 from laminar_hpc.trainer.megatron.residual import Norm, SumNorm, join_sums_and_norms, sum_in_float32
-from laminar_hpc.weights.hf import ModelShape, RopeScaling
+from laminar_hpc.trainer.megatron.windows import window_settings
+from laminar_hpc.weights.hf import ModelShape
 
 # The padded vocabulary is a multiple of this at every tensor-parallel size that divides it, so a checkpoint
 # fits all of them.
@@ -98,7 +100,7 @@ def transformer_config(shape: ModelShape, config: RunConfig, dtype: torch.dtype)
         gated_linear_unit=True,
         activation_func=F.silu,
         add_bias_linear=False,
-        add_qkv_bias=shape.family.qkv_bias,
+        add_qkv_bias=shape.qkv_bias,
         qk_layernorm=shape.family.qk_norm,
         hidden_dropout=0.0,
         attention_dropout=0.0,
@@ -123,9 +125,11 @@ def transformer_config(shape: ModelShape, config: RunConfig, dtype: torch.dtype)
         masked_softmax_fusion=False,
         persist_layer_norm=False,
         apply_rope_fusion=False,
+        rotary_interleaved=shape.family.interleaved,  # attention.py reads it
         bias_activation_fusion=torch.cuda.is_available(),
         bias_dropout_fusion=False,
         **expert_settings(shape.experts, config),
+        **window_settings(shape.windows),
     )
 
 
@@ -179,7 +183,7 @@ def build_gpt(
     transformer: TransformerConfig, shape: ModelShape, config: RunConfig, chunk: int | None = None
 ) -> GPTModel:
     """This rank's part of the model, or a chunk of it, its weights yet to be loaded. It has no RoPE of its
-    own: trainer/megatron/attention.py's is used."""
+    own: trainer/megatron/rope.py's is used."""
     gpt = GPTModel(
         transformer,
         _block_spec(transformer, shape, config, chunk),
@@ -196,6 +200,7 @@ def build_gpt(
         _finish_layers(gpt, config)
     elif derive(config).recompute_activations == "selective":
         _forget_fused(gpt)
+    add_post_norms(gpt, shape)
     if config.model.lora.rank:
         add_adapters(gpt, shape, config.model.lora)
     note_tensor_parallel(gpt)
@@ -249,24 +254,6 @@ def takes_whole_packs(output_layer: ColumnParallelLinear) -> None:
     (`MegatronPolicy._keep_selected`), as the places that are asked for are not split evenly."""
     output_layer.sequence_parallel = False
     output_layer.allreduce_dgrad = output_layer.tp_group.size() > 1
-
-
-def rope_frequencies(shape: ModelShape) -> torch.Tensor:
-    """Radians per token of each pair of a head's dimensions, [head_dim / 2] float32."""
-    frequencies = 1.0 / shape.rope_theta ** (
-        torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
-    )
-    return frequencies if shape.rope_scaling is None else scaled_frequencies(frequencies, shape.rope_scaling)
-
-
-def scaled_frequencies(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
-    """Llama 3.1's RoPE, by how often a frequency turns within the original context: at most low_freq_factor
-    times, it is divided by `factor`; at least high_freq_factor times, kept; between, interpolated linearly in
-    the number of turns. [head_dim / 2] float32."""
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    turns = scaling.original_positions * frequencies / (2 * math.pi)
-    kept = ((turns - low) / (high - low)).clamp(0, 1)
-    return kept * frequencies + (1 - kept) * frequencies / scaling.factor
 
 
 def wrap(

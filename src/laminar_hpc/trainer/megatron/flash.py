@@ -24,6 +24,7 @@ _IMPLEMENTATIONS = (
     ("FA4", "flash_attn.cute", (9,)),
 )
 _LENGTHS = (70, 1, 257)  # of the pack that both are tried on
+_BEFORE = 63  # tokens of the window that is tried, shorter than the longest sequence
 _CLOSE = (
     0.03  # largest difference over the largest value: bfloat16 has 8 bits, and sums differ in their order
 )
@@ -43,8 +44,11 @@ def candidates(major: int) -> Iterator[str]:
             yield name
 
 
-def _attend(device: torch.device, heads: tuple[int, int], head_dim: int) -> list[torch.Tensor]:
-    """Output and gradients of causal attention on a small pack, with `heads` query and key heads, float32."""
+def _attend(
+    device: torch.device, heads: tuple[int, int], head_dim: int, before: int = -1
+) -> list[torch.Tensor]:
+    """Output and gradients of causal attention on a small pack, with `heads` query and key heads, float32; of
+    `before` tokens before each, -1: of all."""
     generator, total = torch.Generator().manual_seed(0), sum(_LENGTHS)
     q, k, v = (
         torch.randn(total, n, head_dim, generator=generator).to(device, torch.bfloat16).requires_grad_()
@@ -52,7 +56,7 @@ def _attend(device: torch.device, heads: tuple[int, int], head_dim: int) -> list
     )
     ends = torch.tensor([0, *_LENGTHS], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
     longest, grouped = max(_LENGTHS), heads[0] != heads[1]
-    out = varlen_attn(q, k, v, ends, ends, longest, longest, window_size=(-1, 0), enable_gqa=grouped)
+    out = varlen_attn(q, k, v, ends, ends, longest, longest, window_size=(before, 0), enable_gqa=grouped)
     grads = torch.autograd.grad(out.float().square().sum(), (q, k, v))
     return [t.float() for t in (out.detach(), *grads)]
 
@@ -66,17 +70,20 @@ def _differ(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
     return max(x if x == x else float("inf") for x in worst)
 
 
-def use_fastest_attention(device: torch.device, heads: tuple[int, int], head_dim: int) -> str:
-    """Tells torch to use the best implementation that works for these numbers of query and key heads.
-    Returns its name; "FA2" is torch's own."""
+def use_fastest_attention(
+    device: torch.device, heads: tuple[int, int], head_dim: int, windowed: bool = False
+) -> str:
+    """Tells torch to use the best implementation that works for these numbers of query and key heads, and
+    where `windowed` with a sliding window. Returns its name; "FA2" is torch's own."""
     # of FA4's kernels, else compiled anew in every process; it is read when the package is imported
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
     names = list(candidates(torch.cuda.get_device_capability(device)[0]))
-    expected = _attend(device, heads, head_dim) if names else []
+    before = _BEFORE if windowed else -1
+    expected = _attend(device, heads, head_dim, before) if names else []
     for name in names:
         try:
             activate_flash_attention_impl(name)
-            error = _differ(_attend(device, heads, head_dim), expected)
+            error = _differ(_attend(device, heads, head_dim, before), expected)
             if error <= _CLOSE:
                 logger.info("attention by %s", name)
                 return name

@@ -31,13 +31,12 @@ from laminar_hpc.trainer.canonical.exchange import Exchange
 from laminar_hpc.trainer.canonical.gather import Canonical
 from laminar_hpc.trainer.canonical.plan import HeldSlice
 from laminar_hpc.trainer.megatron.adapters import set_initial
-from laminar_hpc.trainer.megatron.attention import rotation_of, takes_packs
+from laminar_hpc.trainer.megatron.attention import takes_packs
 from laminar_hpc.trainer.megatron.building import (
     build_chunks,
     build_optimizer,
     has_float32_head,
     let_segments_grow,
-    rope_frequencies,
     transformer_config,
     uses_transformer_engine,
     wrap,
@@ -51,6 +50,7 @@ from laminar_hpc.trainer.megatron.head import HeadSwitch, chunked_logprobs, whol
 from laminar_hpc.trainer.megatron.linear import float32_product
 from laminar_hpc.trainer.megatron.loading import load_slices, names_of_all, own_slices
 from laminar_hpc.trainer.megatron.packs import Pack, make_pack
+from laminar_hpc.trainer.megatron.rope import rope_frequencies, rope_magnitude, rotation_of
 from laminar_hpc.trainer.megatron.routing import RoutingReplay
 from laminar_hpc.weights.finite import all_finite, culprits
 from laminar_hpc.weights.hf import read_shape
@@ -115,6 +115,7 @@ class MegatronPolicy:
         chunks = self._build_chunks()
         self.gpt = stage_module(chunks)
         self._frequencies = rope_frequencies(self.shape).to(self.device)
+        self._magnitude = rope_magnitude(self.shape).to(self.device)
         self._selected: torch.Tensor | None = None
         self._last = chunks[-1]
         if self._last.post_process:
@@ -129,7 +130,7 @@ class MegatronPolicy:
             share = self.config.trainer.tensor_parallel
             own = self.shape.heads // share, self.shape.kv_heads // share
             heads = heads_in_attention(*own, context_ranks())
-            use_fastest_attention(self.device, heads, self.shape.head_dim)
+            use_fastest_attention(self.device, heads, self.shape.head_dim, self.shape.windows is not None)
         self._load_model(chunks, local)
         self.models = wrap(self.transformer, chunks, self.config)
         # anew, because the distributed optimizer moves parameters into its buffers
@@ -183,7 +184,8 @@ class MegatronPolicy:
         if self._last.post_process:
             self._head.hands_on = not whole and self._in_chunks(pack)
         with native_calls():
-            layout = replace(pack.layout, rotation=rotation_of(self._frequencies, pack.positions))
+            rotation = rotation_of(self._frequencies, pack.positions, self._magnitude)
+            layout = replace(pack.layout, rotation=rotation)
             run = model or self.models[0]
             return run(pack.tokens[None], pack.positions[None], None, packed_seq_params=layout)
 

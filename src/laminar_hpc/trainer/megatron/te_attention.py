@@ -5,6 +5,7 @@ import torch
 from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
 from laminar_hpc.trainer.megatron.attention import PackLayout
+from laminar_hpc.trainer.megatron.rope import in_halves
 from laminar_hpc.weights.kernels.layers import rotate
 
 
@@ -21,5 +22,5 @@ class TransformerEngineAttention(TEDotProductAttention):
         **keywords: object,
     ) -> torch.Tensor:
         assert packed_seq_params.rotation is not None
-        query, key = rotate(query, key, *packed_seq_params.rotation)
+        query, key = rotate(*in_halves(self.config, query, key), *packed_seq_params.rotation)
         return super().forward(query, key, *args, packed_seq_params=packed_seq_params, **keywords)

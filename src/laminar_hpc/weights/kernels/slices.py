@@ -1,9 +1,12 @@
 """Slices: ranges of the canonical tensors, the one unit in which weights are planned, packed and loaded."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
+
+SliceKey = tuple[str, int]
 
 
 @dataclass(frozen=True)
@@ -15,6 +18,11 @@ class Slice:
     dim: int
     start: int
     length: int
+
+    @property
+    def key(self) -> SliceKey:
+        """Returns what tells a process's slices apart: of one tensor it may hold several."""
+        return self.name, self.start
 
     @property
     def slice_shape(self) -> tuple[int, ...]:
@@ -48,3 +56,11 @@ class LocalSlice(Slice):
     def value(self) -> torch.Tensor:
         """The slice as Hugging Face has it: a view of the parameter where the layouts agree, else a copy."""
         return self.view.reshape(self.slice_shape)
+
+
+def by_key(local: Iterable[LocalSlice]) -> dict[SliceKey, LocalSlice]:
+    """The first of each key: a tied embedding comes before its copy."""
+    found: dict[SliceKey, LocalSlice] = {}
+    for each in local:
+        found.setdefault(each.key, each)
+    return found

@@ -206,9 +206,8 @@ class BatchedAttention(TorchNativeAttnBackend):
         return [group[i : i + size] for i in range(0, len(group), size)] if size else [[]]
 
     def _covers(self, encoder_lens: object, options: dict) -> bool:
-        special = (
-            encoder_lens is not None or options.get("is_cross_attn") or options.get("sliding_window_size")
-        )
+        windowed = options.get("sliding_window_size") is not None
+        special = encoder_lens is not None or options.get("is_cross_attn") or windowed
         return self._buckets is not None and not special
 
     # `rest` are tables of the batch, which the buckets have replaced; the last is encoder_lens

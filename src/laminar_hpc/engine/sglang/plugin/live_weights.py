@@ -6,14 +6,15 @@ tensor-parallel ranks; this undoes all of it by views, so that the sums of the l
 of the canonical tensors (docs/staleness.md). Every rank tells of its own shard.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 
+from laminar_hpc.config.families import family_of
 from laminar_hpc.engine.sglang.plugin.live_experts import expert_views, holds_experts
 from laminar_hpc.engine.sglang.plugin.protocol import TensorShard
 from laminar_hpc.weights.kernels.slices import LocalSlice
-from laminar_hpc.weights.kernels.sums import slice_sums
+from laminar_hpc.weights.kernels.sums import add_sums, slice_sums
 
 
 def canonical_views(
@@ -23,6 +24,7 @@ def canonical_views(
     `expert_parallel`: ranks over which whole experts are divided. A tied head is left out."""
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    family = family_of({"model_type": getattr(config, "model_type", None)})
     # few KV heads are held more than once
     kv_rank, kv_size = (rank, size) if kv_heads >= size else (rank * kv_heads // size, kv_heads)
     qkv = {
@@ -41,9 +43,7 @@ def canonical_views(
         elif holds_experts(name):
             yield from expert_views(name, tensor, rank, size, expert_parallel)
         elif ".gate_up_proj." in name:
-            for part, piece in zip(("gate", "up"), tensor.chunk(2), strict=True):
-                whole = (size * len(piece), *shape[1:])
-                yield _slice(name.replace("gate_up_proj", f"{part}_proj"), piece, whole, 0, rank * len(piece))
+            yield from _gate_and_up(name, tensor, rank, size, family.fused_mlp)
         elif name in ("model.embed_tokens.weight", "lm_head.weight"):
             start = min(rank * len(tensor), config.vocab_size)
             whole = (config.vocab_size, *shape[1:])
@@ -52,6 +52,17 @@ def canonical_views(
             yield _slice(name, tensor, (shape[0], size * shape[1]), 1, rank * shape[1])
         else:
             yield _slice(name, tensor, shape, 0, 0)
+
+
+def _gate_and_up(name: str, tensor: torch.Tensor, rank: int, size: int, fused: bool) -> Iterator[LocalSlice]:
+    """This rank's rows of the gate, then of the up projection; `fused`: in Hugging Face's file one tensor."""
+    for number, (part, piece) in enumerate(zip(("gate", "up"), tensor.chunk(2), strict=True)):
+        rows, start = size * len(piece), rank * len(piece)
+        if fused:
+            yield _slice(name, piece, (2 * rows, *piece.shape[1:]), 0, number * rows + start)
+        else:
+            own = name.replace("gate_up_proj", f"{part}_proj")
+            yield _slice(own, piece, (rows, *piece.shape[1:]), 0, start)
 
 
 def _slice(name: str, view: torch.Tensor, shape: tuple[int, ...], dim: int, start: int) -> LocalSlice:
@@ -69,4 +80,12 @@ def live_layout(views: Iterator[LocalSlice]) -> list[TensorShard]:
 
 def live_sums(views: Iterator[LocalSlice]) -> dict[str, tuple[int, int]]:
     """What this rank's parameters, as they are in memory now, add to the sums of the whole tensors."""
-    return {v.name: slice_sums(v.view, v.shape, v.dim, v.start) for v in views}
+    return summed((v.name, slice_sums(v.view, v.shape, v.dim, v.start)) for v in views)
+
+
+def summed(parts: Iterable[tuple[str, tuple[int, int]]]) -> dict[str, tuple[int, int]]:
+    """By tensor, of which a rank may hold several slices, what all of them add to its sums."""
+    of_tensors: dict[str, list[tuple[int, int]]] = {}
+    for name, both in parts:
+        of_tensors.setdefault(name, []).append(both)
+    return {name: add_sums(each) for name, each in of_tensors.items()}

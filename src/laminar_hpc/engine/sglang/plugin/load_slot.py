@@ -20,6 +20,7 @@ import torch
 
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.models import WEIGHTS_FILE
+from laminar_hpc.engine.sglang.plugin.live_weights import summed
 from laminar_hpc.weights.kernels import pack
 from laminar_hpc.weights.kernels.slices import LocalSlice
 from laminar_hpc.weights.manifest import MANIFEST_FILE, Manifest, decode_manifest, safetensors_header
@@ -125,4 +126,4 @@ def load_slot(held: Sequence[LocalSlice], directory: Path) -> dict[str, tuple[in
     slices = [replace(mine, view=part) for mine, part in zip(held, parts, strict=True)]
     # on a GPU onto themselves: one pass over the parameters
     sums = pack(slices, [mine.view for mine in held])()
-    return {mine.name: both for mine, both in zip(held, sums, strict=True)}
+    return summed((mine.name, both) for mine, both in zip(held, sums, strict=True))
