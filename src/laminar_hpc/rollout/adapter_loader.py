@@ -7,6 +7,7 @@ has; it is started anew only where a load failed.
 
 import statistics
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 
 from laminar_hpc.config.adapters import adapter_tensors, widths_of
@@ -15,7 +16,14 @@ from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.engine.interface import BASE, Sums, TensorLayout
 from laminar_hpc.machine.observability.trace import Trace
 from laminar_hpc.rollout.engine_lives import EngineLives
-from laminar_hpc.rollout.weight_loader import PullClock, SlotRefused, WeightLoader, check_file, check_layout
+from laminar_hpc.rollout.weight_loader import (
+    PullClock,
+    Pulled,
+    SlotRefused,
+    WeightLoader,
+    check_file,
+    check_layout,
+)
 from laminar_hpc.weights.manifest import Manifest
 from laminar_hpc.weights.slots import SlotHandle, SlotReader
 
@@ -65,6 +73,10 @@ class AdapterLoader(WeightLoader):
         for weight_id in sorted(self.loaded.difference(keep)):
             await self.engines.current.unload_adapter(weight_id)
             self.loaded.discard(weight_id)
+
+    async def pull(self, paused: bool = False, weight_id: int | None = None) -> Pulled:
+        pulled = await super().pull(paused, weight_id)
+        return replace(pulled, model_logprobs=self._base or [])
 
     async def replace(self) -> None:
         await super().replace()

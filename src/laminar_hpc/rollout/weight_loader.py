@@ -54,6 +54,7 @@ class Pulled:
     seconds: float
     phases: dict[str, float]
     probe_logprobs: list[float]
+    model_logprobs: list[float] = field(default_factory=list)  # of the model alone, beside an adapter
 
 
 @dataclass
