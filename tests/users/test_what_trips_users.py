@@ -217,6 +217,21 @@ def test_engine_and_trainer_that_differ_are_noticed(dtype):
     )
 
 
+def test_an_adapter_that_one_side_ignores_ends_the_run():
+    """Promise: where the trainer's adapter has moved the log-probs beyond rounding, an engine that is where
+    the model alone is, or half-way, ends the run in one line; one that follows does not, nor one whose
+    adapter does little yet."""
+    metrics = SimpleNamespace(write=lambda kind, **fields: None)
+    probes = Probes("float32", 3, metrics, lambda line: None)
+    probes.without("rollout0", [-1.0, -2.0])
+    for weight_id, (engine, trainer) in enumerate(((-1.0, -1.003), (-1.09, -1.1))):
+        probes.scored(weight_id, weight_id, "trainer", [trainer, trainer - 1])
+        probes.scored(weight_id, weight_id, "rollout0", [engine, engine - 1])
+    probes.scored(7, 7, "rollout0", [-1.04, -2.04])
+    with pytest.raises(LaminarError, match="weight id 7 does not act in rollout0 as in the trainer"):
+        probes.scored(7, 7, "trainer", [-1.1, -2.1])
+
+
 def test_evaluation_beside_asynchronous_training():
     """An evaluation runs while training goes on: whoever is idle takes a part, all parts with one weight id,
     outside admission."""

@@ -73,8 +73,8 @@ def wrong_teachers(config: RunConfig, policy: dict[str, Any] | None) -> Iterator
         return
     if config.model.lora.rank and held_teachers(config.teacher):
         yield (
-            "@model.lora.rank: beside an adapter a trainer rank holds one model's weights, no teacher's: put it "
-            "behind an SGLang or vLLM server, and name its URL"
+            "@model.lora.rank: beside an adapter a trainer rank holds one model's weights, no teacher's: put "
+            "it behind an SGLang or vLLM server, and name its URL"
         )
     a = config.algorithm
     if a.loss in SEQUENCE_LOSSES:

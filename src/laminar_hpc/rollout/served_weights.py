@@ -61,4 +61,5 @@ class ServedWeights:
         self._state.open(pulled.weight_step)
         seconds, phases, probe = pulled.seconds, pulled.phases, pulled.probe_logprobs
         opened = WeightsOpened(pulled.weight_id, pulled.weight_step, seconds, phases, probe, time.time())
+        opened.model_logprobs = pulled.model_logprobs
         self._context.channel.send(opened)

@@ -12,6 +12,9 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
+from laminar_hpc.config.adapters import ADAPTER_FILE, ADAPTER_PREFIX
+from laminar_hpc.config.models import WEIGHTS_FILE
+
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}  # by torch's name
 _SAFETENSORS_NAME = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 MANIFEST_FILE = "manifest.json"
@@ -42,6 +45,13 @@ class Manifest(msgspec.Struct, omit_defaults=True):
     @property
     def data_bytes(self) -> int:
         return sum(t.nbytes for t in self.tensors)
+
+    @property
+    def file(self) -> str:
+        """Returns the name of the safetensors file in its slot, as Hugging Face or PEFT has it."""
+        whole = self.whole or self
+        adapter = bool(whole.tensors) and whole.tensors[0].name.startswith(ADAPTER_PREFIX)
+        return ADAPTER_FILE if adapter else WEIGHTS_FILE
 
 
 class _Named(msgspec.Struct):

@@ -70,7 +70,9 @@ class Dispatcher:
         self._failover.opened(replica, weight_id)
         fields = {"replica": replica, "weight_id": weight_id, "step": opened.weight_step}
         self._shared.metrics.write("pull", **fields, seconds=opened.seconds, parts=opened.parts)
-        self._probes.scored(weight_id, opened.weight_step, f"rollout{replica}", opened.probe_logprobs)
+        who = f"rollout{replica}"
+        self._probes.without(who, opened.model_logprobs)
+        self._probes.scored(weight_id, opened.weight_step, who, opened.probe_logprobs)
 
     def on_request_work(self, member: Member, request: RequestWork) -> None:
         self._replicas.asks(member.hello.index, request)

@@ -15,7 +15,8 @@ from laminar_hpc.line.messages.data import (
 
 
 class WeightsOpened(Message):
-    """A replica has loaded and verified these weights. `probe_logprobs`: its log-probs of the fixed probe."""
+    """A replica has loaded and verified these weights. `probe_logprobs`: its log-probs of the fixed probe;
+    `model_logprobs`: those of the model alone, where the weights are an adapter."""
 
     weight_id: int
     weight_step: int
@@ -23,6 +24,7 @@ class WeightsOpened(Message):
     parts: dict[str, float]
     probe_logprobs: list[float]
     time: float
+    model_logprobs: list[float] = msgspec.field(default_factory=list)
 
 
 class RequestWork(Message):
