@@ -19,6 +19,7 @@ Sums = dict[
 ]  # Hugging Face name -> (sum_words, sum_indexed), see weights/kernels/sums.py
 Prompt: TypeAlias = Sequence[int] | Tokens
 OnTokens = Callable[[Tokens, Logprobs], None]  # tokens and their log-probs, as they are generated
+BASE = "base"  # namespace of what is scored by the base alone, beside adapters
 UNKNOWN_WEIGHTS = -1  # weight id, in a message, of a span that the engine drew on weights without an id
 
 
@@ -126,7 +127,8 @@ class Engine(Protocol):
         namespace: str,
         on_tokens: OnTokens | None = None,
     ) -> Generation:
-        """One response. KV is reused inside a `namespace` only; the rollout gives its weight id. `on_tokens`
+        """One response. KV is reused inside a `namespace` only; the rollout gives its weight id, which with
+        adapters is the one that draws: RequestFailed where it is not loaded, never the base. `on_tokens`
         is called every rollout.increment_tokens tokens, but not for the rest at the end. Raises
         RequestFailed, EngineDied."""
 
@@ -135,7 +137,8 @@ class Engine(Protocol):
 
     async def score(self, sequences: list[list[int]], namespace: str) -> list[list[float]]:
         """Log-probs of tokens 1.. of each sequence given the prefix, at temperature 1; NaN for one that is
-        not finite. Raises RequestFailed, EngineDied."""
+        not finite. With adapters `namespace` names one, as for `generate`, or is BASE. Raises RequestFailed,
+        EngineDied."""
 
     async def decode_curve(self, max_requests: int, context: int) -> list[tuple[int, float]]:
         """(requests, seconds per decode step) for 1, 2, 4 ... `max_requests` of `context` tokens, idle."""
@@ -159,6 +162,18 @@ class Engine(Protocol):
         """Copies the weights of a slot in place, and serves them as `weight_id` from then on; returns the
         sums of the live parameters afterwards. The caller has drained the engine, or paused it: then requests
         keep their KV. After an error the parameters may be of two ids, and the caller must stop it."""
+
+    # With model.lora the engine starts on the base and serves no weight id; each adapter is one.
+
+    async def load_adapter(self, directory: Path, weight_id: int) -> Sums:
+        """Serves the adapter in the PEFT directory `directory` as `weight_id`, beside those that are loaded;
+        requests go on meanwhile. Returns the sums of the adapter's live buffers under PEFT names, which the
+        caller compares with the manifest's. Raises LaminarError, and then serves what it did before, where
+        the id is loaded already, there is no place, or the adapter does not fit."""
+
+    async def unload_adapter(self, weight_id: int) -> None:
+        """Serves `weight_id` no more; its place is free. Raises LaminarError, and goes on serving it, while
+        requests of it run; an id that is not loaded is no error."""
 
     async def pause(self) -> None:
         """All requests stand still, with their KV, until `resume`."""

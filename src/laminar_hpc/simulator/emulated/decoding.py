@@ -26,6 +26,7 @@ from laminar_hpc.line.messages.data import VersionSpan
 from laminar_hpc.simulator.constants import DEFAULT
 from laminar_hpc.simulator.cost import engine_costs
 from laminar_hpc.simulator.emulated import responses
+from laminar_hpc.simulator.emulated.adapters import Adapters
 from laminar_hpc.simulator.replica import INFINITY, SimulatedReplica
 from laminar_hpc.simulator.request import EngineAdmission, SimulatedRequest
 from laminar_hpc.simulator.tables import GPUS, MODELS
@@ -43,6 +44,7 @@ class EmulatedRequest:
     cut: bool
     context: int  # tokens of its prompt, and what came with it
     on_tokens: OnTokens | None
+    adapter: int | None = None  # weight id; None: of the engine's full weights
     cached: int = 0  # of its prompt, found in the prefix cache
     ends_with: Sequence[int] = ()  # its last tokens, where they are not invented
     spans: list[tuple[int, int]] = dataclasses.field(default_factory=list)  # (earlier weight id, last token)
@@ -87,6 +89,7 @@ class EmulatedDecoding:
         self.costs = engine_costs(self.model, GPUS[emulation.gpu], tensor_parallel, constants)
         self.vocabulary = model_config(config.model.path)["vocab_size"]
         self.weight_id: int | None = None
+        self.adapters = Adapters(self.name)
         admission = EngineAdmission.of(config.sampling.max_response_tokens, constants)
         self._born = time.monotonic()
         rollout = config.rollout
@@ -188,7 +191,8 @@ class EmulatedDecoding:
             tokens[len(tokens) - len(own) :] = own
         logprobs = responses.logprobs(job.trajectory_id, start, end)
         spans, at = [], start
-        for weight_id, until in [*job.spans, (self._served(), end)]:
+        served = self._served() if job.adapter is None else job.adapter
+        for weight_id, until in [*job.spans, (served, end)]:
             if until > at:
                 spans.append(VersionSpan(weight_id, at - start, until - start))
                 at = until
@@ -226,6 +230,7 @@ class EmulatedDecoding:
         """See Engine. The request id ends with trajectory, attempt and a counter."""
         if self._dead.is_set():
             raise self._death()
+        adapter = self.adapters.named(namespace)
         trajectory_id = int(request_id.split("-")[-3])
         config, max_tokens = self.config, self.config.sampling.max_response_tokens
         group = trajectory_id // config.algorithm.samples_per_prompt
@@ -236,7 +241,7 @@ class EmulatedDecoding:
         turn = self._turn_end(first, prompt_tokens) if self._call else length
         wanted = max(first + 1, min(turn, length))
         cut = wanted >= max_tokens
-        job = EmulatedRequest(trajectory_id, first, wanted, cut, len(prompt_tokens), on_tokens)
+        job = EmulatedRequest(trajectory_id, first, wanted, cut, len(prompt_tokens), on_tokens, adapter)
         job.ends_with = self._call if wanted < length else ()
         came = self._came.pop(hash(tuple(prompt_tokens)), 0) if self._came else 0
         warm = min(max(came, self._warm.pop(trajectory_id, 0)), len(prompt_tokens))
@@ -244,7 +249,7 @@ class EmulatedDecoding:
         if warm:
             job.request.uncached = float(len(prompt_tokens) - warm)
         elif not first:
-            job.request.group = SimpleNamespace(group_id=hash(tuple(prompt_tokens)))
+            job.request.group = SimpleNamespace(group_id=hash((namespace, *prompt_tokens)))
         self._settle()
         self._jobs[request_id] = self._job_of[id(job.request)] = job
         self._replica.waiting.append(job.request)

@@ -12,6 +12,7 @@ from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.engine.interface import Sums, TensorLayout
 from laminar_hpc.engine.kv.errors import KvRefused
 from laminar_hpc.simulator.emulated import kv_wire
+from laminar_hpc.simulator.emulated.adapters import PULL_SHARE
 from laminar_hpc.simulator.emulated.decoding import EmulatedDecoding, EmulatedRequest
 from laminar_hpc.simulator.emulated.weights import weights_file
 from laminar_hpc.weights.manifest import MANIFEST_FILE, decode_manifest
@@ -60,6 +61,16 @@ class EmulatedEngine(EmulatedDecoding):
         self._replica.prompts.clear()
         return await self.sums()
 
+    async def load_adapter(self, directory: Path, weight_id: int) -> Sums:
+        """See Engine. It takes a small part of the simulator's time for a pull."""
+        await self._pass(self.costs.pull * PULL_SHARE)
+        self.adapters.add(weight_id)
+        return _sums(directory / MANIFEST_FILE)
+
+    async def unload_adapter(self, weight_id: int) -> None:
+        self._settle()
+        self.adapters.remove(weight_id, sum(job.adapter == weight_id for job in self._jobs.values()))
+
     async def layout(self) -> list[TensorLayout]:
         """The tensors of model.path's safetensors file, in the serving dtype."""
         shapes, _ = weights_file(Path(self.config.model.path))
@@ -68,12 +79,11 @@ class EmulatedEngine(EmulatedDecoding):
     async def sums(self) -> Sums:
         """The sums of the manifest that the engine was given: it holds no weights to add up."""
         assert self._manifest is not None
-        return {
-            t.name: (t.sum_words, t.sum_indexed) for t in decode_manifest(self._manifest.read_bytes()).tensors
-        }
+        return _sums(self._manifest)
 
     async def score(self, sequences: list[list[int]], namespace: str) -> list[list[float]]:
         """Gives nothing: the engine has no model."""
+        self.adapters.named(namespace)
         return []
 
     async def decode_curve(self, max_requests: int, context: int) -> list[tuple[int, float]]:
@@ -88,10 +98,11 @@ class EmulatedEngine(EmulatedDecoding):
 
     async def kv_reserve(self, move_id: str, weight_id: int, tokens: int) -> str:
         self._settle()
-        if weight_id != self.weight_id:
+        served = {self.weight_id} if self.adapters.loaded is None else self.adapters.loaded
+        if weight_id not in served:
             raise KvRefused(
                 f"KV move {move_id} refused: it is of weight id "
-                f"{weight_id}, {self.name} serves {self.weight_id}"
+                f"{weight_id}, {self.name} serves {', '.join(map(str, sorted(served, key=str))) or 'none'}"
             )
         if self._replica.kv + sum(self._reserved.values()) + tokens > self._replica.capacity:
             raise KvRefused(f"KV move {move_id} refused: {self.name} has no room for {tokens} tokens")
@@ -169,3 +180,8 @@ class EmulatedEngine(EmulatedDecoding):
         self._reserved.pop(move_id, None)
         self._sent.pop(move_id, None)
         self._endpoint.close(move_id)
+
+
+def _sums(manifest: Path) -> Sums:
+    """Those that the manifest's file has."""
+    return {t.name: (t.sum_words, t.sum_indexed) for t in decode_manifest(manifest.read_bytes()).tensors}
