@@ -131,9 +131,11 @@ def rows(cls: type, prefix: str) -> list[str]:
     """The table rows of a dataclass's plain fields. Raises SystemExit for a key without a meaning."""
     lines, texts = [], meanings(cls)
     for field in dataclasses.fields(cls):
-        if dataclasses.is_dataclass(field.type):
-            continue
         key = prefix + field.name
+        if dataclasses.is_dataclass(field.type):
+            assert isinstance(field.type, type)
+            lines += rows(field.type, f"{key}.") if prefix else []
+            continue
         if field.name not in texts:
             raise SystemExit(f"{key} has no meaning: write it below the key in {inspect.getfile(cls)}")
         kind = (

@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from laminar_hpc.config.adapter_check import adapter_problems
+from laminar_hpc.config.adapters import published_parameters
 from laminar_hpc.config.bounds import wrong_values
 from laminar_hpc.config.errors import LaminarError, Refused, said
 from laminar_hpc.config.experts import experts_text, objection
@@ -28,6 +30,7 @@ from laminar_hpc.config.memory import (
     relay_bytes,
     shared_bytes,
     shared_engines,
+    trainer_need,
 )
 from laminar_hpc.config.models import (
     SHAPE,
@@ -41,7 +44,6 @@ from laminar_hpc.config.models import (
     model_config,
     rollout_bytes,
     serving_bytes,
-    trainer_bytes,
 )
 from laminar_hpc.config.rewards import check_reward
 from laminar_hpc.config.rules import broken_rules
@@ -87,7 +89,7 @@ def derive(config: RunConfig) -> Derived:
     rollouts = 0 if replay else r.replicas
     trajectories = config.algorithm.prompts_per_step * config.algorithm.samples_per_prompt
     parameters = count_parameters(model)
-    publish = parameters * width
+    publish = published_parameters(model, config.model.lora) * width
     groups = config.pipeline.local_batch_groups or math.ceil(
         config.algorithm.prompts_per_step / max(1, rollouts)
     )
@@ -96,7 +98,7 @@ def derive(config: RunConfig) -> Derived:
     engines = 0 if r.engine == "emulated" else shared_engines(config)
     beside = shared_bytes(Need(0, engine + relay_bytes(config) + move_bytes(config)), engines)
     recompute = recompute_that_fits(config, model, width, staging + beside)
-    trainer = dataclasses.replace(t, recompute_activations=recompute)
+    need = trainer_need(config, model, width, recompute_activations=recompute)
     return Derived(
         trainer_ranks=trainers,
         rollout_ranks=rollouts,
@@ -111,7 +113,7 @@ def derive(config: RunConfig) -> Derived:
         slot_bytes=0 if replay else publish * config.relay.slots,
         delta_image_bytes=publish if config.relay.delta == "auto" and not replay else 0,
         recompute_activations=recompute,
-        trainer_gpu_memory_bytes=trainer_bytes(model, width, trainer) + staging,
+        trainer_gpu_memory_bytes=need + staging,
         rollout_gpu_memory_bytes=engine,
         kv_cache_tokens=r.kv_cache_tokens,
         responses_in_kv_cache=r.kv_cache_tokens // max(1, config.sampling.max_response_tokens),
@@ -192,7 +194,7 @@ def problems(config: RunConfig, may_download: bool = False) -> list[str]:
     inputs = [] if config.source.startswith("replay:") or config.dry_run else _input_problems(config)
     if wrong:
         return [*wrong, *of_model, *inputs]
-    return [*of_model, *inputs, *broken_rules(config, model)]
+    return [*of_model, *inputs, *adapter_problems(config, model), *broken_rules(config, model)]
 
 
 def check(config: RunConfig) -> Derived:

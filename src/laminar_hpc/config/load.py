@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,7 +30,15 @@ from laminar_hpc.config.yaml_text import load_yaml
 
 _REFERENCE = "a reference is ${KEY}, or ${oc.env:NAME} for a variable of the environment"
 _GROUPS = ("experiment", "pipeline")  # folders of conf/
-_PATHS = ("run_dir", "store_dir", "model.path", "data.train", "relay.shm_dir", "checkpoint.key")
+_PATHS = (
+    "run_dir",
+    "store_dir",
+    "model.path",
+    "model.lora.path",
+    "data.train",
+    "relay.shm_dir",
+    "checkpoint.key",
+)
 Config = TypeVar("Config")
 _named: dict[str, type] = {}  # what Hydra's store holds
 
@@ -83,7 +92,7 @@ def _expand_home(config: RunConfig) -> None:
     """Makes `~/` of paths the home folder: behind an `=` most shells leave it as it is."""
     for key in _PATHS:
         section, _, name = key.rpartition(".")
-        owner = getattr(config, section) if section else config
+        owner = attrgetter(section)(config) if section else config
         if isinstance(value := getattr(owner, name), str):
             setattr(owner, name, os.path.expanduser(value))
     files = config.evaluation.files  # not looked at yet: an entry may be anything

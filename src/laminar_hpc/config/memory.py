@@ -8,6 +8,7 @@ the caller has found on this machine. What is not known is not checked.
 import math
 from dataclasses import dataclass, replace
 
+from laminar_hpc.config.adapters import rank_adapter_parameters
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.models import (
     count_parameters,
@@ -93,6 +94,12 @@ def check_memory(
         raise LaminarError("; ".join(wrong))
 
 
+def trainer_need(config: RunConfig, model: dict, width: int, **change: object) -> int:
+    """Estimated bytes on the fullest trainer GPU, with other values for some settings of the trainer."""
+    trainer = replace(config.trainer, **change)
+    return trainer_bytes(model, width, trainer, rank_adapter_parameters(model, config.model.lora, trainer))
+
+
 def recompute_that_fits(config: RunConfig, model: dict, width: int, beside: float) -> str:
     """What trainer.recompute_activations stands for. For auto: the least that fits into
     trainer.gpu_memory_gigabytes beside so many bytes, full if nothing does, none where that key is null."""
@@ -103,7 +110,7 @@ def recompute_that_fits(config: RunConfig, model: dict, width: int, beside: floa
         return "none"
     budget = _CHOSEN * t.gpu_memory_gigabytes * 1e9 - beside
     for choice in ("none", "selective"):
-        if trainer_bytes(model, width, replace(t, recompute_activations=choice)) <= budget:
+        if trainer_need(config, model, width, recompute_activations=choice) <= budget:
             return choice
     return "full"
 
@@ -137,7 +144,7 @@ def _trainer_cure(config: RunConfig, budget: float) -> str:
     more = () if t.recompute_activations == "auto" and t.gpu_memory_gigabytes else choices[least:]
     changes += [(f"trainer.recompute_activations={c}", {"recompute_activations": c}) for c in more]
     for text, change in changes:
-        if trainer_bytes(model, width, replace(t, **change)) <= budget:
+        if trainer_need(config, model, width, **change) <= budget:
             return f"set {text}"
     words = [text for text, _ in changes]
     longest = config.sampling.max_response_tokens

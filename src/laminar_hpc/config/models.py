@@ -215,7 +215,7 @@ def first_stage_layers(layers: int, stages: int) -> int | None:
     )
 
 
-def _stage_layers(model: dict, stages: int) -> tuple[int, int]:
+def stage_layers(model: dict, stages: int) -> tuple[int, int]:
     """Layers of the first pipeline stage and of each other one; 1 where there are fewer than stages."""
     layers = model["num_hidden_layers"]
     if layers < stages:
@@ -227,7 +227,7 @@ def _stage_layers(model: dict, stages: int) -> tuple[int, int]:
 def _stage_experts(model: dict, stages: int) -> int:
     """Parameters of the fullest pipeline stage that lie in routed experts."""
     experts = experts_of(model)
-    layers = max(_stage_layers(model, stages))
+    layers = max(stage_layers(model, stages))
     return layers * experts.routed_parameters(model["hidden_size"]) if experts else 0
 
 
@@ -238,7 +238,7 @@ def _stage_parameters(model: dict, stages: int) -> float:
         return total
     layers = model["num_hidden_layers"]
     inner = total - embedding * (1 if model.get("tie_word_embeddings") else 2) - model["hidden_size"]
-    return inner / layers * max(_stage_layers(model, stages)) + embedding + model["hidden_size"]
+    return inner / layers * max(stage_layers(model, stages)) + embedding + model["hidden_size"]
 
 
 LOGITS_BYTES = 1 << 30  # of float32 logits that are there at once where the head is computed in chunks
@@ -249,19 +249,21 @@ def _whole_head_bytes(tokens: int, columns: int) -> float:
     return 2 * 4 * columns * tokens
 
 
-def _chunked_head_bytes(columns: int, hidden: int, width: int) -> float:
+def _chunked_head_bytes(columns: int, hidden: int, width: int, trained: bool) -> float:
     """A chunk of logits and its gradient in the weight's dtype, with half a chunk of temporaries, and the
-    weight's gradient, summed in float32 and then in the weight's own dtype (trainer/megatron/head.py)."""
-    return LOGITS_BYTES * (1.5 + width / 4) + (4 + width) * columns * hidden
+    gradient of a weight that is trained, summed in float32 and then in the weight's own dtype
+    (trainer/megatron/head.py)."""
+    return LOGITS_BYTES * (1.5 + width / 4) + trained * (4 + width) * columns * hidden
 
 
-def head_in_chunks(tokens: int, columns: int, hidden: int, width: int) -> bool:
-    """Whether log-probs of so many tokens need less memory chunk by chunk than all at once."""
-    return _whole_head_bytes(tokens, columns) > _chunked_head_bytes(columns, hidden, width)
+def head_in_chunks(tokens: int, columns: int, hidden: int, width: int, trained: bool = True) -> bool:
+    """Whether log-probs of so many tokens need less memory chunk by chunk than all at once. `trained`: the
+    head's weight has a gradient."""
+    return _whole_head_bytes(tokens, columns) > _chunked_head_bytes(columns, hidden, width, trained)
 
 
-def _head_bytes(tokens: int, columns: int, hidden: int, width: int) -> float:
-    return min(_whole_head_bytes(tokens, columns), _chunked_head_bytes(columns, hidden, width))
+def _head_bytes(tokens: int, columns: int, hidden: int, width: int, trained: bool) -> float:
+    return min(_whole_head_bytes(tokens, columns), _chunked_head_bytes(columns, hidden, width, trained))
 
 
 def _kept_bytes(model: dict, width: int) -> tuple[float, float, float]:
@@ -294,15 +296,16 @@ def _layers_in_flight(model: dict, trainer: TrainerConfig) -> tuple[int, int]:
     if chunks > 1:
         layers, turns = max(1, model["num_hidden_layers"] // (stages * chunks)), (chunks - 1) * stages + 1
         return layers * (2 * (stages - 1) + turns), layers * turns
-    first, others = _stage_layers(model, stages)
+    first, others = stage_layers(model, stages)
     return max(stages * first, (stages - 1) * others), others or first
 
 
-def trainer_bytes(model: dict, width: int, trainer: TrainerConfig) -> int:
-    """Estimated bytes on the fullest trainer GPU. `width`: bytes of a served weight (2 for bfloat16).
+def trainer_bytes(model: dict, width: int, trainer: TrainerConfig, adapter: int = 0) -> int:
+    """Estimated bytes on the fullest trainer GPU. `width`: bytes of a served weight (2 for bfloat16);
+    `adapter`: parameters of a low-rank adapter on this GPU, which then alone are trained, 0 = no adapter.
 
     State, per parameter: the weight, a float32 gradient, Adam's two float32 moments, and a float32 copy
-    unless the weight is float32.
+    unless the weight is float32; of one that is not trained the weight.
 
     Activations: `_kept_bytes` of each layer, split over the tensor-parallel ranks (with sequence
     parallelism). With full recomputation only a layer's input stays. Either way one more layer is on the GPU,
@@ -319,16 +322,20 @@ def trainer_bytes(model: dict, width: int, trainer: TrainerConfig) -> int:
     tensor, stages, tokens = trainer.tensor_parallel, trainer.pipeline_parallel, trainer.tokens_per_microbatch
     ranks = trainer.data_parallel * trainer.context_parallel if trainer.distributed_optimizer else 1
     resident, moments, routed = width + 4, 8 if width == 4 else 12, _stage_experts(model, stages)
-    state = state_bytes((_stage_parameters(model, stages) - routed) / tensor, resident, moments, ranks)
+    stage = _stage_parameters(model, stages)
+    state = state_bytes((stage - routed) / tensor, resident, moments, ranks)
     copies = expert_replicas(trainer) if trainer.distributed_optimizer else 1
     state += state_bytes(routed / expert_shards(trainer), resident, moments, copies)
+    if adapter:
+        state = stage / tensor * width + state_bytes(adapter, resident, moments, ranks)
     hidden = model["hidden_size"]
     source, layer, selective = (nbytes / tensor for nbytes in _kept_bytes(model, width))
     gathered = 2 * width * hidden if tensor > 1 else 0
     stays = {"full": source, "selective": selective}.get(trainer.recompute_activations, layer)
     most, of_last = _layers_in_flight(model, trainer)
     kept, last = stays * most, stays * of_last
-    head = _head_bytes(tokens, math.ceil(model["vocab_size"] / tensor), hidden, width) + tokens * gathered
+    columns = math.ceil(model["vocab_size"] / tensor)
+    head = _head_bytes(tokens, columns, hidden, width, not adapter) + tokens * gathered
     return int(state + tokens * (layer + gathered) + max(tokens * kept, tokens * last + head))
 
 

@@ -12,8 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from laminar_hpc.config.adapters import published_parameters
 from laminar_hpc.config.experts import Experts, experts_of
-from laminar_hpc.config.models import count_parameters, kv_heads, serving_bytes
+from laminar_hpc.config.models import kv_heads, serving_bytes
 from laminar_hpc.config.objectives import SEQUENCE_LOSSES, WEIGHTS, is_own, wrong_options
 from laminar_hpc.config.schema import AlgorithmConfig, RunConfig
 
@@ -354,7 +355,7 @@ def _model(config: RunConfig, model: dict) -> Iterator[str]:
     if config.sampling.max_response_tokens >= positions:
         room = f"room for a prompt in the model's {positions} positions"
         yield f"@sampling.max_response_tokens does not leave {room}; lower it"
-    publication = count_parameters(model) * serving_bytes(config.model.dtype)
+    publication = published_parameters(model, config.model.lora) * serving_bytes(config.model.dtype)
     if config.relay.lanes > 1 and publication < config.relay.lanes * _MIN_LANE:
         small = (
             f"a publication of {publication} bytes is too small for lanes of at least {_MIN_LANE} bytes each"

@@ -24,11 +24,31 @@ from laminar_hpc.config.system_schema import (
     TrainerConfig,
 )
 
+LORA_RANK_MAX = 512  # memory for so large an adapter is set aside in each engine, many times
+
 RENAMED = {  # keys of earlier versions: refused with the new name; read where a finished run's file has them
     "algorithm.denominator": "algorithm.loss_aggregation",
     "algorithm.weight_max": "algorithm.importance_weight_cap",
     "relay.anchor_every": "relay.full_every",
 }
+
+
+@dataclass
+class LoraConfig:
+    """Low-rank adapters (LoRA, arXiv 2106.09685): two small matrices beside each adapted linear layer are
+    trained in place of the model's weights, which stay as they are; see docs/models.md."""
+
+    rank: int = number(0, at_least=0, at_most=LORA_RANK_MAX)
+    """of the adapters; 0 = no adapter, all weights are trained"""
+    alpha: float = number(32.0, above=0, at_most=100_000)
+    """an adapter's product is multiplied by alpha / rank"""
+    targets: str = choice("all", "attention", "mlp")
+    """linear layers that have an adapter: attention (q, k, v, o), mlp (gate, up, down) or all seven"""
+    init: str = choice("kaiming", "gaussian")
+    """first values of the matrix A; B begins at 0, so that a new adapter changes nothing. kaiming: uniform
+    within 1 / sqrt(inputs); gaussian: of standard deviation 1 / rank"""
+    path: str = ""
+    """directory of an adapter to go on from, as PEFT writes it; empty = a new one"""
 
 
 @dataclass
@@ -42,6 +62,7 @@ class ModelConfig:
     """of the weights in trainer and engine; the optimizer keeps its own in float32"""
     float32_head: bool = True
     """of bfloat16: trainer and engine do not round the logits to it"""
+    lora: LoraConfig = field(default_factory=LoraConfig)
 
 
 @dataclass
