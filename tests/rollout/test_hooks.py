@@ -83,6 +83,27 @@ NEEDED_FOR = {
         "Qwen2MoeSparseMoeBlock",
         "fused_gate_sigmoid_mul_add(",
     ),
+    "Scheduler.handle_generate_request": (
+        "sglang.srt.lora.lora_manager",
+        "LoRAManager.validate_lora_batch",
+        "assert lora_ref is not None",
+    ),
+    "_GenerationStreamAccumulator.accept": (
+        "sglang.srt.managers.scheduler_components.output_streamer",
+        "_GenerationStreamAccumulator.accept",
+        "current_version=self.current_weight_version",
+    ),
+    "_make_abort_req": (
+        "sglang.srt.managers.scheduler",
+        "_make_abort_req",
+        "current_version=get_serving().weight_version",
+    ),
+    "LoRAManager.init_state": ("sglang.srt.lora.layers", "QKVParallelLinearWithLoRA", "pin_memory=True"),
+    "TorchNativeLoRABackend": (
+        "sglang.srt.lora.backend.torch_backend",
+        "TorchNativeLoRABackend.prepare_lora_batch",
+        "pin_memory=True",
+    ),
     "Qwen2DecoderLayer.forward": (
         "sglang.srt.models.qwen2",
         "Qwen2DecoderLayer.forward",
@@ -102,6 +123,16 @@ OTHER_REASONS = {
         "self.finished_reason = self.to_finish",
     ),
     "optional.leave_out('megatron')": ("sglang.srt.debug_utils.dumper", "", "from megatron.core import"),
+    "kv_cache.served_weight_ids": (  # an adapter's id is the key of its KV
+        "sglang.srt.managers.schedule_batch",
+        "Req",
+        ") + lora_id",
+    ),
+    "adapter_calls.naming": (  # a request may name an adapter that SGLang's registry does not have
+        "sglang.srt.managers.tokenizer_manager",
+        "TokenizerManager._validate_and_resolve_lora",
+        "if not obj.lora_path:\n            return",
+    ),
     "process.MODEL_PACKAGE": (
         "sglang.srt.models.registry",
         "",

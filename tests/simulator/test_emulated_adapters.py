@@ -27,6 +27,7 @@ async def test_each_request_is_drawn_by_the_adapter_that_it_names(tmp_path: Path
     """Two at once; an id that is not there is refused, and one that draws is not unloaded."""
     config = small_config(tmp_path / "run")
     config.emulation.time_scale = 1000.0
+    config.model.lora.rank = 4
     engine = EmulatedEngine(config, 0, tmp_path)
     sampling = sampling_parameters(config.sampling, 1.0, config.sampling.max_response_tokens, [])
     prompt = np.arange(9, dtype=np.int32)

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from laminar_hpc.config.models import count_parameters, head_size, kv_heads, stage_layers
-from laminar_hpc.config.schema import LoraConfig
-from laminar_hpc.config.system_schema import TrainerConfig
+from laminar_hpc.config.schema import LoraConfig, RunConfig
+from laminar_hpc.config.system_schema import PipelineConfig, TrainerConfig
 
 ADAPTER_FILE, ADAPTER_CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
 TARGETS = {  # a layer's modules, by PEFT's names
@@ -103,3 +103,26 @@ def rank_adapter_parameters(model: dict, lora: LoraConfig, trainer: TrainerConfi
 def _of_layer(model: dict, lora: LoraConfig, tensor_parallel: int) -> int:
     projections = widths_of(model).projections(lora.targets)
     return sum(each.parameters(lora.rank, tensor_parallel) for each in projections)
+
+
+def adapters_at_once(pipeline: PipelineConfig) -> int:
+    """The number of adapters that an engine has places for, and a relay slots: those that a trajectory may
+    still be of, the newest, and one that arrives. Without a staleness bound as with one of 2."""
+    bound = 2 if pipeline.max_staleness is None else pipeline.max_staleness
+    return bound + 3
+
+
+def slots_of(config: RunConfig) -> int:
+    """Slots of a relay: adapters are small enough for all that somebody may still need."""
+    if config.model.lora.rank == 0:
+        return config.relay.slots
+    return max(config.relay.slots, adapters_at_once(config.pipeline))
+
+
+def adapter_pool_bytes(config: RunConfig, model: dict, width: int) -> int:
+    """Bytes of the places for adapters on an engine's GPU, one of them of the model without an adapter, as if
+    no tensor-parallel rank had less; 0 without adapters. `width`: bytes of a parameter."""
+    if config.model.lora.rank == 0:
+        return 0
+    places = adapters_at_once(config.pipeline) + 1
+    return places * published_parameters(model, config.model.lora) * width

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from laminar_hpc.config.adapter_check import adapter_problems
-from laminar_hpc.config.adapters import published_parameters
+from laminar_hpc.config.adapters import adapter_pool_bytes, published_parameters, slots_of
 from laminar_hpc.config.bounds import wrong_values
 from laminar_hpc.config.errors import LaminarError, Refused, said
 from laminar_hpc.config.experts import experts_text, objection
@@ -94,6 +94,7 @@ def derive(config: RunConfig) -> Derived:
         config.algorithm.prompts_per_step / max(1, rollouts)
     )
     engine = 0 if replay else rollout_bytes(model, width, r.tensor_parallel, r.kv_cache_tokens)
+    engine += 0 if replay else adapter_pool_bytes(config, model, width)
     staging = 0 if replay else _staging_bytes(config, trainers, publish)
     engines = 0 if r.engine == "emulated" else shared_engines(config)
     beside = shared_bytes(Need(0, engine + relay_bytes(config) + move_bytes(config)), engines)
@@ -110,7 +111,7 @@ def derive(config: RunConfig) -> Derived:
         local_batch_groups=groups,
         parameters=parameters,
         publish_bytes=publish,
-        slot_bytes=0 if replay else publish * config.relay.slots,
+        slot_bytes=0 if replay else publish * slots_of(config),
         delta_image_bytes=publish if config.relay.delta == "auto" and not replay else 0,
         recompute_activations=recompute,
         trainer_gpu_memory_bytes=need + staging,
@@ -307,7 +308,7 @@ def _wrong_memory(config: RunConfig, derived: Derived) -> Iterator[str]:
     elif slots and (free := shutil.disk_usage(shm).free) < slots * 1.05:
         have, need = f"{free / 1e6:.0f} MB", f"{slots / 1e6:.0f} MB"
         cure = "give it more (containers: --shm-size) or set relay.shm_dir or relay.slots"
-        yield f"{shm} has {have} free, {config.relay.slots} weight slots need {need}: {cure}"
+        yield f"{shm} has {have} free, {slots_of(config)} weight slots need {need}: {cure}"
 
 
 def _wrong_port(config: RunConfig) -> Iterator[str]:

@@ -166,6 +166,9 @@ def _pipeline(config: RunConfig) -> Iterator[str]:
     if p.keep_kv and p.refresh != "interrupt":
         why = "otherwise no request outlives its weights"
         yield f"pipeline.keep_kv=true needs pipeline.refresh=interrupt: {why}"
+    if p.keep_kv and config.model.lora.rank:
+        why = "a running request stays with the adapter that it names"
+        yield f"pipeline.keep_kv=true does not go with @model.lora.rank: {why}; set it to false"
     undivided = a.prompts_per_step % a.minibatches_per_step != 0
     if p.consumption == "stream" and (undivided or config.source != "rollout"):
         yield (

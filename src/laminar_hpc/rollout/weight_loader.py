@@ -17,7 +17,6 @@ import time
 from dataclasses import dataclass, field
 
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.config.models import WEIGHTS_FILE
 from laminar_hpc.engine.interface import Sums, TensorLayout
 from laminar_hpc.machine.observability.trace import Trace
 from laminar_hpc.rollout.engine_lives import EngineLives
@@ -58,7 +57,9 @@ class Pulled:
 
 
 @dataclass
-class _PullClock:
+class PullClock:
+    """Seconds of a pull by phase."""
+
     phases: dict[str, float] = field(default_factory=dict)
     last: float = field(default_factory=time.monotonic)
 
@@ -84,7 +85,7 @@ def check_layout(layout: list[TensorLayout], manifest: Manifest) -> None:
 def check_file(handle: SlotHandle) -> None:
     """Raises SlotRefused unless the file is laid out as its manifest says, on which a fresh start relies.
     Raises SlotGone when it has left with its relay."""
-    path, expected = handle.directory / WEIGHTS_FILE, safetensors_header(handle.manifest)
+    path, expected = handle.directory / handle.manifest.file, safetensors_header(handle.manifest)
     try:
         with open(path, "rb") as file:
             header = file.read(8)
@@ -139,7 +140,7 @@ class WeightLoader:
         `paused`: its requests stand still in it and go on as soon as the sums are equal; if it must be
         replaced they fail.
         """
-        t0, clock, restarts = time.time(), _PullClock(), 0
+        t0, clock, restarts = time.time(), PullClock(), 0
         deadline = time.monotonic() + LEASE_SECONDS
         while True:
             handle = None
@@ -186,7 +187,7 @@ class WeightLoader:
         return handle
 
     async def _verified(
-        self, handle: SlotHandle, clock: _PullClock, restart: bool, paused: bool
+        self, handle: SlotHandle, clock: PullClock, restart: bool, paused: bool
     ) -> list[float]:
         """The slot's weights in the engine, verified; returns the log-probs of the probe."""
         paused = paused and not restart
@@ -208,7 +209,7 @@ class WeightLoader:
             )
         return logprobs
 
-    async def _give(self, handle: SlotHandle, clock: _PullClock, restart: bool, paused: bool) -> Sums:
+    async def _give(self, handle: SlotHandle, clock: PullClock, restart: bool, paused: bool) -> Sums:
         """The slot's weights into the engine, by a copy or a fresh start; the sums of its live parameters."""
         check_file(handle)
         engine = self.engines.current

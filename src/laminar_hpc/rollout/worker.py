@@ -44,6 +44,7 @@ from laminar_hpc.line.messages.rollouts import (
     ScoreOrder,
     WeightsAvailable,
 )
+from laminar_hpc.rollout.adapter_loader import new_loader
 from laminar_hpc.rollout.batch import LocalBatch
 from laminar_hpc.rollout.engine_lives import EngineLives
 from laminar_hpc.rollout.episodes import Episodes
@@ -61,7 +62,6 @@ from laminar_hpc.rollout.scoring import Scoring
 from laminar_hpc.rollout.served_weights import ServedWeights
 from laminar_hpc.rollout.shutdown import SETTLE_SECONDS, GracefulShutdown
 from laminar_hpc.rollout.state import ReplicaState, WrongState
-from laminar_hpc.rollout.weight_loader import WeightLoader
 from laminar_hpc.store.payload.writer import PayloadWriter
 from laminar_hpc.weights.probe import probe_sequences
 from laminar_hpc.weights.slots import SlotGone, SlotReader
@@ -95,7 +95,7 @@ class RolloutWorker:
         model = Path(self.config.model.path)
         reader = SlotReader(self.config.relay.shm_dir, context.welcome.slots_name)
         probe = probe_sequences(model_config(self.config.model.path)["vocab_size"])
-        self.weight_loader = WeightLoader(reader, probe, context.trace, self.engines)
+        self.weight_loader = new_loader(reader, probe, context.trace, self.engines, self.config)
         stop_ids = stop_token_ids(model)
         moves = MoveSource(context, self.engines)
         self.episodes = new_episodes(context, stop_ids, moves.hand_over)

@@ -5,8 +5,10 @@ These tensors are what a run with model.lora.rank publishes and keeps in its che
 weights are read from model.path by trainer and engine alike, and never change.
 """
 
-from laminar_hpc.config.adapters import TARGETS, Projection, Widths, adapter_tensors
-from laminar_hpc.config.schema import LoraConfig
+import json
+
+from laminar_hpc.config.adapters import ADAPTER_CONFIG_FILE, TARGETS, Projection, Widths, adapter_tensors
+from laminar_hpc.config.schema import LoraConfig, RunConfig
 from laminar_hpc.weights.hf import ModelShape
 
 
@@ -49,3 +51,12 @@ def adapter_config(lora: LoraConfig, base: str) -> dict[str, object]:
         "use_dora": False,
         "use_rslora": False,
     }
+
+
+def side_files(config: RunConfig) -> dict[str, bytes] | None:
+    """What lies beside the weights in a slot, by name: of an adapter its settings, of full weights what
+    model.path has, said by None."""
+    if config.model.lora.rank == 0:
+        return None
+    settings = adapter_config(config.model.lora, config.model.path)
+    return {ADAPTER_CONFIG_FILE: json.dumps(settings, indent=1).encode()}

@@ -38,12 +38,21 @@ class LaneWriter(SlotWriter):
     """One relay's side: as SlotWriter for the manifests of lane `lane`. All `lanes` relays of a machine use
     the same folder."""
 
-    def __init__(self, shm_dir: str, run_id: str, slots: int, model_dir: Path, lane: int, lanes: int) -> None:
+    def __init__(
+        self,
+        shm_dir: str,
+        run_id: str,
+        slots: int,
+        model_dir: Path,
+        lane: int,
+        lanes: int,
+        side: dict[str, bytes] | None = None,
+    ) -> None:
         self._lanes = lanes
         self._part = f"lane{lane}.json"
         self._sent_from: dict[int, list[int]] = {}  # slot -> lock descriptors
         self._turn_seconds = _TURN_SECONDS  # the longest turn of another relay
-        super().__init__(shm_dir, run_id, slots, model_dir)
+        super().__init__(shm_dir, run_id, slots, model_dir, side)
 
     def _make_root(self, shm_dir: str) -> None:
         """Slots that are there stay if another relay of this machine lives."""

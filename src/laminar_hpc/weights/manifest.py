@@ -13,9 +13,13 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
+from laminar_hpc.config.adapters import ADAPTER_FILE
+from laminar_hpc.config.models import WEIGHTS_FILE
+
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}  # by torch's name
 _SAFETENSORS_NAME = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 MANIFEST_FILE = "manifest.json"
+PEFT_PREFIX = "base_model.model."  # of an adapter's tensors, under PEFT's names
 
 
 class TensorEntry(msgspec.Struct):
@@ -43,6 +47,13 @@ class Manifest(msgspec.Struct, omit_defaults=True):
     @property
     def data_bytes(self) -> int:
         return sum(t.nbytes for t in self.tensors)
+
+    @property
+    def file(self) -> str:
+        """Returns the name of the safetensors file in its slot, as Hugging Face or PEFT has it."""
+        whole = self.whole or self
+        adapter = bool(whole.tensors) and whole.tensors[0].name.startswith(PEFT_PREFIX)
+        return ADAPTER_FILE if adapter else WEIGHTS_FILE
 
 
 def layout(tensors: Iterable[tuple[str, Sequence[int], object]], weight_id: int, step: int) -> Manifest:

@@ -7,6 +7,7 @@ lock that it gets without waiting. A slot is complete when its manifest is there
 byte is written, renamed into place after the last); the kernel frees a dead reader's lock.
 
     <shm_dir>/laminar-<run_id>/slot0/{model.safetensors, config.json, tokenizer..., manifest.json, lock}
+                          of adapters {adapter_model.safetensors, adapter_config.json, manifest.json, lock}
 """
 
 import contextlib
@@ -109,24 +110,29 @@ class SlotReader:
             os.close(descriptor)
 
 
-def _is_usable(directory: Path, header: bytes, size: int) -> bool:
+def _is_usable(file: Path, header: bytes, size: int) -> bool:
     """There is a slot for weights of this layout, all of it."""
-    if not (directory / LOCK_FILE).exists():
+    if not (file.parent / LOCK_FILE).exists():
         return False
     try:
-        with open(directory / WEIGHTS_FILE, "rb") as there:
+        with open(file, "rb") as there:
             return os.fstat(there.fileno()).st_size == size and there.read(len(header)) == header
     except FileNotFoundError:  # whoever removed it was killed before it had removed the lock
         return False
 
 
 class SlotWriter:
-    """A relay's side: owns the folder of its machine, hands out one slot at a time to be written."""
+    """A relay's side: owns the folder of its machine, hands out one slot at a time to be written. `side`:
+    contents of the files beside the weights, by name; those of `model_dir` where it is None."""
 
-    def __init__(self, shm_dir: str, run_id: str, slots: int, model_dir: Path) -> None:
+    def __init__(
+        self, shm_dir: str, run_id: str, slots: int, model_dir: Path, side: dict[str, bytes] | None = None
+    ) -> None:
         self.root = slots_root(shm_dir, run_id)
         self.model_dir = model_dir
         self.count = slots
+        self._side = side
+        self._file = WEIGHTS_FILE  # as the manifests name it
         self._maps: dict[int, tuple[mmap.mmap, np.ndarray]] = {}
         self._held: tuple[int, int] | None = None  # (slot, lock descriptor) of the slot being written
         self._kept: list[int] = []  # slots that the relay itself still sends from
@@ -154,23 +160,31 @@ class SlotWriter:
         """The slot's data bytes, mapped; all its pages are taken at the first use, so that memory cannot run
         out later."""
         if index not in self._maps:
+            self._file = manifest.file
             directory, header = self.root / f"slot{index}", safetensors_header(manifest)
-            if not _is_usable(directory, header, len(header) + manifest.data_bytes):
+            if not _is_usable(directory / self._file, header, len(header) + manifest.data_bytes):
                 self._create(directory, header, len(header) + manifest.data_bytes)
-            for name in SIDE_FILES:  # also beside what an earlier relay left: this run's may be others
-                if (self.model_dir / name).exists():
-                    (directory / name).parent.mkdir(exist_ok=True)
-                    write_atomically(directory / name, (self.model_dir / name).read_bytes())
-            with open(directory / WEIGHTS_FILE, "r+b") as file:
+            for name, content in self._side_files():  # also beside what an earlier relay, of other ones, left
+                (directory / name).parent.mkdir(exist_ok=True)
+                write_atomically(directory / name, content)
+            with open(directory / self._file, "r+b") as file:
                 mapping = mmap.mmap(file.fileno(), 0)
             self._maps[index] = (mapping, np.frombuffer(mapping, dtype=np.uint8, offset=len(header)))
         return self._maps[index][1]
+
+    def _side_files(self) -> Iterator[tuple[str, bytes]]:
+        if self._side is not None:
+            yield from self._side.items()
+            return
+        for name in SIDE_FILES:
+            if (self.model_dir / name).exists():
+                yield name, (self.model_dir / name).read_bytes()
 
     def _create(self, directory: Path, header: bytes, size: int) -> None:
         """Makes the slot's files, the lock last."""
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir(mode=0o700)
-        with open(directory / WEIGHTS_FILE, "w+b") as file:
+        with open(directory / self._file, "w+b") as file:
             try:
                 os.posix_fallocate(file.fileno(), 0, size)
             except OSError:
@@ -221,7 +235,7 @@ class SlotWriter:
 
     def removed(self) -> Path | None:
         """What somebody has taken away of the slots; None while all is there."""
-        files = [self.root, *(self.root / f"slot{index}" / WEIGHTS_FILE for index in tuple(self._maps))]
+        files = [self.root, *(self.root / f"slot{index}" / self._file for index in tuple(self._maps))]
         return next((path for path in files if not path.exists()), None)
 
     def keep_held(self) -> int:

@@ -9,6 +9,7 @@ import json
 import re
 from pathlib import Path
 
+from laminar_hpc.config.adapters import TARGETS, adapters_at_once
 from laminar_hpc.config.check import derive, memory_need
 from laminar_hpc.config.errors import did_you_mean
 from laminar_hpc.config.experts import experts_of
@@ -34,6 +35,10 @@ _OURS = {
     **dict.fromkeys(("model", "model-path"), "model.path"),
     "dtype": "model.dtype",
     "random-seed": "seed",
+    **dict.fromkeys(("enable-lora", "max-lora-rank"), "model.lora.rank"),
+    "lora-target-modules": "model.lora.targets",
+    "lora-paths": "model.lora.path",
+    **dict.fromkeys(("max-loras-per-batch", "max-loaded-loras"), "pipeline.max_staleness"),
 }
 # names, or with a dash at the end what names begin with -> why an engine with them could serve no run
 _NOT_HERE = {
@@ -160,6 +165,21 @@ def _graphs(config: RunConfig) -> dict[str, str]:
     return {"cuda-graph-config": json.dumps(graphs)}
 
 
+def _adapters(config: RunConfig) -> dict[str, str]:
+    """A place for each adapter that may be loaded, and one without, in which SGLang has the base. Nothing is
+    evicted: the adapters are pinned (plugin/adapters.py). On a GPU decoding stays in CUDA graphs, which read
+    the places' tensors; a prefill's graph takes SGLang's own backend for it, csgmv, which is the default."""
+    lora = config.model.lora
+    if not lora.rank:
+        return {}
+    values = {
+        "enable-lora": "true",
+        "max-loras-per-batch": str(adapters_at_once(config.pipeline) + 1),
+        "max-lora-rank": str(lora.rank),
+    }
+    return values if has_cuda() else values | {"lora-backend": "torch_native"}
+
+
 def arguments(config: RunConfig, directory: Path, weight_version: str, seed: int) -> list[str]:
     """The words behind the program's name, without host, port and key."""
     rollout = config.rollout
@@ -181,7 +201,7 @@ def arguments(config: RunConfig, directory: Path, weight_version: str, seed: int
         values["enable-fp32-lm-head"] = "true"
     if rollout.increment_tokens:
         values["incremental-streaming-output"] = "true"
-    values |= _experts(config)
+    values |= _experts(config) | _adapters(config)
     if has_cuda():
         values |= _attention(config) | _memory_share(config) | _graphs(config)
     else:
@@ -200,4 +220,6 @@ def arguments(config: RunConfig, directory: Path, weight_version: str, seed: int
     for key, value in values.items():
         if value != "false":
             words += [f"--{key}"] if value == "true" else [f"--{key}", value]
+    if config.model.lora.rank:  # the one that takes several words
+        words += ["--lora-target-modules", *TARGETS[config.model.lora.targets]]
     return words

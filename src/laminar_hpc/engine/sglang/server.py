@@ -25,9 +25,9 @@ from laminar_hpc.engine.interface import (
     TensorLayout,
     Utilization,
 )
+from laminar_hpc.engine.sglang.adapter_calls import AdapterCalls
 from laminar_hpc.engine.sglang.command_line import arguments, has_cuda
 from laminar_hpc.engine.sglang.http_client import HttpClient
-from laminar_hpc.engine.sglang.move_calls import MoveCalls
 from laminar_hpc.engine.sglang.plugin import protocol
 from laminar_hpc.engine.sglang.port_client import PortClient
 from laminar_hpc.engine.sglang.process import EngineProcess
@@ -51,7 +51,7 @@ def load_seconds(size: int) -> float:
     return CONTROL_SECONDS + size / LOAD_BYTES_PER_SECOND
 
 
-class SglangServer(MoveCalls):
+class SglangServer(AdapterCalls):
     """One life of one SGLang server. Each method does what Engine says of it."""
 
     Process = EngineProcess
@@ -63,6 +63,7 @@ class SglangServer(MoveCalls):
         self.process = self.Process(self.name, self.log, config.rollout.threads, ranks)
         self.http = HttpClient(self.process)
         super().__init__(config, PortClient(self.process, ranks))
+        self.adapters = [] if config.model.lora.rank else None
         # what each tensor-parallel rank holds; as long as the engine lives
         self._shards: list[list[protocol.TensorShard]] | None = None
 
@@ -117,7 +118,7 @@ class SglangServer(MoveCalls):
             "input_ids": prompt_tokens,
             "sampling_params": sampling,
             "return_logprob": True,
-            "extra_key": namespace,
+            **self.naming(namespace),
         }
         seconds = self.config.rollout.request_timeout_seconds
         if on_tokens is None:
@@ -154,7 +155,7 @@ class SglangServer(MoveCalls):
             "sampling_params": {"temperature": 1.0, "max_new_tokens": 1},
             "return_logprob": True,
             "logprob_start_len": 0,
-            "extra_key": [namespace] * len(sequences),
+            **{key: [name] * len(sequences) for key, name in self.naming(namespace).items()},
         }
         replies = await self.http.post("/generate", payload, CONTROL_SECONDS)
         return [
@@ -165,11 +166,12 @@ class SglangServer(MoveCalls):
     async def decode_curve(self, max_requests: int, context: int) -> list[tuple[int, float]]:
         """See Engine. It is measured at the time of the call."""
         curve, requests = [], 1
+        drawer = {"lora_id": str(self.adapters[-1])} if self.adapters else {"extra_key": "curve"}
         sampling = {"temperature": 1.0, "max_new_tokens": CURVE_STEPS, "ignore_eos": True}
         while True:
             payload = {
                 "input_ids": [[1 + i % 7] * context for i in range(requests)],
-                "extra_key": ["curve"] * requests,
+                **{key: [name] * requests for key, name in drawer.items()},
             }
             prefill = {**payload, "sampling_params": {**sampling, "max_new_tokens": 1}}
             await self.http.post("/generate", prefill, CONTROL_SECONDS)

@@ -10,11 +10,11 @@ PULL_SHARE = 0.005
 
 
 class Adapters:
-    """`engine` is its name, for errors. `loaded` is None while the engine serves full weights."""
+    """`engine` is its name, for errors. `loaded` is None where the engine serves full weights."""
 
-    def __init__(self, engine: str) -> None:
+    def __init__(self, engine: str, served: bool) -> None:
         self.engine = engine
-        self.loaded: set[int] | None = None
+        self.loaded: set[int] | None = set() if served else None
 
     def named(self, namespace: str) -> int | None:
         """The adapter of a request with this `namespace`; None where it is of no adapter. Raises
@@ -27,9 +27,11 @@ class Adapters:
 
     def add(self, weight_id: int) -> None:
         """Raises LaminarError where it is loaded already."""
-        if self.loaded is not None and weight_id in self.loaded:
+        if self.loaded is None:
+            raise LaminarError(f"{self.engine} was started without adapters; set model.lora.rank")
+        if weight_id in self.loaded:
             raise LaminarError(f"{self.engine} has weight id {weight_id} loaded already")
-        self.loaded = {weight_id, *(self.loaded or ())}
+        self.loaded.add(weight_id)
 
     def remove(self, weight_id: int, running: int) -> None:
         """Raises LaminarError while `running` requests of it run."""

@@ -89,7 +89,7 @@ class EmulatedDecoding:
         self.costs = engine_costs(self.model, GPUS[emulation.gpu], tensor_parallel, constants)
         self.vocabulary = model_config(config.model.path)["vocab_size"]
         self.weight_id: int | None = None
-        self.adapters = Adapters(self.name)
+        self.adapters = Adapters(self.name, config.model.lora.rank > 0)
         admission = EngineAdmission.of(config.sampling.max_response_tokens, constants)
         self._born = time.monotonic()
         rollout = config.rollout

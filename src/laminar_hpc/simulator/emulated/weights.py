@@ -2,8 +2,25 @@
 emulated relay know of weights."""
 
 import json
+import math
 import struct
 from pathlib import Path
+
+from laminar_hpc.config.adapters import adapter_tensors, widths_of
+from laminar_hpc.config.models import model_config
+from laminar_hpc.config.schema import RunConfig
+from laminar_hpc.weights.manifest import ITEM_BYTES
+
+
+def published(config: RunConfig) -> tuple[list[tuple[str, list[int]]], bytes]:
+    """What `weights_file` gives, of a publication of this run: of a new adapter where there is one."""
+    path, lora = Path(config.model.path), config.model.lora
+    if lora.rank == 0:
+        return weights_file(path)
+    model = model_config(config.model.path)
+    tensors = adapter_tensors(widths_of(model), model["num_hidden_layers"], lora)
+    size = sum(math.prod(shape) for _, shape in tensors) * ITEM_BYTES[config.model.dtype]
+    return [(name, list(shape)) for name, shape in tensors], bytes(size)
 
 
 def weights_file(model: Path) -> tuple[list[tuple[str, list[int]]], bytes]:

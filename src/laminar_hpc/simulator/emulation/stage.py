@@ -16,6 +16,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from laminar_hpc.config.adapters import slots_of
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.line.channel import Channel, StopReceived
 from laminar_hpc.line.messages.chain import EpochProposed, RelayHas
@@ -34,7 +35,8 @@ from laminar_hpc.line.messages.training import (
 )
 from laminar_hpc.machine.processes import machine_name
 from laminar_hpc.policies.metrics import batch_metrics, reward_means
-from laminar_hpc.simulator.emulated.weights import weights_file
+from laminar_hpc.simulator.emulated.weights import published
+from laminar_hpc.weights.adapters import side_files
 from laminar_hpc.weights.manifest import Manifest, layout
 from laminar_hpc.weights.slots import SlotWriter
 
@@ -56,10 +58,9 @@ def join(config: RunConfig, role: str) -> Channel:
 def relay(config: RunConfig, handed: "queue.SimpleQueue[WeightId]") -> None:
     """Writes slots until the controller says Stop."""
     channel = join(config, "relay")
-    tensors, data = weights_file(Path(config.model.path))
-    writer = SlotWriter(
-        config.relay.shm_dir, channel.welcome.slots_name, config.relay.slots, Path(config.model.path)
-    )
+    tensors, data = published(config)
+    name, model, side = channel.welcome.slots_name, Path(config.model.path), side_files(config)
+    writer = SlotWriter(config.relay.shm_dir, name, slots_of(config), model, side)
     try:
         while True:
             channel.wait(Stop, timeout=0.0)  # raises when it is there

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from laminar_hpc.config.adapters import slots_of
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.line.address import own_address
 from laminar_hpc.line.channel import StopReceived
@@ -31,6 +32,7 @@ from laminar_hpc.line.messages.chain import (
 )
 from laminar_hpc.line.messages.membership import Welcome
 from laminar_hpc.machine.numa import stay_near
+from laminar_hpc.weights.adapters import side_files
 from laminar_hpc.weights.lane_slots import LaneWriter
 from laminar_hpc.weights.links.links import Link
 from laminar_hpc.weights.links.meeting import MEET_SECONDS, LinkBroken, host_store, reach_store
@@ -54,11 +56,16 @@ def run(context: RoleContext) -> None:
     """Serves until the controller says Stop."""
     config = context.config.relay
     torch.set_num_threads(config.threads)
-    slots = (config.shm_dir, context.welcome.slots_name, config.slots, Path(context.config.model.path))
+    name, model, side = (
+        context.welcome.slots_name,
+        Path(context.config.model.path),
+        side_files(context.config),
+    )
+    slots = (config.shm_dir, name, slots_of(context.config), model)
     writer = (
-        SlotWriter(*slots)
+        SlotWriter(*slots, side)
         if config.lanes == 1
-        else LaneWriter(*slots, context.index % config.lanes, config.lanes)
+        else LaneWriter(*slots, context.index % config.lanes, config.lanes, side)
     )
     relay = Relay(context, writer)
     try:

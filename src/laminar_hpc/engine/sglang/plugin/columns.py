@@ -32,7 +32,8 @@ def collect(
     message, index = new
     _forget_sent(state)
     tokens = np.array(message.output_ids[index], "<i4")
-    if np.array_equal(tokens, message.output_token_logprobs_idx[index]):
+    drawn = message.output_token_logprobs_idx  # None of one that is refused before it runs
+    if drawn is not None and np.array_equal(tokens, drawn[index]):
         logprobs = np.array(message.output_token_logprobs_val[index], "<f4")
         _column(state, LOGPROBS).extend(logprobs.tobytes())
     _column(state, TOKENS).extend(tokens.tobytes())

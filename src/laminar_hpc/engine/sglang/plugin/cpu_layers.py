@@ -22,7 +22,8 @@ def _is_plain(layer: Any) -> bool:
     from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
 
     attention, mlp = layer.self_attn, layer.mlp
-    linears = (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
+    modules = (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
+    linears = [getattr(module, "base_layer", module) for module in modules]
     norms = (layer.input_layernorm, layer.post_attention_layernorm)
     return (
         all(
@@ -72,8 +73,10 @@ def decoder_layer(
 
 
 def _linear(module: Any, x: torch.Tensor) -> torch.Tensor:
-    parameters = module._parameters
-    return linear(x, parameters["weight"], parameters.get("bias"))
+    base = module._modules.get("base_layer", module)  # of one that SGLang has wrapped for adapters
+    parameters = base._parameters
+    out = linear(x, parameters["weight"], parameters.get("bias"))
+    return out if base is module or not module.lora_active else module.apply_lora(out, x)
 
 
 def _norm(module: Any, x: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from laminar_hpc.engine.sglang.plugin import columns, kv_cache, port, protocol
+from laminar_hpc.engine.sglang.plugin import adapters, columns, kv_cache, port, protocol
 from laminar_hpc.machine.compat.optional import leave_out
 
 
@@ -46,6 +46,16 @@ PORT_HOOKS = (
     ),
     # load_snapshot.py:299 names a file in /dev/shm, which outlives a killed engine
     Hook("sglang.srt.managers.load_snapshot", "shm_path_for", "REPLACE", port.load_snapshot_path),
+    # lora_manager.py:438 ends the scheduler where an adapter is not there
+    Hook(SCHEDULER, "Scheduler.handle_generate_request", "AROUND", adapters.only_loaded),
+    # output_streamer.py:520 and scheduler.py:6122 know one name of weights, not the adapters'
+    Hook(
+        "sglang.srt.managers.scheduler_components.output_streamer",
+        "_GenerationStreamAccumulator.accept",
+        "AROUND",
+        adapters.report,
+    ),
+    Hook(SCHEDULER, "_make_abort_req", "AROUND", adapters.report_abort),
 )
 TOKENIZER_MANAGER = "sglang.srt.managers.tokenizer_manager"
 REPLY_HOOKS = (  # of the HTTP server's process only
@@ -59,7 +69,7 @@ NOT_IN_0_5_17 = {hook.module for hook in PORT_HOOKS if hook.module != SCHEDULER}
 
 def cpu_hooks() -> tuple[Hook, ...]:
     """What an engine on the CPU needs, or is faster with; none changes a number but by rounding."""
-    from laminar_hpc.engine.sglang.plugin import attention, cpu_functions, cpu_layers
+    from laminar_hpc.engine.sglang.plugin import attention, cpu_functions, cpu_layers, cpu_lora
 
     return (
         # engine.py:1890: each process would import everything anew
@@ -98,6 +108,15 @@ def cpu_hooks() -> tuple[Hook, ...]:
             "fused_gate_sigmoid_mul_add",
             "REPLACE",
             cpu_functions.add_gated,
+        ),
+        # lora/layers.py:471, 574, 701 and 789 pin memory, which ends an engine without an accelerator
+        Hook("sglang.srt.lora.lora_manager", "LoRAManager.init_state", "AROUND", cpu_lora.without_pinning),
+        # lora/backend/torch_backend.py:225 to 244 does, and walks over the requests in Python
+        Hook(
+            "sglang.srt.lora.backend.torch_backend",
+            "TorchNativeLoRABackend",
+            "REPLACE",
+            cpu_lora.CpuLoraBackend,
         ),
         # models/qwen2.py:297 calls a dozen nested modules per layer
         Hook("sglang.srt.models.qwen2", "Qwen2DecoderLayer.forward", "AROUND", cpu_layers.decoder_layer),

@@ -16,6 +16,7 @@ from laminar_hpc.engine.kv import device
 from laminar_hpc.engine.kv.errors import KvRefused
 from laminar_hpc.engine.kv.frames import model_fingerprint
 from laminar_hpc.engine.kv.pool import Pool, use_huge_pages
+from laminar_hpc.engine.sglang.plugin.adapters import loaded
 from laminar_hpc.weights.links.streams import StreamEvent
 
 NEUTRAL = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}
@@ -35,12 +36,13 @@ def tensor_parallel() -> tuple[int, int]:
     return group.rank_in_group, group.world_size
 
 
-def served_weight_id() -> int | None:
-    """The weight id that the engine serves; None where its version's name is none."""
+def served_weight_ids(scheduler: Any) -> list[int]:
+    """The weight ids that the engine serves: its adapters', or that of its weights, which may have none."""
     from sglang.srt.runtime_context import get_serving
 
-    name = str(get_serving().weight_version)
-    return int(name) if name.isdigit() else None
+    adapters = loaded(scheduler)
+    names = [str(get_serving().weight_version)] if adapters is None else adapters
+    return sorted(int(name) for name in names if name.isdigit())
 
 
 def pool_of(buffers: object, page_size: int) -> Pool:
@@ -227,7 +229,6 @@ def _objection(request: Any) -> str:
         return "a grammar"
     others = {
         "custom_logit_processor": "a custom logit processor",
-        "lora_id": "a LoRA",
         "input_embeds": "input embeddings",
         "multimodal_inputs": "images or sound",
         "session": "a session",

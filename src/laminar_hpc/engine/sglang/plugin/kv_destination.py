@@ -20,9 +20,10 @@ class Destination:
         cache = self.moves.cache
         if request.move_id in self.moves.under_way:
             raise KvRefused(f"KV move refused: {request.move_id} is under way here already")
-        if request.weight_id != (served := kv_cache.served_weight_id()):
+        if request.weight_id not in (served := kv_cache.served_weight_ids(cache.scheduler)):
             raise KvRefused(
-                f"KV move refused: it is of weight id {request.weight_id}, this engine serves {served}"
+                f"KV move refused: it is of weight id {request.weight_id}, "
+                f"this engine serves {', '.join(map(str, served)) or 'none'}"
             )
         if request.tokens < cache.page_size:
             raise KvRefused(
@@ -64,9 +65,10 @@ class Destination:
             )
         if move.pages is None:
             raise KvRefused(f"KV import refused: {request.move_id} has been imported meanwhile")
-        if move.weight_id != (served := kv_cache.served_weight_id()):
+        if move.weight_id not in (served := kv_cache.served_weight_ids(self.moves.scheduler)):
             raise KvRefused(
-                f"KV import refused: it is of weight id {move.weight_id}, this engine serves {served}"
+                f"KV import refused: it is of weight id {move.weight_id}, "
+                f"this engine serves {', '.join(map(str, served)) or 'none'}"
             )
         move.close()
         tokens = request.tokens[: int(there.pop())]

@@ -30,7 +30,8 @@ def canonical_views(
         "k": (kv_heads * head_dim, kv_rank, kv_size),
         "v": (kv_heads * head_dim, kv_rank, kv_size),
     }
-    for name, parameter in model.named_parameters():  # lists a tied head once, as the embedding
+    for full_name, parameter in model.named_parameters():  # lists a tied head once, as the embedding
+        name = full_name.replace(".base_layer.", ".")  # where SGLang has wrapped a layer for adapters
         tensor = parameter.detach()
         shape = tuple(tensor.shape)
         if ".qkv_proj." in name:

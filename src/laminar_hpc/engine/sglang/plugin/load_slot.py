@@ -19,7 +19,6 @@ import numpy as np
 import torch
 
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.config.models import WEIGHTS_FILE
 from laminar_hpc.weights.kernels import pack
 from laminar_hpc.weights.kernels.slices import LocalSlice
 from laminar_hpc.weights.manifest import MANIFEST_FILE, Manifest, decode_manifest, safetensors_header
@@ -117,7 +116,7 @@ def load_slot(held: Sequence[LocalSlice], directory: Path) -> dict[str, tuple[in
     Raises LaminarError, with nothing written, when the slot does not fit the engine."""
     on_gpu = any(mine.view.is_cuda for mine in held)
     manifest = decode_manifest((directory / MANIFEST_FILE).read_bytes())
-    parts = sources(held, map_file(directory / WEIGHTS_FILE, on_gpu), manifest)
+    parts = sources(held, map_file(directory / manifest.file, on_gpu), manifest)
     if on_gpu:
         for mine, part in zip(held, parts, strict=True):
             mine.view.copy_(part, non_blocking=True)

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from laminar_hpc.engine.sglang.plugin import protocol
+from laminar_hpc.engine.sglang.plugin import adapters, protocol
 from laminar_hpc.engine.sglang.plugin.kv_cache import tensor_parallel
 from laminar_hpc.engine.sglang.plugin.kv_destination import Destination
 from laminar_hpc.engine.sglang.plugin.kv_moves import KvMoves
@@ -66,11 +66,23 @@ def load_weights(scheduler: object, request: protocol.LoadWeights) -> protocol.P
     return protocol.LiveSums(load_slot(list(_views(scheduler)), Path(request.directory)))
 
 
+def load_adapter(scheduler: object, request: protocol.LoadAdapter) -> protocol.PortReply:
+    """Loads an adapter beside those that are there, and answers with the sums of what is live of it."""
+    return adapters.load(scheduler, _views(scheduler), request)
+
+
+def _unload_adapter(scheduler: object, request: protocol.UnloadAdapter) -> Steps:
+    """Done in one turn: an operation without waits."""
+    return adapters.unload(scheduler, request)
+    yield  # makes it a generator
+
+
 OPERATIONS: dict[type[protocol.PortRequest], Callable] = {
     protocol.PortPing: ping,
     protocol.GetLayout: layout,
     protocol.GetSums: sums,
     protocol.LoadWeights: load_weights,
+    protocol.LoadAdapter: load_adapter,
 }
 RECEIVER = "sglang.srt.managers.scheduler_components.request_receiver"  # not in 0.5.17
 
@@ -115,6 +127,8 @@ class EnginePort:
                 return self.source.send_kept(request)
             case protocol.KvEnd():
                 return self.kv.end(request)
+            case protocol.UnloadAdapter():
+                return _unload_adapter(self.scheduler, request)
         raise AssertionError(f"{type(request).__name__} has no operation")
 
     def orders(self) -> bytes:

@@ -64,6 +64,20 @@ class LoadWeights(PortRequest):
     paused: bool = False
 
 
+class LoadAdapter(PortRequest):
+    """The adapter of a slot into a free place, to be named by its weight id; requests go on meanwhile."""
+
+    directory: str
+    weight_id: int
+
+
+class LiveAdapter(PortReply):
+    """What this rank holds of the adapter, under PEFT names, and what that adds to the tensors' sums."""
+
+    tensors: list[TensorShard]
+    sums: dict[str, tuple[int, int]]
+
+
 class KvRequest(PortRequest):
     """Base of the requests of a move. Rank 0 is asked, and all tensor-parallel ranks do it (lockstep.py)."""
 
@@ -121,6 +135,12 @@ class KvEnd(KvRequest):
     """The move is over; what was held for it is let go. A move that is unknown is over."""
 
 
+class UnloadAdapter(KvRequest):
+    """No move, but like one done by all ranks in the same turn: a request of it is refused by all or none."""
+
+    weight_id: int
+
+
 class KvDone(PortReply):
     """`tokens`: whose KV was sent, or is held. `stalled`: seconds that the scheduler stood still for it."""
 
@@ -139,6 +159,8 @@ AnyRequest = (
     | GetLayout
     | GetSums
     | LoadWeights
+    | LoadAdapter
+    | UnloadAdapter
     | KvReserve
     | KvSend
     | KvDetach
@@ -146,7 +168,7 @@ AnyRequest = (
     | KvImport
     | KvEnd
 )
-AnyReply = Alive | LiveLayout | LiveSums | KvReserved | KvDone | OperationRefused
+AnyReply = Alive | LiveLayout | LiveSums | LiveAdapter | KvReserved | KvDone | OperationRefused
 
 _encoder = msgspec.msgpack.Encoder()
 _request_decoder = msgspec.msgpack.Decoder(AnyRequest)
