@@ -110,7 +110,7 @@ def _of_settings(lora: LoraConfig, settings: dict) -> Iterator[str]:
 
 def _of_base(folder: Path, theirs: str, base: str) -> Iterator[str]:
     """The model that it was trained on, by its name: that of two models of one shape tells them apart."""
-    if theirs and not _is_same(theirs, base):
+    if theirs and not is_same_model(theirs, base):
         yield (
             f"it belongs to {theirs}, not to model.path={base}; name that model, or where they are one and "
             f"the same, write {base} as base_model_name_or_path into its {ADAPTER_CONFIG_FILE}"
@@ -123,7 +123,7 @@ def _of_base(folder: Path, theirs: str, base: str) -> Iterator[str]:
         )
 
 
-def _is_same(theirs: str, ours: str) -> bool:
+def is_same_model(theirs: str, ours: str) -> bool:
     """Whether two paths or names are those of one model. Directories are, if they are one; of the hub's
     models, and of those that are not on this machine, the names decide."""
     if all(Path(each).is_dir() and not _HUB_CACHE.search(each) for each in (theirs, ours)):

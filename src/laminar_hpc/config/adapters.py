@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from laminar_hpc.config.models import count_parameters, head_size, kv_heads, stage_layers
-from laminar_hpc.config.schema import LoraConfig, RunConfig
-from laminar_hpc.config.system_schema import PipelineConfig, TrainerConfig
+from laminar_hpc.config.schema import LoraConfig
+from laminar_hpc.config.system_schema import TrainerConfig
 
 ADAPTER_FILE, ADAPTER_CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
+ADAPTER_PREFIX = "base_model.model."  # of the names of tensors, before those that Hugging Face has
 TARGETS = {  # a layer's modules, by PEFT's names
     "attention": ("q_proj", "k_proj", "v_proj", "o_proj"),
     "mlp": ("gate_proj", "up_proj", "down_proj"),
@@ -71,11 +72,11 @@ def widths_of(model: dict) -> Widths:
 def adapter_name(layer: int, module: str, half: str) -> str:
     """By PEFT's names the tensor `half` ("A" or "B") of a module, as `self_attn.q_proj`, of decoder layer
     number `layer`."""
-    return f"base_model.model.model.layers.{layer}.{module}.lora_{half}.weight"
+    return f"{ADAPTER_PREFIX}model.layers.{layer}.{module}.lora_{half}.weight"
 
 
 def adapter_tensors(widths: Widths, layers: int, lora: LoraConfig) -> list[tuple[str, tuple[int, int]]]:
-    """Name and shape of each tensor: A [rank, inputs] and B [outputs, rank] of each module, layer by layer."""
+    """Name and shape of each tensor: of each module A [rank, inputs] and B [outputs, rank], by layers."""
     return [
         (adapter_name(layer, each.module, half), size)
         for layer in range(layers)
@@ -103,26 +104,3 @@ def rank_adapter_parameters(model: dict, lora: LoraConfig, trainer: TrainerConfi
 def _of_layer(model: dict, lora: LoraConfig, tensor_parallel: int) -> int:
     projections = widths_of(model).projections(lora.targets)
     return sum(each.parameters(lora.rank, tensor_parallel) for each in projections)
-
-
-def adapters_at_once(pipeline: PipelineConfig) -> int:
-    """The number of adapters that an engine has places for, and a relay slots: those that a trajectory may
-    still be of, the newest, and one that arrives. Without a staleness bound as with one of 2."""
-    bound = 2 if pipeline.max_staleness is None else pipeline.max_staleness
-    return bound + 3
-
-
-def slots_of(config: RunConfig) -> int:
-    """Slots of a relay: adapters are small enough for all that somebody may still need."""
-    if config.model.lora.rank == 0:
-        return config.relay.slots
-    return max(config.relay.slots, adapters_at_once(config.pipeline))
-
-
-def adapter_pool_bytes(config: RunConfig, model: dict, width: int) -> int:
-    """Bytes of the places for adapters on an engine's GPU, one of them of the model without an adapter, as if
-    no tensor-parallel rank had less; 0 without adapters. `width`: bytes of a parameter."""
-    if config.model.lora.rank == 0:
-        return 0
-    places = adapters_at_once(config.pipeline) + 1
-    return places * published_parameters(model, config.model.lora) * width

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from laminar_hpc.config.adapter_check import adapter_problems
-from laminar_hpc.config.adapters import adapter_pool_bytes, published_parameters, slots_of
+from laminar_hpc.config.adapter_places import adapter_pool_bytes, slots_of
+from laminar_hpc.config.adapters import published_parameters
 from laminar_hpc.config.bounds import wrong_values
 from laminar_hpc.config.errors import LaminarError, Refused, said
 from laminar_hpc.config.experts import experts_text, objection

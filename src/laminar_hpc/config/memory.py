@@ -7,6 +7,7 @@ the caller has found on this machine. What is not known is not checked.
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 from laminar_hpc.config.adapters import rank_adapter_parameters
 from laminar_hpc.config.errors import LaminarError
@@ -94,7 +95,7 @@ def check_memory(
         raise LaminarError("; ".join(wrong))
 
 
-def trainer_need(config: RunConfig, model: dict, width: int, **change: object) -> int:
+def trainer_need(config: RunConfig, model: dict, width: int, **change: Any) -> int:
     """Estimated bytes on the fullest trainer GPU, with other values for some settings of the trainer."""
     trainer = replace(config.trainer, **change)
     return trainer_bytes(model, width, trainer, rank_adapter_parameters(model, config.model.lora, trainer))

@@ -5,10 +5,11 @@ These tensors are what a run with model.lora.rank publishes and keeps in its che
 weights are read from model.path by trainer and engine alike, and never change.
 """
 
-import json
+from pathlib import Path
 
-from laminar_hpc.config.adapters import ADAPTER_CONFIG_FILE, TARGETS, Projection, Widths, adapter_tensors
-from laminar_hpc.config.schema import LoraConfig, RunConfig
+from laminar_hpc.config.adapters import TARGETS, Projection, Widths, adapter_tensors
+from laminar_hpc.config.schema import LoraConfig
+from laminar_hpc.data.pretrained import recorded_name
 from laminar_hpc.weights.hf import ModelShape
 
 
@@ -33,12 +34,14 @@ def adapter_scale(lora: LoraConfig) -> float:
 
 
 def adapter_config(lora: LoraConfig, base: str) -> dict[str, object]:
-    """The object in adapter_config.json, which PEFT and SGLang read; `base` is the directory or the name of
-    the model that the adapter belongs to."""
+    """The object in adapter_config.json, which PEFT and SGLang read. `base` is the directory of the model
+    that the adapter belongs to; a folder of the hub's cache is named as the hub names it."""
+    named = recorded_name(base)
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
+        "base_model_name_or_path": named.repo if named else str(Path(base).resolve()),
+        "revision": named.revision if named else None,
         "r": lora.rank,
         "lora_alpha": int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
         "target_modules": list(TARGETS[lora.targets]),
@@ -51,12 +54,3 @@ def adapter_config(lora: LoraConfig, base: str) -> dict[str, object]:
         "use_dora": False,
         "use_rslora": False,
     }
-
-
-def side_files(config: RunConfig) -> dict[str, bytes] | None:
-    """What lies beside the weights in a slot, by name: of an adapter its settings, of full weights what
-    model.path has, said by None."""
-    if config.model.lora.rank == 0:
-        return None
-    settings = adapter_config(config.model.lora, config.model.path)
-    return {ADAPTER_CONFIG_FILE: json.dumps(settings, indent=1).encode()}

@@ -13,13 +13,12 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from laminar_hpc.config.adapters import ADAPTER_FILE
+from laminar_hpc.config.adapters import ADAPTER_FILE, ADAPTER_PREFIX
 from laminar_hpc.config.models import WEIGHTS_FILE
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}  # by torch's name
 _SAFETENSORS_NAME = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 MANIFEST_FILE = "manifest.json"
-PEFT_PREFIX = "base_model.model."  # of an adapter's tensors, under PEFT's names
 
 
 class TensorEntry(msgspec.Struct):
@@ -52,7 +51,7 @@ class Manifest(msgspec.Struct, omit_defaults=True):
     def file(self) -> str:
         """Returns the name of the safetensors file in its slot, as Hugging Face or PEFT has it."""
         whole = self.whole or self
-        adapter = bool(whole.tensors) and whole.tensors[0].name.startswith(PEFT_PREFIX)
+        adapter = bool(whole.tensors) and whole.tensors[0].name.startswith(ADAPTER_PREFIX)
         return ADAPTER_FILE if adapter else WEIGHTS_FILE
 
 

@@ -8,9 +8,10 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
+from laminar_hpc.config.adapters import ADAPTER_PREFIX
 from laminar_hpc.config.models import SIDE_FILES, WEIGHTS_FILE
 from laminar_hpc.weights.kernels.sums import tensor_sums
-from laminar_hpc.weights.manifest import PEFT_PREFIX, Manifest, layout
+from laminar_hpc.weights.manifest import Manifest, layout
 from laminar_hpc.weights.slots import SlotWriter
 
 RANK, ALPHA = 4, 12.0
@@ -29,7 +30,7 @@ def adapter_of(model: Path, seed: int, targets: tuple[str, ...] = ALL, rank: int
             outputs, inputs = weight.shape
             for half, shape in (("A", (rank, inputs)), ("B", (outputs, rank))):
                 values = torch.randn(shape, generator=draw) * 0.1
-                found[f"{PEFT_PREFIX}{module}.lora_{half}.weight"] = values.to(weight.dtype)
+                found[f"{ADAPTER_PREFIX}{module}.lora_{half}.weight"] = values.to(weight.dtype)
     return found
 
 
@@ -63,7 +64,7 @@ def merged(model: Path, tensors: Tensors, folder: Path, rank: int = RANK) -> Pat
     for name in list(tensors):
         if name.endswith(".lora_A.weight"):
             a, b = tensors[name], tensors[name.replace("lora_A", "lora_B")]
-            target = name.removeprefix(PEFT_PREFIX).replace(".lora_A", "")
+            target = name.removeprefix(ADAPTER_PREFIX).replace(".lora_A", "")
             weights[target] = weights[target] + ALPHA / rank * (b @ a)
     folder.mkdir()
     save_file(weights, folder / WEIGHTS_FILE, {"format": "pt"})

@@ -9,7 +9,8 @@ import json
 import re
 from pathlib import Path
 
-from laminar_hpc.config.adapters import TARGETS, adapters_at_once
+from laminar_hpc.config.adapter_places import adapters_at_once
+from laminar_hpc.config.adapters import TARGETS
 from laminar_hpc.config.check import derive, memory_need
 from laminar_hpc.config.errors import did_you_mean
 from laminar_hpc.config.experts import experts_of

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from laminar_hpc.config.adapters import slots_of
+from laminar_hpc.config.adapter_places import slots_of
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.line.channel import Channel, StopReceived
 from laminar_hpc.line.messages.chain import EpochProposed, RelayHas
@@ -36,7 +36,7 @@ from laminar_hpc.line.messages.training import (
 from laminar_hpc.machine.processes import machine_name
 from laminar_hpc.policies.metrics import batch_metrics, reward_means
 from laminar_hpc.simulator.emulated.weights import published
-from laminar_hpc.weights.adapters import side_files
+from laminar_hpc.weights.adapter_slots import side_files
 from laminar_hpc.weights.manifest import Manifest, layout
 from laminar_hpc.weights.slots import SlotWriter
 

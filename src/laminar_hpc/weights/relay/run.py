@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from laminar_hpc.config.adapters import slots_of
+from laminar_hpc.config.adapter_places import slots_of
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.line.address import own_address
 from laminar_hpc.line.channel import StopReceived
@@ -32,7 +32,7 @@ from laminar_hpc.line.messages.chain import (
 )
 from laminar_hpc.line.messages.membership import Welcome
 from laminar_hpc.machine.numa import stay_near
-from laminar_hpc.weights.adapters import side_files
+from laminar_hpc.weights.adapter_slots import side_files
 from laminar_hpc.weights.lane_slots import LaneWriter
 from laminar_hpc.weights.links.links import Link
 from laminar_hpc.weights.links.meeting import MEET_SECONDS, LinkBroken, host_store, reach_store

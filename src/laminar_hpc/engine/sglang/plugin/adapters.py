@@ -15,11 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from laminar_hpc.config.adapters import ADAPTER_CONFIG_FILE
+from laminar_hpc.config.adapters import ADAPTER_CONFIG_FILE, ADAPTER_PREFIX
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.engine.sglang.plugin import protocol
 from laminar_hpc.weights.kernels.slices import LocalSlice
-from laminar_hpc.weights.manifest import PEFT_PREFIX
 
 # projections that SGLang fuses -> the name of the fused one, and which part of it they are
 _FUSED = {
@@ -92,7 +91,7 @@ def adapter_views(base: Iterable[LocalSlice], pool: Any, place: int) -> Iterator
 
 
 def _name(module: str, half: str) -> str:
-    return f"{PEFT_PREFIX}{module}.lora_{half}.weight"
+    return f"{ADAPTER_PREFIX}{module}.lora_{half}.weight"
 
 
 def load(scheduler: Any, base: Iterable[LocalSlice], request: protocol.LoadAdapter) -> protocol.PortReply:
