@@ -286,6 +286,8 @@ BAD = [
     ("pipeline.refresh=barrier pipeline.max_staleness=null", "needs a pipeline.max_staleness"),
     ("pipeline=sync pipeline.repack=kv", "needs pipeline.refresh=drained"),
     ("pipeline.keep_kv=true", "needs pipeline.refresh=interrupt"),
+    ("pipeline=versions", "model.lora.rank=0 has none: set model.lora.rank"),
+    ("pipeline=versions model.lora.rank=8 pipeline.max_staleness=null", "needs a pipeline.max_staleness"),
     ("environment.agent=a.run", "environment.agent=a.run needs data.chat_template=true"),
     (
         "environment.agent=a.run environment.tools=[b.c] data.chat_template=true",

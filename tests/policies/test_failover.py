@@ -28,6 +28,25 @@ def test_orphans_go_to_their_own_weights_within_the_room(orphans, rooms):
     assert all(value > -1e-6 for value in free.values())
 
 
+@given(
+    orphans=ORPHANS,
+    held=st.lists(st.tuples(st.frozensets(IDS, min_size=1), st.integers(0, 200)), max_size=6),
+)
+def test_a_replica_with_several_weights_has_its_room_once(orphans, held):
+    """refresh=versions: an orphan goes to a replica that holds its id; what comes on one id takes the room of
+    all; and who is left out fits nowhere that holds its id."""
+    free = {i: float(room) for i, (_, room) in enumerate(held)}
+    rooms = [Room(i, weight_id, free[i]) for i, (ids, _) in enumerate(held) for weight_id in sorted(ids)]
+    placed = redirect(orphans, rooms)
+    for trajectory, replica in placed.items():
+        assert orphans[trajectory].weight_id in held[replica][0]
+        free[replica] -= orphans[trajectory].tokens
+    assert all(left >= 0 for left in free.values())
+    for each in orphans:
+        able = [i for i, (ids, _) in enumerate(held) if each.weight_id in ids]
+        assert each.trajectory_id in placed or all(free[i] < each.tokens for i in able)
+
+
 @given(orphans=ORPHANS, idle=IDLE)
 def test_a_replica_without_work_loads_what_it_can_and_nobody_is_forgotten(orphans, idle):
     """docs/promises.md#one-policy and #nothing-lost: one id per replica, and one that it serves or can

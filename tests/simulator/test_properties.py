@@ -173,6 +173,7 @@ def test_same_seed_same_result(made):
             "laminar_no_repack",
             "laminar_reprefill",
             "dora",
+            "versions",
             "one_step",
             "stream",
             "sync",

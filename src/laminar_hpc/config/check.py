@@ -181,6 +181,7 @@ def pipeline_text(config: RunConfig) -> str:
     limit = "staleness without a bound" if bound is None else f"at most {bound} steps stale"
     how = {
         "interrupt": "new weights come into running trajectories, whose tokens are of several policies",
+        "versions": "replicas begin on the newest adapter while older trajectories go on on theirs",
         "barrier": "replicas generate a batch together while the trainer trains on an earlier one",
     }.get(config.pipeline.refresh, "trainer and replicas work at the same time")
     return f"{name}: asynchronous; {how}; {limit}"

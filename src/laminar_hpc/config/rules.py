@@ -167,9 +167,17 @@ def _pipeline(config: RunConfig) -> Iterator[str]:
             "@pipeline.refresh needs a pipeline.max_staleness, 0 for turns or 1 for one step ahead: else "
             "nobody waits for the trainer"
         )
-    if p.repack != "off" and p.refresh != "drained":
+    if p.refresh == "versions" and config.model.lora.rank == 0:
+        cure = "set model.lora.rank, for example 16, or take pipeline=laminar"
+        yield f"@pipeline.refresh holds several adapters at once, and model.lora.rank=0 has none: {cure}"
+    if p.refresh == "versions" and p.max_staleness is None:
+        yield (
+            "@pipeline.refresh needs a pipeline.max_staleness, for example 2: an engine holds that many "
+            "adapters and two more"
+        )
+    if p.repack != "off" and p.refresh not in ("drained", "versions"):
         why = "only a replica that refreshes by itself gains by it"
-        yield f"@pipeline.repack needs pipeline.refresh=drained, not {p.refresh}: {why}"
+        yield f"@pipeline.repack needs pipeline.refresh=drained or versions, not {p.refresh}: {why}"
     if p.keep_kv and p.refresh != "interrupt":
         why = "otherwise no request outlives its weights"
         yield f"pipeline.keep_kv=true needs pipeline.refresh=interrupt: {why}"

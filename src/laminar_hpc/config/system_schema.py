@@ -175,8 +175,9 @@ class PipelineConfig:
 
     name: str = "laminar"
     """shown in logs and reports; decides nothing"""
-    refresh: str = choice("drained", "barrier", "interrupt")
-    """drained: a replica pulls when its local batch is done; barrier: all together; interrupt: at once"""
+    refresh: str = choice("drained", "barrier", "interrupt", "versions")
+    """drained: a replica pulls when its local batch is done; barrier: all together; interrupt: at once;
+    versions: it holds several adapters at once, and each trajectory keeps its own (with model.lora.rank)"""
     max_staleness: int | None = number(2, at_least=0)
     """in trainer steps at training time; null = no bound, first finished first trained"""
     consumption: str = choice("batch", "stream")

@@ -27,7 +27,11 @@ and due by step t. Invariant, at the start of step s: due(t) <= G * (t - s + 1) 
     policy that is not among the ancestors of the one that trains them, and their behaviour log-probs are that
     policy's, so the importance ratio is right. Weights of a lost step p that are still served count as those
     of step r, where the ways part: what is granted on them is due at r + b.
-At step s the invariant gives due(s) <= G, all of which are taken: none is late.
+  - p is that of the grant, not of the replica: where a replica holds several weights at once
+    (refresh=versions) each of them counts as a replica of its own, and what goes on beside a grant on newer
+    weights keeps its p.
+At step s the invariant gives due(s) <= G, all of which are taken: none is late. And due(t) = 0 for t < s, so
+all that is not trained at step s is on weights of steps s - b and later: policies/refill.py `held`.
 
 Giving up starves nobody. A given-up group lowers the number of groups counted, so n and the bound above stay
 as they were: of the n - 1 groups counted before a grant, G * s are trained and the rest are the live ones. If

@@ -26,7 +26,8 @@ class Orphan:
 
 @dataclass(frozen=True)
 class Room:
-    """A healthy replica that generates with `weight_id`, and the KV tokens that it has free."""
+    """A healthy replica that generates with `weight_id`, and the KV tokens that it has free. One that holds
+    several ids (refresh=versions) has a room of each, with the same tokens."""
 
     replica: int
     weight_id: int
@@ -71,7 +72,9 @@ def redirect(
     `kv_tokens_reserved` is kept free for each one's growth. O((n + m) log m).
     """
     heaps: dict[int, list[tuple[float, int]]] = {}
+    free: dict[int, float] = {}
     for room in rooms:
+        free[room.replica] = room.kv_tokens_free
         heaps.setdefault(room.weight_id, []).append((-room.kv_tokens_free, room.replica))
     for heap in heaps.values():
         heapq.heapify(heap)
@@ -79,9 +82,12 @@ def redirect(
     for orphan in sorted(orphans, key=lambda o: (-o.tokens, o.trajectory_id)):
         heap = heaps.get(orphan.weight_id, [])
         need = orphan.tokens + kv_tokens_reserved
+        while heap and -heap[0][0] > free[heap[0][1]]:  # what has come there on other weights
+            heapq.heapreplace(heap, (-free[heap[0][1]], heap[0][1]))
         if heap and -heap[0][0] >= need:
-            free, replica = heap[0]
-            heapq.heapreplace(heap, (free + need, replica))
+            replica = heap[0][1]
+            free[replica] -= need
+            heapq.heapreplace(heap, (-free[replica], replica))
             placed[orphan.trajectory_id] = replica
     return placed
 

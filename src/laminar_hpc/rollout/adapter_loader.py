@@ -74,8 +74,8 @@ class AdapterLoader(WeightLoader):
             await self.engines.current.unload_adapter(weight_id)
             self.loaded.discard(weight_id)
 
-    async def pull(self, paused: bool = False, weight_id: int | None = None) -> Pulled:
-        pulled = await super().pull(paused, weight_id)
+    async def pull(self, paused: bool = False, weight_id: int | None = None, beside: bool = False) -> Pulled:
+        pulled = await super().pull(paused, weight_id, beside)
         return replace(pulled, model_logprobs=self._base or [])
 
     async def replace(self) -> None:

@@ -163,7 +163,7 @@ class LocalBatch:
             # it may have come back by now, as another object
             if self.trajectories.get(trajectory.trajectory_id) is trajectory:
                 del self.trajectories[trajectory.trajectory_id]
-        self.state.finished()
+        self.state.finished(trajectory.weight_id)
         if outcome.moved_away:
             self.moved_away += 1
         else:
@@ -249,7 +249,7 @@ class LocalBatch:
         sampling = sampling_parameters(self.config.sampling, trajectory.temperature, room, self.stop_ids)
         # an engine that is to be deterministic draws alike whatever has the same seed, or none
         sampling["sampling_seed"] = trajectory.sampling_seed(self.config.seed)
-        weight_id = self.state.weight_id
+        weight_id = trajectory.weight_id if self.one_policy else self.state.weight_id
         assert weight_id is not None
         trajectory.of_request = None
 

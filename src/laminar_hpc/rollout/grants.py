@@ -41,7 +41,7 @@ class Grants:
 
     def goes_back(self, grant: Grant) -> bool:
         """It needs other weights than are open, for trajectories that began with them elsewhere."""
-        return bool(grant.parts) and grant.weight_id != self._state.weight_id
+        return bool(grant.parts) and not self._state.serves(grant.weight_id)
 
     def take(self) -> Grant:
         """The next one."""

@@ -27,6 +27,7 @@ class BatchHealth:
         self.tokens = 0  # of the responses of this local batch
         self._overflowed = 0  # responses of this local batch with log-probs that are not finite
         self._ungraded = 0  # responses of this local batch whose environments failed
+        self._ended_lost = False  # a response of this local batch is lost
         self._overflows: Counter[tuple[str, int]] = Counter()  # the same by evaluation and trajectory
         self._lost_batches_in_a_row = self._hangs_in_a_row = 0
         self._last_reason = ""
@@ -34,6 +35,13 @@ class BatchHealth:
     def begin(self) -> None:
         """A local batch begins."""
         self.tokens = self._overflowed = self._ungraded = 0
+        self._ended_lost = False
+
+    def more(self, trajectories: int, moved_away: int) -> None:
+        """So many trajectories come into the batch (versions.py): what has ended so far counts as one."""
+        if self.tokens or self._ended_lost:
+            self.end(trajectories, moved_away)
+            self.begin()
 
     def finished(self, tokens: int) -> None:
         """A response of so many tokens is whole."""
@@ -42,6 +50,7 @@ class BatchHealth:
     def lost(self, trajectory: TrajectoryInFlight, reason: str, ungraded: bool = False) -> None:
         """A response is lost; `ungraded`: because its environment failed."""
         self._last_reason = reason
+        self._ended_lost = True
         self._ungraded += ungraded
         if first_not_finite(trajectory.partial) is None:
             return

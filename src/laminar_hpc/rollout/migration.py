@@ -129,7 +129,7 @@ class ReplicaMigration:
         if taken is None:
             if reserve.kv:
                 await self._engine.kv_abort(move_id)
-            self.state.finished()
+            self.state.finished(reserve.weight_id)
             return
         (commit, partial), t1 = taken, time.time()
         if (shape := self.batch.route_shape) is not None:

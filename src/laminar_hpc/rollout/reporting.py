@@ -91,6 +91,7 @@ class UtilizationReporter:
             ),
             tokens_per_second=self._rate(),
             batch_max=self._saturation,
+            held=self.state.held,
             **(dataclasses.asdict(utilization) if utilization else {}),
         )
 

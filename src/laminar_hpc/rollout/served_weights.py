@@ -52,13 +52,16 @@ class ServedWeights:
         ahead = newest.weight_id if newest else self._state.next_weight_id
         self._state.begin_pull(ahead if back_to is None else back_to, interrupted, back=back_to is not None)
         try:
-            pulled = await self._loader.pull(interrupted and self._keep_kv, back_to)
+            beside = self._state.in_flight > 0 and not interrupted
+            pulled = await self._loader.pull(interrupted and self._keep_kv, back_to, beside)
         except SlotGone:
             self._state.failed()
             raise
         await self._reporter.measure_saturation()
         self._state.verified(pulled.weight_id)
         self._state.open(pulled.weight_step)
+        if pulled.weight_id != self._state.weight_id:
+            return  # older ones, beside the newest
         seconds, phases, probe = pulled.seconds, pulled.phases, pulled.probe_logprobs
         opened = WeightsOpened(pulled.weight_id, pulled.weight_step, seconds, phases, probe, time.time())
         opened.model_logprobs = pulled.model_logprobs

@@ -47,6 +47,15 @@ class ReplicaState:
         self._pulling_id = 0  # while PULLING or VERIFIED
 
     @property
+    def held(self) -> list[int]:
+        """All open ids, where there may be several: versions.py."""
+        return []
+
+    def serves(self, weight_id: int) -> bool:
+        """Requests on this id are admitted, now or when nothing else is in flight."""
+        return weight_id == self.weight_id
+
+    @property
     def next_weight_id(self) -> int:
         """The lowest id that is newer than the open one."""
         return 0 if self.weight_id is None else self.weight_id + 1
@@ -121,8 +130,8 @@ class ReplicaState:
         )
         self.in_flight += 1
 
-    def finished(self) -> None:
-        """A request of the batch has its last token, is lost, or has moved away."""
+    def finished(self, weight_id: int | None = None) -> None:
+        """A request of the batch, on `weight_id`, has its last token, is lost, or has moved away."""
         # it went on before all was done
         interrupted = self.phase in (ReplicaPhase.PULLING, ReplicaPhase.VERIFIED) and self.in_flight > 0
         self._require(self.phase is ReplicaPhase.DRAINING or interrupted, "the end of a request")

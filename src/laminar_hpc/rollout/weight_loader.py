@@ -17,7 +17,7 @@ import time
 from dataclasses import dataclass, field
 
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.engine.interface import Sums, TensorLayout
+from laminar_hpc.engine.interface import EngineHangs, Sums, TensorLayout
 from laminar_hpc.machine.observability.trace import Trace
 from laminar_hpc.rollout.engine_lives import EngineLives
 from laminar_hpc.weights.manifest import Manifest, safetensors_header
@@ -134,12 +134,13 @@ class WeightLoader:
         """Ends `hold`, if there is one."""
         self._held.close()
 
-    async def pull(self, paused: bool = False, weight_id: int | None = None) -> Pulled:
+    async def pull(self, paused: bool = False, weight_id: int | None = None, beside: bool = False) -> Pulled:
         """Gives the engine the newest slot, or that of `weight_id`, and verifies it. Raises SlotRefused, or
         LaminarError when TRIES fresh engines fail as well; SlotGone only with `weight_id`.
 
         `paused`: its requests stand still in it and go on as soon as the sums are equal; if it must be
-        replaced they fail.
+        replaced they fail. `beside`: its requests go on meanwhile on other weights; EngineHangs where it must
+        be replaced, which is the caller's to do.
         """
         t0, clock, restarts = time.time(), PullClock(), 0
         deadline = time.monotonic() + LEASE_SECONDS
@@ -161,6 +162,8 @@ class WeightLoader:
                 raise
             except LaminarError as error:
                 assert handle is not None
+                if beside:
+                    raise EngineHangs(f"{error}; it is started again") from None
                 restarts += 1
                 if restarts > TRIES:
                     raise LaminarError(

@@ -44,6 +44,7 @@ from laminar_hpc.line.messages.rollouts import (
     ScoreOrder,
     WeightsAvailable,
 )
+from laminar_hpc.policies import refill
 from laminar_hpc.rollout.adapter_loader import new_loader
 from laminar_hpc.rollout.batch import LocalBatch
 from laminar_hpc.rollout.engine_lives import EngineLives
@@ -62,6 +63,7 @@ from laminar_hpc.rollout.scoring import Scoring
 from laminar_hpc.rollout.served_weights import ServedWeights
 from laminar_hpc.rollout.shutdown import SETTLE_SECONDS, GracefulShutdown
 from laminar_hpc.rollout.state import ReplicaState, WrongState
+from laminar_hpc.rollout.versions import HeldVersions, Versions
 from laminar_hpc.store.payload.writer import PayloadWriter
 from laminar_hpc.weights.probe import probe_sequences
 from laminar_hpc.weights.slots import SlotGone, SlotReader
@@ -87,7 +89,9 @@ class RolloutWorker:
     ) -> None:
         self.context = context
         self.config = context.config
-        self.state = ReplicaState()
+        several = self.config.pipeline.refresh == "versions"
+        bound = self.config.pipeline.max_staleness or 0
+        self.state = HeldVersions(refill.held(bound)) if several else ReplicaState()
         self.own_pool = pool is None
         self.pool = pool or RewardPool(self.config.reward, self.config.data.prompt_field)
         self.engine_starts = 0
@@ -95,7 +99,7 @@ class RolloutWorker:
         model = Path(self.config.model.path)
         reader = SlotReader(self.config.relay.shm_dir, context.welcome.slots_name)
         probe = probe_sequences(model_config(self.config.model.path)["vocab_size"])
-        self.weight_loader = new_loader(reader, probe, context.trace, self.engines, self.config)
+        loader = self.weight_loader = new_loader(reader, probe, context.trace, self.engines, self.config)
         stop_ids = stop_token_ids(model)
         moves = MoveSource(context, self.engines)
         self.episodes = new_episodes(context, stop_ids, moves.hand_over)
@@ -120,6 +124,11 @@ class RolloutWorker:
         self.wake = asyncio.Event()  # a grant or newer weights
         self.interrupts = self.config.pipeline.refresh == "interrupt"
         self.interruptible = Interruptible(self.batch, context.trace, self.wake, self.weights)
+        self.versions = (
+            Versions(self.batch, self.wake, self.weights, loader, self.grants, self.shutdown, self._more)
+            if several
+            else None
+        )
         self.ask_again = False
         self.leaving: asyncio.Future[None] | None = None  # its exception says why
 
@@ -212,6 +221,8 @@ class RolloutWorker:
         )
         self.context.channel.send(Holds(served, newest, generating, self.scoring.samples, moves))
         self.batch.tell_all()
+        if self.versions:
+            self.versions.forget()
         self.ask_again = True
         self.wake.set()
 
@@ -266,7 +277,10 @@ class RolloutWorker:
         if not self.grants:  # one that came during the pull is its work
             self.ask_again = False
             assert self.state.weight_id is not None
-            self.context.channel.send(RequestWork(self.state.weight_id, self.grants.newest_batch))
+            if self.versions:
+                self.versions.ask()
+            else:
+                self.context.channel.send(RequestWork(self.state.weight_id, self.grants.newest_batch))
         grant = await self._next_grant()
         if grant is not None:
             await self._local_batch(grant)
@@ -300,24 +314,42 @@ class RolloutWorker:
                 woken.cancel()
         return self.grants.take() if self.grants and not self.shutdown.begun else None
 
-    async def _local_batch(self, grant: Grant) -> None:
-        """Generates all of `grant`, and what moves here meanwhile; returns when the last token is there.
-        Scores may still be pending."""
+    async def _begin(self, grant: Grant) -> list[TrajectoryInFlight]:
+        """The grant's trajectories, when its weights are there and it is admitted; none where it is not."""
         begun = self.grants.begin(grant)
         try:
-            if not begun:
-                return None
-            if self.grants.goes_back(grant):
+            if begun and self.grants.goes_back(grant):
                 await self.weights.pull(back_to=grant.weight_id)
-            self.state.grant(grant.weight_id, len(begun))
+            if begun:
+                self.state.grant(grant.weight_id, len(begun))
+            return begun
         except SlotGone as gone:
-            return self._not_loaded(grant, gone)
+            if self.versions:  # others are generated here meanwhile
+                self.results.hand_over(begun, str(gone))
+            else:
+                self._not_loaded(grant, gone)
         except WrongState as refusal:
             for trajectory in begun:
                 self.results.lost(trajectory, str(refusal))
-            return None
         finally:
             self.grants.begun(grant)
+        return []
+
+    async def _more(self, grant: Grant) -> list[TrajectoryInFlight]:
+        """As `_begin`, into a batch that is under way."""
+        begun = await self._begin(grant)
+        if begun:
+            self.health.more(len(begun), self.batch.moved_away)
+            self.resets.told(grant.ahead, len(begun))
+            await self.profile.before(grant.weight_step)
+        return begun
+
+    async def _local_batch(self, grant: Grant) -> None:
+        """Generates all of `grant`, and what moves here meanwhile; returns when the last token is there.
+        Scores may still be pending."""
+        begun = await self._begin(grant)
+        if not begun:
+            return None
         self.health.begin()
         self.resets.told(grant.ahead, len(begun))
         with self.context.trace.span(
@@ -327,7 +359,8 @@ class RolloutWorker:
             interruptible = self.interrupts and not grant.evaluation
             try:
                 await self.profile.before(grant.weight_step)
-                await (self.interruptible.run(begun) if interruptible else self.batch.run(begun))
+                beside = self.versions or (self.interruptible if interruptible else self.batch)
+                await beside.run(begun)
             except (EngineHangs, EngineDied) as error:
                 return await self._engine_fails(error)
             fields["tokens"] = self.health.tokens

@@ -3,7 +3,7 @@
 
 import random
 
-from laminar_hpc.policies.failover import Idle, Orphan, plan_reloads, redirect
+from laminar_hpc.policies.failover import Idle, Orphan, Room, plan_reloads, redirect
 from laminar_hpc.policies.repack import ReplicaView, plan
 from laminar_hpc.simulator.replica import SimulatedReplica
 from laminar_hpc.simulator.request import SimulatedRequest
@@ -202,7 +202,7 @@ class Failures:
             i: q for group in r.tracker.live.values() for i, q in group.requests.items() if q.home is dead
         }
         rooms = r.rooms()
-        drained = r.rules.refresh == "drained"
+        drained = r.rules.refresh in ("drained", "versions")  # a trajectory keeps its weights
         views = [self._orphan(q, q.weight_step if drained else dead.weight_id) for q in orphans.values()]
         placed = redirect(views, rooms, dead.admission.reserve_min)
         dead.waiting.clear()
@@ -250,6 +250,9 @@ class Failures:
         if not self.stranded:
             return False
         r, now = self.rollouts, self.rollouts.clock.now
+        orphans = [self._orphan(q, q.weight_step) for q in self.stranded.values()]
+        if r.several:
+            return self._rescue_beside(replica, orphans)
         loadable = frozenset(r.slots[replica.site])
         mine = Idle(
             replica.index,
@@ -258,7 +261,6 @@ class Failures:
             replica.capacity,
             replica.generated / now * replica.costs.pull,
         )
-        orphans = [self._orphan(q, q.weight_step) for q in self.stranded.values()]
         reloads, again = plan_reloads(orphans, [mine], replica.admission.reserve_min)
         for i in again:
             self._begin_anew(self.stranded.pop(i))
@@ -275,6 +277,24 @@ class Failures:
                 replica.state = "generate"
                 r.settle(replica)
         return bool(reloads)
+
+    def _rescue_beside(self, replica: SimulatedReplica, orphans: list[Orphan]) -> bool:
+        """As `rescue`, of a replica that holds several weights. What nobody holds any more begins anew."""
+        r = self.rollouts
+        free = replica.capacity - replica.kv - replica.parked_kv - sum(q.context for q in replica.waiting)
+        held = set(r.held(replica))
+        rooms = [Room(replica.index, weight_id, free) for weight_id in held]
+        placed = redirect(orphans, rooms, replica.admission.reserve_min)
+        for i in placed:
+            request = self.stranded.pop(i)
+            request.uncached = request.context
+            r.give(replica, request, goes_on=True)
+            self.redirected += 1
+        for orphan in orphans:
+            if orphan.weight_id < min(held):
+                self._begin_anew(self.stranded.pop(orphan.trajectory_id))
+        replica.fill()
+        return bool(placed)
 
     def _up(self, replica: SimulatedReplica) -> None:
         r = self.rollouts

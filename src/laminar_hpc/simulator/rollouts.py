@@ -11,11 +11,11 @@ the environment              environment     turns/events.py
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import accumulate
 
-from laminar_hpc.policies import admission
+from laminar_hpc.policies import admission, refill
 from laminar_hpc.policies.failover import Room
 from laminar_hpc.simulator.ahead import Appointments, decode_alone, may_end_group
 from laminar_hpc.simulator.clock import Clock
@@ -57,7 +57,9 @@ class Rollouts:
         self.samples = tracker.workload.config.samples_per_prompt
         self.newest = 0  # step of the weights that the trainer's place has
         # steps whose weights the relays of each place hold; the first place is the trainer's
-        self.slots = [deque([0], maxlen=SLOTS) for _ in range(1 + len(setup.sites))]
+        self.several = self.rules.refresh == "versions"
+        ring = refill.held(self.rules.whole_staleness or 0) if self.several else SLOTS
+        self.slots = [deque([0], maxlen=ring) for _ in range(1 + len(setup.sites))]
         self.deliveries = Deliveries(clock, setup.sites, self.arrived)
         self.appointments = Appointments(clock, trainer, setup)
         self.waiting_replicas: dict[int, None] = {}  # replicas that asked and got nothing; in order
@@ -88,6 +90,10 @@ class Rollouts:
         """The replica is down, or has had its notice."""
         return replica.index in self.down or replica.index in self.leaving
 
+    def held(self, replica: SimulatedReplica) -> Iterable[int]:
+        """The ids of the weights that it can generate with."""
+        return self.slots[replica.site] if self.several else (replica.weight_id,)
+
     def rooms(self, fits: Callable[[SimulatedReplica], bool] = lambda replica: True) -> list[Room]:
         """KV tokens that are free at the replicas that generate, stay and fit."""
         rooms = []
@@ -95,7 +101,8 @@ class Rollouts:
             if replica.pending and replica.state != "pull" and not self.gone(replica) and fits(replica):
                 replica.advance(self.clock.now)
                 held = replica.kv + replica.parked_kv + sum(q.context for q in replica.waiting)
-                rooms.append(Room(replica.index, replica.weight_id, replica.capacity - held))
+                free = replica.capacity - held
+                rooms += [Room(replica.index, weight_id, free) for weight_id in self.held(replica)]
         return rooms
 
     # ---- a replica's events --------------------------------------------------------------------------------
@@ -147,6 +154,8 @@ class Rollouts:
         replica.fill()
         if self.rules.refresh == "interrupt":
             self.top_up(replica)
+        elif self.several:
+            self.refill(replica)
         if replica.pending == 0 and replica.state not in ("pull", "move", "admission", "barrier", "weights"):
             self.drained(replica)
         self.schedule(replica)
@@ -212,6 +221,9 @@ class Rollouts:
         if replica.index in self.leaving:
             replica.state = "down"
             return
+        if self.several:
+            self.settle(replica)
+            return
         if replica.weight_step < self.newest_at(replica.site):
             self.pull(replica, replica.costs.pull)
             return
@@ -237,6 +249,43 @@ class Rollouts:
         else:
             replica.state = "admission"
             self.waiting_replicas[replica.index] = None
+
+    def may_begin(self, replica: SimulatedReplica) -> bool:
+        """A group can begin at once beside what it generates, or it generates nothing."""
+        at_work, waiting = replica.pending - len(replica.away), len(replica.waiting)
+        room = refill.room(at_work, waiting, replica.kv, replica.capacity, replica.max_concurrent)
+        return room >= self.samples or not replica.pending
+
+    def refill(self, replica: SimulatedReplica) -> None:
+        """Several weights at once: whole groups on the newest of its place, up to a local batch, while they
+        can begin at once. One that could take more asks again, behind the others."""
+        if self.gone(replica):
+            return
+        replica.weight_step = replica.weight_id = step = self.newest_at(replica.site)
+        begun = self.rescue(replica)
+        for _ in range(self.local_batch[replica.index]):
+            if not self.may_begin(replica):
+                break
+            if lost := self.tracker.take_lost(self.samples, step):
+                for request in lost:
+                    self.give_anew(replica, request)
+            elif self.quota(step) > 0:
+                for request in self.tracker.new_group(step).requests.values():
+                    self.give(replica, request)
+            else:
+                break
+            begun = True
+            replica.fill()
+        if begun:
+            self.waiting_replicas.pop(replica.index, None)
+            self.turns.begun[replica.index] = replica.pending
+            replica.state = "generate"
+        if self.may_begin(replica):
+            self.waiting_replicas[replica.index] = None
+            if begun and (self.tracker.lost or self.quota(step) > 0):
+                self.clock.at(self.clock.now, self.ask, replica)
+        if not replica.pending:
+            replica.state = "admission"
 
     def top_up(self, replica: SimulatedReplica) -> None:
         """Continuous filling: whole groups while there is room, up to the replica's share of what admission

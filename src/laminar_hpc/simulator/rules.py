@@ -59,6 +59,8 @@ PIPELINES = {
     # As the paper: no bound on staleness, first finished first trained.
     "laminar_unbounded": laminar(max_staleness=None, repack="kv"),
     "laminar_unbounded_no_repack": laminar(max_staleness=None),
+    # several adapters in one engine: as laminar, and a replica never drains
+    "versions": preset("versions", relays=True, isolated=True, overlapped=True),
     # DORA (arXiv 2604.26256), K = 3. Section 4.2: at most K versions generate, and the next enters when all
     # of the oldest have been forwarded to training, so staleness is two steps at most; training begins as
     # soon as a batch is complete; KV moves between replicas of one version.

@@ -71,16 +71,18 @@ class Draining:
                 continue
             generating = self._tracker.groups.holders.generating(source)
             views = {
-                i: failover.Orphan(i, row.weight_id, self._tokens(i, row.report), 0)
-                for _, i, _ in generating
+                i: failover.Orphan(
+                    i, sample.weight_id if row.held else row.weight_id, self._tokens(i, row.report), 0
+                )
+                for _, i, sample in generating
                 if i not in self._migration.moving
             }
             attempts = {i: sample.attempt for _, i, sample in generating}
             for i, destination in failover.redirect(list(views.values()), rooms).items():
                 if (i, destination) not in self._tried:
                     self._tried.add((i, destination))
-                    ends = (source, destination)
-                    self._migration.begin(i, attempts[i], *ends, row.weight_id, views[i].tokens, now)
+                    where = (source, destination, views[i].weight_id)
+                    self._migration.begin(i, attempts[i], *where, views[i].tokens, now)
 
     def _tokens(self, trajectory_id: int, report: ReplicaLoad) -> int:
         """Room for it: prompt, response so far, and some more."""

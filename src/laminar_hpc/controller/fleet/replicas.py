@@ -13,16 +13,22 @@ from laminar_hpc.policies.waiting_line import WaitingLine
 class Replica:
     """All of its present life."""
 
-    weight_id: int | None = None  # of the verified weights that it serves
+    weight_id: int | None = None  # of the verified weights that it serves, the newest of several
     newest_batch: int | None = None  # the id of the newest local batch that it was granted
     report: ReplicaLoad | None = None  # its newest one, from its pings
     report_is_outdated: bool = False  # it has refused a trajectory that the report had room for
     rejoins: bool = False  # it has not said yet what it holds: nothing is granted, what it asked is void
     leaving: bool = False  # it was told to end: it is given nothing new
+    room: int | None = None  # refresh=versions: trajectories that it has asked for; None: a local batch
 
     @property
     def current_report(self) -> ReplicaLoad | None:
         return None if self.report_is_outdated else self.report
+
+    @property
+    def held(self) -> list[int]:
+        """refresh=versions: all ids that it generates with, the newest first; else none."""
+        return self.report.held[::-1] if self.report is not None and self.weight_id is not None else []
 
 
 class Replicas:
@@ -75,6 +81,7 @@ class Replicas:
         self.serves(index, request.weight_id)  # known anew of a replica that was taken for dead
         crossed = row.newest_batch is not None and request.newest_batch != row.newest_batch
         if not crossed and not row.leaving:
+            row.room = request.room
             self.waiting.ask(index, request.weight_id)
 
     def granted(self, index: int, batch_id: int) -> None:
@@ -108,5 +115,9 @@ class Replicas:
         return sorted(self._starting.union(self.waiting))
 
     def served(self) -> Collection[int]:
-        """The ids of all weights that some replica serves."""
+        """The ids of all weights that some replica serves, of several the newest."""
         return self._served.keys()
+
+    def held(self) -> set[int]:
+        """refresh=versions: the ids of all weights that some replica generates with. A pass over all."""
+        return {weight_id for row in self._rows.values() for weight_id in row.held}

@@ -50,6 +50,8 @@ class Dispatcher:
         self._active_replicas = active_replicas
         barrier = self._config.pipeline.refresh == "barrier"
         self._rounds = Rounds() if barrier else None
+        self._several = self._config.pipeline.refresh == "versions"
+        self._held = set[int]()  # ids that evaluations may go on with
         self._next_batch = first_batch
         self._local_batch = 1
         self._resets = bool(self._config.environment.factory)  # a row's environment takes its time to begin
@@ -90,8 +92,9 @@ class Dispatcher:
         with the grant that reaches _SAMPLES_AT_ONCE."""
         self._more = False
         samples = 0
+        self._held = self._replicas.held() if self._evaluations and self._several else set()
         if self._evaluations and (served := self._replicas.served()):
-            self._evaluations.reset_stranded(served)
+            self._evaluations.reset_stranded({*served, *self._held})
         if self._state.stops_here:
             return
         self._local_batch = self._active_replicas.local_batch_groups
@@ -143,7 +146,10 @@ class Dispatcher:
         step = self._weights.steps.get(weight_id)
         if step is None:
             return False
-        if self._evaluations is not None and self._evaluations.has_work(weight_id, step):
+        evaluations = self._evaluations
+        if evaluations is not None and evaluations.has_work(weight_id, step):
+            return True
+        if evaluations is not None and any(evaluations.goes_on_with(i) for i in self._held):
             return True
         return self._may_train(step, scores)
 
@@ -167,9 +173,14 @@ class Dispatcher:
         return Grant(self._next_batch, weight_id, step, groups, temperature, length, parts=parts)
 
     def _evaluation_grant(self, replica: int, weight_id: int, step: int) -> Grant | None:
-        if self._evaluations is None:
+        evaluations, now = self._evaluations, time.time()
+        if evaluations is None:
             return None
-        return self._evaluations.grant(replica, weight_id, step, self._next_batch, time.time())
+        grant = evaluations.grant(replica, weight_id, step, self._next_batch, now)
+        for older in self._replicas.at(replica).held:
+            if grant is None and evaluations.goes_on_with(older):
+                grant = evaluations.grant(replica, older, self._weights.steps[older], self._next_batch, now)
+        return grant
 
     def _quota(self, step: int) -> int:
         """New groups that a replica on weights of trainer step `step` may have."""
@@ -189,9 +200,8 @@ class Dispatcher:
         if self._state.trainer_done or (self._rounds is not None and not self._rounds.is_open):
             return False
         quota, tracker = self._quota(step), self._tracker
-        if not worth_a_batch(
-            quota + tracker.open_in_groups, self._local_batch, scores and tracker.may_change
-        ):
+        being_scored = scores and tracker.may_change and not self._several  # nobody's next batch is closed
+        if not worth_a_batch(quota + tracker.open_in_groups, self._local_batch, being_scored):
             return False
         oldest = tracker.oldest_open()
         return quota > 0 or (oldest is not None and self._may_go_on(oldest, step))
@@ -203,9 +213,10 @@ class Dispatcher:
             return None
         if self._rounds is not None and not self._rounds.may_begin(replica):
             return None
-        where, now = (replica, weight_id, step), time.time()
+        where, now, room = (replica, weight_id, step), time.time(), self._replicas.at(replica).room
+        size = self._local_batch if room is None else min(self._local_batch, tracker.groups_in(room))
         groups = tracker.draw(
-            self._local_batch, self._quota(step), *where, now, lambda group: self._may_go_on(group, step)
+            size, self._quota(step), *where, now, lambda group: self._may_go_on(group, step)
         )
         if self._rounds is not None and groups:
             self._rounds.took(replica)

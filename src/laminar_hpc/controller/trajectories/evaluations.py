@@ -197,6 +197,10 @@ class Evaluations:
         """Whether `grant` would give a share to a replica with these weights."""
         return self._next_share(weight_id, weight_step) != (None, None)
 
+    def goes_on_with(self, weight_id: int) -> bool:
+        """Whether `grant` would give a share of an evaluation that has begun on these weights."""
+        return any(e.weight_id == weight_id and e.first_free() is not None for e in self.queue)
+
     def _next_share(
         self, weight_id: int, weight_step: int
     ) -> tuple[Evaluation, EvaluationShare] | tuple[None, None]:

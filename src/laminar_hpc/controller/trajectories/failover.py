@@ -157,7 +157,8 @@ class Failover:
         for trajectory_id, attempt in orphans:
             self._waiting.discard(trajectory_id)
             destination = placed.get(trajectory_id)
-            if trajectory_id not in wanted or (destination is None and refresh != "drained"):
+            waits = refresh in ("drained", "versions")
+            if trajectory_id not in wanted or (destination is None and not waits):
                 self._start_again(trajectory_id, attempt)
                 continue
             self._tries[trajectory_id] = self._tries.get(trajectory_id, 0) + 1
@@ -182,28 +183,39 @@ class Failover:
     def reported(self, replica: int) -> None:
         """What waits goes on there if the newest report has room for it; a report is looked at once, as what
         is placed by it is not in it."""
-        if not self._waiting or (room := self._room(replica, self._replicas.at(replica))) is None:
+        if not self._waiting:
             return
-        for trajectory_id in self._waiting.fitting(room):
-            attempt, _ = self._waiting.pop(trajectory_id)
-            if part := self._known(trajectory_id, attempt):
-                self._begin(self._view(trajectory_id, part), attempt, replica, part)
-            else:
-                self._start_again(trajectory_id, attempt)
+        taken = 0
+        for room in self._rooms_of(replica, self._replicas.at(replica)):
+            left = failover.Room(replica, room.weight_id, room.kv_tokens_free - taken)
+            for trajectory_id in self._waiting.fitting(left):
+                attempt, _ = self._waiting.pop(trajectory_id)
+                if part := self._known(trajectory_id, attempt):
+                    view = self._view(trajectory_id, part)
+                    taken += view.tokens
+                    self._begin(view, attempt, replica, part)
+                else:
+                    self._start_again(trajectory_id, attempt)
 
     def rooms(self) -> list[failover.Room]:
         """Replicas that generate: they can take more of their weights. Their last report may be older than
         what they serve by now."""
-        found = (self._room(replica, row) for replica, row in self._replicas.rows().items())
-        return [room for room in found if room is not None]
+        rows = self._replicas.rows().items()
+        return [room for replica, row in rows for room in self._rooms_of(replica, row)]
 
-    def _room(self, replica: int, row: Replica) -> failover.Room | None:
+    def _rooms_of(self, replica: int, row: Replica) -> list[failover.Room]:
+        """One for each id that it generates with."""
         report = row.current_report
-        if report is None or report.phase != "draining" or row.leaving or replica in self._replicas.waiting:
-            return None
-        if report.weight_id is None or report.weight_id != row.weight_id:
-            return None
-        return failover.Room(replica, report.weight_id, float(report.kv_capacity - report.held_tokens))
+        if report is None or report.phase != "draining" or row.leaving:
+            return []
+        weight_ids = report.held
+        if not weight_ids:
+            weight_id, waits = report.weight_id, replica in self._replicas.waiting
+            if waits or weight_id is None or weight_id != row.weight_id:
+                return []
+            weight_ids = [weight_id]
+        free = float(report.kv_capacity - report.held_tokens)
+        return [failover.Room(replica, weight_id, free) for weight_id in weight_ids]
 
     def _view(self, trajectory_id: int, part: Partial, newest: int | None = None) -> failover.Orphan:
         """To go on with its own weights, or with those of the id `newest` if they are newer."""
@@ -227,11 +239,13 @@ class Failover:
         if not any(each.weight_id is not None or weight_ids & each.loadable for each in idle):
             return None  # nobody could load any of it, or begin it anew
         known = {i: self._known(i, attempt) for i, attempt in self._waiting}
-        orphans = [self._view(i, part) for i, part in known.items() if part]
-        reloads, again = failover.plan_reloads(orphans, idle)
+        orphans = {i: self._view(i, part) for i, part in known.items() if part}
+        reloads, again = failover.plan_reloads(orphans.values(), idle)
         if reloads:
             return self._regrant(reloads[0], batch_id)
-        for trajectory_id in [*again, *(i for i, part in known.items() if part is None)]:
+        held = self._replicas.held()  # by others, which will have room
+        settled = [i for i in again if orphans[i].weight_id not in held]
+        for trajectory_id in [*settled, *(i for i, part in known.items() if part is None)]:
             attempt, _ = self._waiting.pop(trajectory_id)
             self._start_again(trajectory_id, attempt)
         return None
@@ -261,7 +275,11 @@ class Failover:
             capacity = row.report.kv_capacity if row.report is not None else 0
             free = float(capacity or self._shared.config.rollout.kv_cache_tokens)
             loadable = self._weights.loadable(machine, loading)
-            idle.append(failover.Idle(replica, serves, loadable, free, tokens_per_reload))
+            if row.held and row.report is not None:  # what it lacks it loads beside the others
+                free -= row.report.held_tokens
+                loadable |= frozenset(row.held)
+            price = 0.0 if row.held else tokens_per_reload
+            idle.append(failover.Idle(replica, serves, loadable, free, price))
         return idle
 
     def _regrant(self, reload: failover.Reload, batch_id: int) -> Rescue:
@@ -278,8 +296,9 @@ class Failover:
             rescue.resumed[i] = known[i].count, now - waited[i][1]
             self._pool.put(i, attempt, rescue.parts[i])
         log.info("%d trajectories go on at replica %d on weight id %d", len(rescue.parts), replica, weight_id)
-        if self._replicas.at(replica).weight_id == weight_id:
-            self._record(rescue, loaded=False)
+        row = self._replicas.at(replica)
+        if row.weight_id == weight_id or row.held:
+            self._record(rescue, loaded=row.weight_id != weight_id and weight_id not in row.held)
         else:
             self._loading[replica] = rescue
         return rescue

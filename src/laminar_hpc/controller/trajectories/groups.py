@@ -18,7 +18,7 @@ class SampleState:
     reward: float = 0.0
     accuracy: float = 0.0
     length: int = 0  # response tokens, once it is complete
-    weight_id: int = -1  # that it was generated with, once it is complete
+    weight_id: int = -1  # that it is generated with, as it was granted
     ungraded: int = 0  # times that its environment failed, as this controller knows
 
     @property

@@ -50,6 +50,7 @@ class Ownership:
         if sample is None or sample.generated:
             return False
         sample.owned_by(replica)
+        sample.weight_id = weight_id
         self._groups.changed(trajectory_id)
         self._rows.grant_again(trajectory_id, sample.attempt, replica, weight_id, sample.weight_step)
         return True

@@ -43,8 +43,9 @@ class Repacker:
 
     def tick(self, now: float) -> None:
         """`now`: monotonic seconds."""
-        if self._config.pipeline.repack == "off" or self._config.environment.stays:
-            return
+        pipeline = self._config.pipeline
+        if pipeline.repack == "off" or pipeline.refresh == "versions" or self._config.environment.stays:
+            return  # one with several versions takes new work beside its tail
         due, newest = now >= self._next, self._weights.newest
         if due or newest != self._planned_at:
             self._planned_at = newest

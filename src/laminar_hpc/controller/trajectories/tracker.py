@@ -102,6 +102,10 @@ class TrajectoryTracker:
         """Samples with nobody, counted as groups of their first samples."""
         return self.groups.holders.open_samples / self._size.first
 
+    def groups_in(self, trajectories: int) -> int:
+        """New groups that come to so many trajectories at first; one at least."""
+        return max(1, trajectories // self._size.first)
+
     def oldest_open(self) -> GroupView | None:
         """The first group of which `draw` gives out samples."""
         group_id = self.groups.holders.oldest_open()
@@ -132,6 +136,7 @@ class TrajectoryTracker:
             for trajectory_id in ids:
                 sample = group.samples[trajectory_id]
                 sample.owned_by(replica)
+                sample.weight_id = weight_id
                 sample.weight_step = weight_step
                 self._rows.grant_again(trajectory_id, sample.attempt, replica, weight_id, weight_step)
                 self.groups.changed(trajectory_id)
@@ -169,7 +174,7 @@ class TrajectoryTracker:
         self._next_trajectory += count
         where = (replica, weight_id, weight_step)
         self._rows.add_trajectories(ids, group.group_id, len(group.samples), *where)
-        group.samples.update({i: SampleState(0, weight_step, replica) for i in ids})
+        group.samples.update({i: SampleState(0, weight_step, replica, weight_id=weight_id) for i in ids})
 
     # ---- reports -------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ import logging
 import time
 from typing import NamedTuple
 
+from laminar_hpc.config.adapter_places import slots_of
 from laminar_hpc.controller.fleet.members import Member
 from laminar_hpc.controller.shared import NUMBERS, Shared
 from laminar_hpc.controller.weights.probes import Probes
@@ -50,6 +51,7 @@ class Weights:
         self.newest: HeldVersion | None = None  # that some relay holds
         self.steps = self._steps_so_far()  # by id
         self._newest_on: dict[str, HeldVersion] = {}  # by machine
+        self._slots = slots_of(shared.config)
         self._looked: float | None = None  # at the chains; None: something has happened to them since
         self._news: set[str] = set()  # machines that were told of weights since `take_news`
         # by machine, oldest first: what its slots hold, if the oldest has not just been given up
@@ -200,7 +202,7 @@ class Weights:
         if self.newest is None or version > self.newest:
             self.newest = version
         self._newest_on[machine] = version
-        slots = self._shared.config.relay.slots
+        slots = self._slots
         held = [i for i in self._held.get(machine, []) if i != version.weight_id]
         self._held[machine] = [*held[1 - slots :], version.weight_id]
         self._news.add(machine)
@@ -227,7 +229,7 @@ class Weights:
         time that the relay keeps, beside the newest one, a slot to write to."""
         held = self._held.get(machine, [])
         older = set(held[:-1])
-        older_max = self._shared.config.relay.slots - 2
+        older_max = self._slots - 2
         return frozenset(held[-1:]) | (older if len(older & loading) < older_max else older & loading)
 
     def forget_slot(self, machine: str, weight_id: int) -> None:

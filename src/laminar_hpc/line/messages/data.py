@@ -131,6 +131,7 @@ class ReplicaLoad(msgspec.Struct, omit_defaults=True):
     batch_max: int | None = None
     waiting: int = 0  # trajectories in flight that wait for a tool
     waiting_tokens: int = 0  # of their prompts and responses so far
+    held: list[int] = msgspec.field(default_factory=list)  # refresh=versions: all ids that it generates with
 
     @property
     def held_tokens(self) -> int:

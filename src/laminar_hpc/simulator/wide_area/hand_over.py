@@ -24,8 +24,8 @@ class HandOver:
         mine = {q.trajectory_id: q for q in leaving.running.values()}
         for q in mine.values():
             q.context = q.offset + leaving.steps
-        orphans = [Orphan(i, leaving.weight_id, int(q.context), 0) for i, q in mine.items()]
-        rooms = r.rooms(lambda other: (other.site, other.weight_id) == (leaving.site, leaving.weight_id))
+        orphans = [Orphan(i, q.weight_step, int(q.context), 0) for i, q in mine.items()]
+        rooms = r.rooms(lambda other: other.site == leaving.site)
         seconds = 0.0
         for i, index in redirect(orphans, rooms, leaving.admission.reserve_min).items():
             request, destination = mine[i], r.replicas[index]

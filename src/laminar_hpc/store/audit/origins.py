@@ -42,10 +42,7 @@ def weight_ids_are_known(records: Records, store: StoreRecords) -> Iterator[str 
 
 def one_policy(records: Records, store: StoreRecords) -> Iterator[str | None]:
     """One policy drew each trajectory, unless a launch had a pipeline that mixes policies."""
-    pipelines = {launch.refresh for launch in records.launches}
-    if None in pipelines:
-        pipelines.add((records.config.get("pipeline") or {}).get("refresh"))
-    for t in store.trajectories if "interrupt" not in pipelines else ():
+    for t in store.trajectories if "interrupt" not in _pipelines(records) else ():
         wrong = t.policies not in (None, 1)
         yield f"trajectory {t.id}: {t.policies} policies drew its tokens" if wrong else None
 
@@ -67,8 +64,16 @@ def attempts_rise(records: Records, store: StoreRecords) -> Iterator[str | None]
             yield None
 
 
-def responses_are_intact(_: Records, store: StoreRecords) -> Iterator[str | None]:
-    """Tokens and log-probs have the digest that their replica gave them."""
+def _pipelines(records: Records) -> set[str | None]:
+    """pipeline.refresh of each launch."""
+    found = {launch.refresh for launch in records.launches}
+    return found | ({(records.config.get("pipeline") or {}).get("refresh")} if None in found else set())
+
+
+def responses_are_intact(records: Records, store: StoreRecords) -> Iterator[str | None]:
+    """Tokens and log-probs have the digest that their replica gave them; unless policies may mix, they were
+    drawn by the weights on which their trajectory was granted."""
+    may_mix = "interrupt" in _pipelines(records)
     rows, published = {t.id: t for t in store.trajectories}, {weights.id for weights in store.weights}
     for trajectory_id, response in store.responses():
         row = rows.get(trajectory_id)
@@ -92,6 +97,8 @@ def responses_are_intact(_: Records, store: StoreRecords) -> Iterator[str | None
             yield f"trajectory {row.id}: {response.trained} drawn tokens, {row.trained} on record"
         elif len(drawn_by := {span.weight_id for span in response.spans}) != row.policies:
             yield f"trajectory {row.id}: {len(drawn_by)} policies drew its tokens, {row.policies} on record"
+        elif not may_mix and drawn_by != {row.weight_id}:
+            yield f"trajectory {row.id}: drawn by weight ids {sorted(drawn_by)}, {row.weight_id} on record"
         elif not drawn_by <= published:
             yield f"trajectory {row.id}: drawn by weight ids {sorted(drawn_by - published)}, not in the store"
         else:
