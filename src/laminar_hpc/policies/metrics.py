@@ -13,6 +13,8 @@ _COUNTS = frozenset(
         "response_tokens",
         "skipped_updates",
         "kl_bounded_tokens",
+        "guard_left_out",
+        "guard_skipped_updates",
     }
 )
 

@@ -24,6 +24,7 @@ from laminar_hpc.trainer.algorithms.kl import kl_estimate, steered
 from laminar_hpc.trainer.algorithms.objective import SUMS, objective
 from laminar_hpc.trainer.megatron.policy import MegatronPolicy
 from laminar_hpc.trainer.step.batch import PlannedMicrobatch, StepBatch
+from laminar_hpc.trainer.step.guard import Guard, GuardReport, trajectory_figures
 from laminar_hpc.trainer.step.microbatch import (
     Example,
     Lazily,
@@ -40,12 +41,13 @@ from laminar_hpc.trainer.step.rewards import scored_batch
 
 
 class Collected(NamedTuple):
-    """Of one micro-batch: the objective's sums [len(SUMS)] and largest ratio, and of each trajectory the mean
-    |log-prob by the trainer - by the engine| over its trained tokens [trajectories, at least 1]."""
+    """Of one micro-batch: the objective's sums [len(SUMS)] and largest ratio, and of each trajectory what
+    `trajectory_figures` gives [trajectories, at least 1]."""
 
     sums: torch.Tensor
     largest_ratio: torch.Tensor
     mismatch: torch.Tensor
+    log_ratio: torch.Tensor
 
 
 class Learner:
@@ -69,6 +71,7 @@ class Learner:
         self.kl_coefficient = config.algorithm.kl_coefficient
         self.mismatches: dict[int, tuple[float, int]] = {}
         self._reference = ReferenceWeights(policy) if config.algorithm.kl_coefficient > 0 else None
+        self._guard = Guard(config.guard)
 
     @cached_property
     def _even(self) -> float:
@@ -81,15 +84,23 @@ class Learner:
         return self._reference if self.config.algorithm.reference_every is not None else None
 
     @property
-    def state(self) -> dict[str, int | float]:
-        """What a checkpoint holds of it beside tensors."""
-        return {"skipped_in_a_row": self.skipped_in_a_row, "kl_coefficient": self.kl_coefficient}
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint holds of it beside tensors, as JSON has it."""
+        own = {"skipped_in_a_row": self.skipped_in_a_row, "kl_coefficient": self.kl_coefficient}
+        return own | ({"guard": self._guard.state} if self.config.guard.enabled else {})
 
     def take_state(self, state: Mapping[str, Any]) -> None:
         """After a load. A coefficient that is not steered is this launch's own."""
         self.skipped_in_a_row = state["skipped_in_a_row"]
         if self.config.algorithm.kl_target is not None:
             self.kl_coefficient = state.get("kl_coefficient", self.kl_coefficient)
+        if "guard" in state:
+            self._guard.take_state(state["guard"])
+
+    @property
+    def guarded(self) -> GuardReport:
+        """What the guard has done in the last `train`; the same on every rank."""
+        return self._guard.report
 
     @property
     def algorithm(self) -> AlgorithmConfig:
@@ -120,31 +131,32 @@ class Learner:
         updates = minibatches or self.config.algorithm.minibatches_per_step
         members, shares = self._plan(planned, updates, step)
         examples = self._examples(batch, shares, members, step)
-        mismatch = torch.zeros(len(planned), device=self.policy.device)
+        records = [p.record for p in planned]
+        figures = torch.zeros(2, len(planned), device=self.policy.device)
+        self._guard.begin()
         update_of, norms, collected = dict[int, int](), list[float](), list[Collected]()
         for number, share in enumerate(shares):
-            of_minibatch = self._accumulate(examples, share, mismatch)
+            of_minibatch = self._accumulate(examples, share, figures)
             update_of |= dict.fromkeys(members[number], earlier + number)
             if number == 0:
                 before_update()
-            norm = self.policy.update()
-            self._progress()
-            self._count_skipped(norm is None, step)
+            own = [records[i] for i in members[number]]
+            norm = self._update(step, own, figures[:, members[number]], of_minibatch)
             if norm is not None:
                 norms.append(norm)
                 collected += of_minibatch
         token_metrics = self._token_metrics(collected)
         if norms and earlier + updates == self.config.algorithm.minibatches_per_step:
             self._steer(token_metrics)
-        records = [p.record for p in planned]
-        self._note_mismatches(records, step, reduced(mismatch).tolist(), update_of)
+        self._note_mismatches(records, step, reduced(figures[0]).tolist(), update_of)
         metrics = {
             **batch_metrics(records, sum(len(p.prompt) for p in planned), step),
             **reward_means(records, self.config.reward.functions),
             **token_metrics,
             "grad_norm": sum(norms) / max(1, len(norms)),
             "learning_rate": learning_rate,
-            "skipped_updates": updates - len(norms),
+            "skipped_updates": updates - len(norms) - self.guarded.skipped,
+            **self._guard.metrics,
         }
         return {name: float(value) for name, value in metrics.items()}
 
@@ -157,10 +169,10 @@ class Learner:
         return members, [own_share(lengths, of_one, budget, self._even) for of_one in members]
 
     def _accumulate(
-        self, examples: dict[int, Example], share: RankShare, mismatch: torch.Tensor
+        self, examples: dict[int, Example], share: RankShare, figures: torch.Tensor
     ) -> list[Collected]:
-        """The gradients of one mini-batch. Returns what this rank's micro-batches collected, and notes the
-        mismatch of its trajectories in `mismatch` [batch], which stays 0 where another rank has it."""
+        """The gradients of one mini-batch. Returns what this rank's micro-batches collected, and notes in
+        `figures` [2, batch] what `trajectory_figures` gives, which stays 0 where another rank has it."""
 
         def micro_batch(number: int) -> MicroBatch:
             if number:  # a stage without a loss asks for the next one when it has handed one on
@@ -169,8 +181,22 @@ class Learner:
 
         collected = self.policy.accumulate(Lazily(len(share.plan), micro_batch), self._loss)
         for part, of_part in zip(share.plan, collected, strict=False):  # a stage before the last has none
-            mismatch[part] = of_part.mismatch[: len(part)]
+            figures[0, part] = of_part.mismatch[: len(part)]
+            figures[1, part] = of_part.log_ratio[: len(part)]
         return collected
+
+    def _update(
+        self, step: int, records: list[Trajectory], figures: torch.Tensor, collected: list[Collected]
+    ) -> float | None:
+        """The update of the mini-batch of `records`, unless the guard forbids it. The norm of its gradients;
+        None where it was not made."""
+        has_reference = self._reference is not None
+        allowed = self._guard.allows(step, records, figures, lambda: self._sums(collected), has_reference)
+        norm = self.policy.update() if allowed else None
+        self._progress()
+        if allowed:
+            self._count_skipped(norm is None, step)
+        return norm
 
     def _note_mismatches(
         self, records: list[Trajectory], step: int, mismatch: list[float], update_of: dict[int, int]
@@ -234,19 +260,17 @@ class Learner:
         """Returns the loss as `MegatronPolicy.accumulate` wants it."""
         tokens, longest = batch.tokens, self.config.sampling.max_response_tokens
         self._progress()
+        figures = trajectory_figures(tokens, logprobs.detach())
+        tokens, logprobs, entropies = self._guard.mask(tokens, logprobs, entropies)
         micro = objective(self.algorithm, longest, tokens, logprobs, entropies)
-        distance, count = (logprobs.detach() - tokens.behaviour).abs(), tokens.sequence_sums(tokens.real)
-        mismatch = tokens.sequence_sums(distance) / count.clamp(min=1)
-        return micro.total, micro.count, Collected(micro.sums, micro.largest_ratio, mismatch)
+        return micro.total, micro.count, Collected(micro.sums, micro.largest_ratio, *figures)
 
     def _token_metrics(self, collected: list[Collected]) -> dict[str, float]:
         """Of all micro-batches of all data-parallel ranks: the loss over its denominator, means over tokens,
         the largest ratio."""
-        a, none = self.config.algorithm, torch.zeros(len(SUMS), device=self.policy.device)
-        sums = reduced(torch.stack([c.sums for c in collected] or [none]).double().sum(0))
-        ratios = torch.stack([c.largest_ratio for c in collected] or [none[0]])
+        a, of, none = self.config.algorithm, self._sums(collected), torch.zeros((), device=self.policy.device)
+        ratios = torch.stack([c.largest_ratio for c in collected] or [none])
         largest = reduced(ratios.double().max(), dist.ReduceOp.MAX)
-        of = dict(zip(SUMS, sums.tolist(), strict=True))
         tokens, kept = max(of["tokens"], 1.0), max(of["kept"], 1.0)
         metrics = {
             "loss": of["loss"] / max(of["count"], 1.0),
@@ -263,6 +287,12 @@ class Learner:
         if a.corrections or a.proximal == "recomputed":
             metrics["truncated_weight_fraction"] = of["truncated"] / kept
         return metrics
+
+    def _sums(self, collected: list[Collected]) -> dict[str, float]:
+        """By the names of SUMS, over all data-parallel ranks."""
+        none = torch.zeros(len(SUMS), device=self.policy.device)
+        sums = reduced(torch.stack([c.sums for c in collected] or [none]).double().sum(0))
+        return dict(zip(SUMS, sums.tolist(), strict=True))
 
     def _steer(self, metrics: dict[str, float]) -> None:
         """After the last update of a step."""
