@@ -107,6 +107,7 @@ def measure(options: argparse.Namespace, rate: str) -> dict:
         "model.dtype=bfloat16",
         "relay.delta=auto",
         f"optimizer.lr={rate}",
+        "guard.enabled=false",  # what is measured are updates of any size
         *options.overrides,
     ]
     config, store = load_config(words), Store(options.replay)

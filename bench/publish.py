@@ -198,6 +198,7 @@ def settings(options: argparse.Namespace, size: str) -> object:
         f"model.path={options.runs_dir / size}",
         "model.dtype=float32",
         "relay.slots=2",
+        "guard.enabled=false",  # the log-probs of the batch are no engine's
         *options.overrides,
     ]
     config = load_config(words)

@@ -131,6 +131,7 @@ def measure(options: argparse.Namespace, threads: int) -> list[dict]:
         BUDGET,
     )
     config.algorithm.minibatches_per_step, config.optimizer.lr = 1, 1e-6
+    config.guard.enabled = False  # the log-probs of the batch are no engine's
     ours, vocabulary = our_step(config)
     theirs = their_step(config)
 

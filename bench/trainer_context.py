@@ -101,6 +101,7 @@ def one_rank(rank: int, ranks: int, store: str) -> dict[str, float]:
     config.trainer.context_parallel = ranks
     config.trainer.tokens_per_microbatch = TOKENS // ranks
     config.algorithm.samples_per_prompt = config.algorithm.minibatches_per_step = 1
+    config.guard.enabled = False  # the log-probs of the batch are no engine's
     policy = MegatronPolicy(config)
     learner = Learner(config, policy)
     draw, n = random.Random(0), TOKENS - 8 + 1

@@ -88,6 +88,7 @@ def settings(options, folder: Path, on_gpu: bool) -> list[str]:
         "algorithm.minibatches_per_step=1",
         f"algorithm.samples_per_prompt={samples_per_prompt(options.replay)}",
         "optimizer.lr=1e-6",
+        "guard.enabled=false",  # the log-probs of made-up batches are no engine's
         *options.overrides,
     ]
 

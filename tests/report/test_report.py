@@ -14,6 +14,7 @@ from laminar_hpc.machine.files import jsonl
 from laminar_hpc.machine.observability.trace import Trace
 from laminar_hpc.report import document, rundata, samples, timeline, trajectory_page
 from laminar_hpc.report import sections as report_sections
+from laminar_hpc.report.sections import guard
 
 SECTIONS = [
     "Accuracy and reward",
@@ -169,6 +170,9 @@ def test_a_trajectorys_page(finished):
     ):
         assert part in words, part
     facts = trajectory_page.facts(run, [row])
+    facts.left_out = {row.id: "log-prob mismatch 4 above 0.2 nats"}
+    shown = html.unescape(trajectory_page.page(row, stored, facts, str))
+    assert "log-prob mismatch 4 above 0.2 nats" in shown
     for ahead, said in ((0, "ahead by nothing: the engine's weights"), (3, "ahead by 3 mini-batches")):
         facts.own_mismatches = {row.id: (2e-6, ahead)}
         assert said in html.unescape(trajectory_page.page(row, stored, facts, str))
@@ -196,6 +200,14 @@ def test_replayed_routes_have_a_curve(finished):
     for number, step in enumerate(run.steps):
         step["routing_difference"] = 0.01 * (1 + number)
     assert title in report_sections.trainer_curves(run)
+
+
+def test_what_the_guard_has_done_is_a_section(finished):
+    """Promise: none where it did nothing; else the steps by number, and what was left out and skipped."""
+    run = rundata.load(finished[0])
+    assert guard(run) == ""
+    run.steps[3] |= {"guard_left_out": 5, "guard_skipped_updates": 1}
+    assert "Divergence guard" in guard(run) and "Steps: 4." in guard(run)
 
 
 def test_a_replay(finished, tmp_path):

@@ -41,6 +41,8 @@ KEYS = [
     "pull_seconds_mean",
     "logprob_mismatch_mean",
     "logprob_mismatch_max",
+    "guard_left_out",
+    "guard_skipped_updates",
     "reward_errors",
     "reward_error_first",
     "rewards",

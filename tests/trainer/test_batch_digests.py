@@ -21,6 +21,7 @@ from laminar_hpc.store.payload.writer import FOLDER
 from laminar_hpc.trainer import loop
 from laminar_hpc.trainer.inbox import BatchInbox, Unreadable
 from laminar_hpc.trainer.step.batch import StepBatch
+from laminar_hpc.trainer.step.guard import GuardReport
 
 
 class Channel:
@@ -123,7 +124,7 @@ def test_another_batch_is_asked_for(world, tmp_path):
         return {"trajectories": 1.0}
 
     context = SimpleNamespace(config=config, trace=SimpleNamespace(span=lambda *_, **__: nullcontext()))
-    learner = SimpleNamespace(train=train, mismatches={})
+    learner = SimpleNamespace(train=train, mismatches={}, guarded=GuardReport())
     done = loop._train(context, inbox, learner, None, SimpleNamespace(enter=lambda phase: None), 7)
     assert done is not None and trained == [[t.trajectory_id for g in whole for t in g.trajectories]]
     bad = groups[1].trajectories[1].trajectory_id

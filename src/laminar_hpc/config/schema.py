@@ -329,6 +329,27 @@ class DemonstrationsConfig:
 
 
 @dataclass
+class GuardConfig:
+    """The divergence guard: leaves trajectories out, skips updates, ends the run; see algorithms.md."""
+
+    enabled: bool = True
+    """whether there is one"""
+    mismatch_max: float = number(1.0, above=0, at_most=100)
+    """in nats: a trajectory whose mean |log-prob by the trainer - by the engine| is above is left out,
+    whatever is usual in the run"""
+    ratio_max: float = number(1000.0, above=1, at_most=1e30)
+    """a trajectory with a larger importance ratio (current / behaviour) is left out"""
+    spread: float = number(10.0, above=0, at_most=1e6)
+    """how many times its spread a figure may be from its median over the window"""
+    window: int = number(40, at_least=5, at_most=10_000)
+    """optimizer updates over which median and spread are taken"""
+    skip_share: float = number(0.25, at_least=0, below=1)
+    """an update is skipped if more of its trajectories than this share are left out"""
+    stop_after: int = number(3, at_least=1, at_most=10_000)
+    """so many skipped updates among the last twice as many end the run"""
+
+
+@dataclass
 class OptimizerConfig:
     lr: float = number(1e-4, above=0, at_most=1)
     """Adam's learning rate; for a model of half a billion parameters or more begin with 1e-6"""
@@ -391,6 +412,7 @@ class RunConfig:
     critic: CriticConfig = field(default_factory=CriticConfig)
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
     demonstrations: DemonstrationsConfig = field(default_factory=DemonstrationsConfig)
+    guard: GuardConfig = field(default_factory=GuardConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     relay: RelayConfig = field(default_factory=RelayConfig)

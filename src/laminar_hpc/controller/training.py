@@ -45,6 +45,11 @@ from laminar_hpc.store.store import Store
 
 log = logging.getLogger(__name__)
 _NOT_YET_SECONDS = 1.0
+AFTER_DIVERGENCE = (
+    "A checkpoint is written, but what went wrong may be in it: look at an earlier one too. Lower "
+    "optimizer.lr, or look at logprob_mismatch in metrics.jsonl; resume=auto goes on with a new band, "
+    "guard.enabled=false without a guard (docs/algorithms.md)"
+)
 
 
 class Training:
@@ -244,6 +249,8 @@ class Training:
         self._state.trainer_step = done.step + 1
         self._state.groups_taken = 0
         self._record(done)
+        if done.diverged:
+            self._shared.fail(f"{done.diverged}. {AFTER_DIVERGENCE}", "training diverges")
         store = self._replay or self._store
         self._samples.show(done.step, store.rows, store.run_dir)
         step, every = self._state.trainer_step, self._config.evaluation.every
@@ -270,6 +277,7 @@ class Training:
         if self._replay is None:
             fields |= dataclasses.asdict(self._tracker.counts.take())
             self._store.rows.note_mismatches(done.mismatches)
+            self._store.rows.note_left_out(done.mismatches, done.left_out)
         if state.steps_done:  # the first step holds the start-up of the engines
             self._step_seconds.append(seconds)
         state.steps_done += 1
@@ -279,6 +287,8 @@ class Training:
         if skipped := done.metrics.get("skipped_updates"):
             skipped_max = config.optimizer.max_skipped_updates
             say(console.skipped_line(state.trainer_step, round(skipped), skipped_max))
+        if skipped := done.metrics.get("guard_skipped_updates"):
+            say(console.guard_line(state.trainer_step, round(skipped), done.skipped))
 
     def on_checkpointed(self, _: Member, saved: Checkpointed) -> None:
         fields = {name: getattr(saved, name) for name in ("step", "path", "seconds", "stalled", "state_hash")}

@@ -14,6 +14,8 @@ _COUNTS = frozenset(
         "skipped_updates",
         "critic_skipped_updates",
         "kl_bounded_tokens",
+        "guard_left_out",
+        "guard_skipped_updates",
     }
 )
 

@@ -159,6 +159,13 @@ class Run:
         rows = _select(self.store, "trajectory_id, mean, minibatches_ahead", where, "mismatches")
         return {i: (mean, ahead) for i, mean, ahead in rows}
 
+    def left_out(self, ids: list[int]) -> dict[int, str]:
+        """Trajectory id -> why the divergence guard has left it out of its update."""
+        if not any(_select(self.store, "name", "name = 'left_out'", "sqlite_master")):
+            return {}
+        where = f"trajectory_id IN ({','.join(str(int(i)) for i in ids)})"
+        return dict(_select(self.store, "trajectory_id, why", where, "left_out"))
+
     def group_times(self, ids: list[int]) -> dict[int, tuple[float, float]]:
         """Group id -> when it was granted and when its last trajectory was scored, seconds since the epoch; 0
         where that is not known."""

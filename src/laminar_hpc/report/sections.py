@@ -199,6 +199,26 @@ def trainer_curves(run: Run) -> str:
     return section("Trainer", charts)
 
 
+def guard(run: Run) -> str:
+    """What the divergence guard has left out and skipped; empty where it did neither."""
+    steps = [s for s in run.steps if s.get("guard_left_out") or s.get("guard_skipped_updates")]
+    if not steps:
+        return ""
+    left, skipped = (
+        Series(name, color, run.over_steps(field), points=True)
+        for name, color, field in (
+            ("left out", ORANGE, "guard_left_out"),
+            ("skipped", PURPLE, "guard_skipped_updates"),
+        )
+    )
+    charts = grid(
+        "two",
+        chart("trajectories left out, per step", [left], y_range=(0.0, 0.0), width=svg.HALF),
+        chart("updates skipped, per step", [skipped], y_range=(0.0, 0.0), width=svg.HALF),
+    )
+    return section("Divergence guard", charts, "Steps: " + ", ".join(str(s["step"]) for s in steps) + ".")
+
+
 def weights(run: Run) -> str:
     """How long weights took on their way, and how far trainer and engine differ; empty without either."""
     mismatches, pulls = run.records.get("logprob_mismatch", []), run.records.get("pull", [])
@@ -293,6 +313,7 @@ ALL = (
     time_line,
     accounts,
     trainer_curves,
+    guard,
     weights,
     sample_trajectories,
     configuration,

@@ -69,6 +69,8 @@ def figures(run: Run) -> dict:
         "pull_seconds_mean": _mean(run.records.get("pull", []), "seconds"),
         "logprob_mismatch_mean": _mean(mismatches, "mean"),
         "logprob_mismatch_max": _max(mismatches, "max"),
+        "guard_left_out": _total(steps, "guard_left_out"),
+        "guard_skipped_updates": _total(steps, "guard_skipped_updates"),
         "reward_errors": _per_step(run, "reward_error_count", lambda of: of.reward_errors),
         "reward_error_first": reward_error_first(run),
         "rewards": rewards(steps),

@@ -32,11 +32,13 @@ SHOWN_TOKENS = 5  # least likely ones
 
 @dataclass
 class Facts:
-    """Of the run: (replica, weight id) -> probe mismatch; trajectory -> (own mismatch, mini-batches ahead);
+    """Of the run: (replica, weight id) -> probe mismatch; trajectory -> (own mismatch, mini-batches ahead),
+    and why the guard has left it out;
     step -> its record; group -> (granted, finished); trajectory -> lost attempts, spans of its tools."""
 
     mismatches: dict[tuple[str, int], dict]
     own_mismatches: dict[int, tuple[float, int]]
+    left_out: dict[int, str]
     steps: dict[int, dict]
     groups: dict[int, tuple[float, float]]
     lost: dict[int, list[dict]]
@@ -51,6 +53,7 @@ def facts(run: Run, rows: Sequence[Consumed]) -> Facts:
     return Facts(
         mismatches={(str(m["replica"]), m["weight_id"]): m for m in run.records.get("logprob_mismatch", [])},
         own_mismatches=run.mismatches([row.id for row in rows]),
+        left_out=run.left_out([row.id for row in rows]),
         steps={step["step"]: step for step in run.steps},
         groups=run.group_times([row.group_id for row in rows]),
         lost=lost,
@@ -132,6 +135,8 @@ def _log_probs(
         shown["mismatch with the trainer when it was trained"] = (
             f"mean {mean_mismatch:.1e}, weights ahead by {by}"
         )
+    if row.id in known.left_out:
+        shown["left out of its update by the guard"] = known.left_out[row.id]
     step = known.steps.get(row.consumed_step + 1, {})
     if step.get("ratio_mean") is not None and step.get("ratio_max") is not None:
         shown["importance ratio in its step"] = f"mean {step['ratio_mean']:.4f}, max {step['ratio_max']:.3f}"

@@ -91,7 +91,7 @@ class OldSteps:
         digests = (digests + digest_sum(row[3] for row in found if row[3])) % (1 << _DIGEST_BITS)
         row = (step, count, tokens, errors, ids, f"{digests:032x}")
         self._db.execute("INSERT OR REPLACE INTO old_steps VALUES(?, ?, ?, ?, ?, ?)", row)
-        for table in ("mismatches", "responses"):
+        for table in ("mismatches", "left_out", "responses"):
             sql = f"DELETE FROM {table} WHERE trajectory_id = ?"
             self._db.executemany(sql, [(row[0],) for row in found])
         self._db.executemany("DELETE FROM prompts WHERE group_id = ?", [(group,) for group in groups])

@@ -156,6 +156,12 @@ class Rows:
             "INSERT OR REPLACE INTO mismatches VALUES (?, ?, ?)", [(i, *m) for i, m in mismatches.items()]
         )
 
+    def note_left_out(self, trained: Iterable[int], left_out: dict[int, str]) -> None:
+        """Of the trajectories that a step has `trained` those that the divergence guard has left out, and
+        why; in place of what a step before a restore gave."""
+        self._db.executemany("DELETE FROM left_out WHERE trajectory_id = ?", [(i,) for i in trained])
+        self._db.executemany("INSERT OR REPLACE INTO left_out VALUES (?, ?)", list(left_out.items()))
+
     def batch(self, group_ids: Iterable[int]) -> list[BatchGroup]:
         """The scored trajectories of these groups, in sample order."""
         return stored_groups(self._db, group_ids)

@@ -27,6 +27,7 @@ CREATE TABLE IF NOT EXISTS responses(
   trajectory_id INTEGER PRIMARY KEY, file TEXT, offset INTEGER, size INTEGER);
 CREATE TABLE IF NOT EXISTS mismatches(
   trajectory_id INTEGER PRIMARY KEY, mean REAL, minibatches_ahead INTEGER);
+CREATE TABLE IF NOT EXISTS left_out(trajectory_id INTEGER PRIMARY KEY, why TEXT);
 CREATE TABLE IF NOT EXISTS old_steps(
   consumed_step INTEGER PRIMARY KEY, trajectories INTEGER, tokens INTEGER, reward_errors INTEGER,
   id_sum INTEGER, digest_sum TEXT);

@@ -85,12 +85,12 @@ class BatchInbox:
             raise LaminarError(told[0][1])
         return found
 
-    def report(self, step: int, metrics: dict[str, float], mismatches: dict[int, tuple[float, int]]) -> bool:
-        """Says that `step` is in the weights; False when the run is to end here."""
+    def report(self, done: StepDone) -> bool:
+        """Says that a step is in the weights; False when the run is to end here."""
         self._progress.has_trained()
-        answer = self._ask(StepDone(step, metrics, mismatches), Continue, f"the answer to step {step}")
+        answer = self._ask(done, Continue, f"the answer to step {done.step}")
         if isinstance(answer, Leave):
-            log.info("leaving after step %d: %s", step, answer.reason)
+            log.info("leaving after step %d: %s", done.step, answer.reason)
         return isinstance(answer, Continue)
 
     def _ask(self, message: TakeBatch | StepDone, answer: type, what: str) -> AnyMessage:

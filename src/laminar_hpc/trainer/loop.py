@@ -18,7 +18,7 @@ import torch.distributed as dist
 from laminar_hpc.config.models import model_config
 from laminar_hpc.config.routing import replayed_routes
 from laminar_hpc.line.context import RoleContext
-from laminar_hpc.line.messages.training import Checkpointed, Restored, TrainerDone
+from laminar_hpc.line.messages.training import Checkpointed, Restored, StepDone, TrainerDone
 from laminar_hpc.policies.metrics import merged
 from laminar_hpc.trainer.algorithms.trial import try_own
 from laminar_hpc.trainer.checkpoint import Checkpointer
@@ -28,6 +28,7 @@ from laminar_hpc.trainer.megatron.policy import MegatronPolicy
 from laminar_hpc.trainer.profiling import StepsProfile, speaks_for_its_stage
 from laminar_hpc.trainer.progress import Progress
 from laminar_hpc.trainer.publishing.publisher import Publisher
+from laminar_hpc.trainer.step.guard import GuardReport
 from laminar_hpc.trainer.step.learner import Learner
 from laminar_hpc.trainer.world import init_trainer_world
 
@@ -113,7 +114,7 @@ def _steps(
         done.metrics["train_seconds"] = done.ended - ended - done.metrics["wait_seconds"]
         done.metrics["seconds"] = time.monotonic() - ended
         ended = time.monotonic()
-        if not inbox.report(step - 1, done.metrics, done.mismatches):
+        if not inbox.report(done.told(step - 1)):
             break
 
     profile.close()
@@ -126,12 +127,18 @@ def _steps(
 
 
 class _Step(NamedTuple):
-    """What is told of a step: its metrics, each trajectory's log-prob mismatch (see Learner.mismatches), and
-    when its last update ended (monotonic, as the clock may be set)."""
+    """What is told of a step: its metrics, each trajectory's log-prob mismatch (see Learner.mismatches), what
+    the guard has done, and when its last update ended (monotonic, as the clock may be set)."""
 
     metrics: dict[str, float]
     mismatches: dict[int, tuple[float, int]]
+    guarded: GuardReport
     ended: float
+
+    def told(self, step: int) -> StepDone:
+        """As the controller hears it."""
+        by = self.guarded
+        return StepDone(step, self.metrics, self.mismatches, by.left_out, by.skip, by.stop)
 
 
 def _train(
@@ -154,7 +161,7 @@ def _train(
     minibatches = config.algorithm.minibatches_per_step
     parts = minibatches if config.pipeline.consumption == "stream" else 1
     mismatches: dict[int, tuple[float, int]] = {}
-    of_parts, wait_seconds = list[dict[str, float]](), 0.0
+    of_parts, wait_seconds, guarded = list[dict[str, float]](), 0.0, GuardReport()
     for part in range(parts):
         lost: Unreadable | None = None
         for again in range(_READS):
@@ -175,9 +182,11 @@ def _train(
         if batch is None:
             break
         mismatches |= learner.mismatches
+        guarded = guarded.and_then(learner.guarded)
     if not of_parts:
         return None
-    return _Step(merged(of_parts) | {"wait_seconds": wait_seconds}, mismatches, time.monotonic())
+    metrics = merged(of_parts) | {"wait_seconds": wait_seconds}
+    return _Step(metrics, mismatches, guarded, time.monotonic())
 
 
 def _publish(

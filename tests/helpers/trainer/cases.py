@@ -102,6 +102,29 @@ def steps(model: str, settings: dict, count: int) -> dict[str, object]:
     }
 
 
+def guarded(model: str, settings: dict) -> dict[str, object]:
+    """Three steps under the divergence guard: with two bad trajectories, with a bad batch, with neither."""
+    policy = MegatronPolicy(tiny.make_config(Path(model), **settings))
+    learner, metrics, left_out, skipped = Learner(policy.config, policy), [], [], []
+    for step in range(3):
+        batch = tiny.on_policy(Path(model), tiny.make_batch(seed=step))
+        for t in ((batch[2], batch[9]), batch, ())[step]:
+            t.logprobs = [t.logprobs[0], *(value - 9 for value in t.logprobs[1:])]
+        batch[9].logprobs = [float("nan") if step == 0 else value for value in batch[9].logprobs]
+        metrics.append(learner.train(tiny.step_batch(batch), step, lambda: None))
+        left_out.append(learner.guarded.left_out)
+        skipped.append(learner.guarded.skipped)
+    found = weights_of(policy)
+    dist.barrier()  # what the last rank has sent is received
+    return {
+        "metrics": metrics,
+        "left_out": left_out,
+        "skipped": skipped,
+        "state": learner.state["guard"],
+        "weights": found,
+    }
+
+
 def save_in_shares(model: str, settings: dict, run_dir: str) -> dict[str, object]:
     """A step of training and its checkpoint, with files of hf/ as small as may be: the bytes that this rank
     writes of optimizer and weights, the items that the embeddings' padding adds, the weights, on rank 0, and

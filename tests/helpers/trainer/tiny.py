@@ -195,6 +195,7 @@ def make_config(model: Path, **settings: object) -> RunConfig:
         config.algorithm.minibatches_per_step,
     ) = 4, 4, 1
     config.trainer.tokens_per_microbatch = 64
+    config.guard.enabled = False  # the log-probs of `make_batch` are no engine's
     config.optimizer.eps = (
         1e-4  # so that Adam's first update is no mere sign, which tiny differences of a gradient could flip
     )
@@ -268,8 +269,20 @@ def token_logprobs(
     )
 
 
-def reference_loss(model: torch.nn.Module, batch: list[Made], config: RunConfig) -> torch.Tensor:
-    """GRPO with clip-higher over the whole batch, written from the papers: mean over all trained tokens."""
+def on_policy(directory: Path, batch: list[Made], noise: float = 1e-3) -> list[Made]:
+    """The same with log-probs as an engine with these weights has them, but for some rounding."""
+    model, draw = transformers_model(directory), random.Random(0)
+    with torch.no_grad():
+        for t in batch:
+            t.logprobs = [value + draw.gauss(0, noise) for value in token_logprobs(model, t)[0].tolist()]
+    return batch
+
+
+def reference_loss(
+    model: torch.nn.Module, batch: list[Made], config: RunConfig, left_out: int | None = None
+) -> torch.Tensor:
+    """GRPO with clip-higher over the whole batch, written from the papers: mean over all trained tokens, of
+    which those of trajectory `left_out` have no loss."""
     a, rewards = config.algorithm, {}
     for t in batch:
         rewards.setdefault(t.group_id, []).append(t.reward)
@@ -280,7 +293,9 @@ def reference_loss(model: torch.nn.Module, batch: list[Made], config: RunConfig)
         ratio = (token_logprobs(model, t, config.sampling.temperature)[0] - torch.tensor(t.logprobs)).exp()
         mask = torch.tensor(t.loss_mask, dtype=torch.float32)
         surrogate = torch.min(ratio * advantage, ratio.clamp(1 - a.clip_low, 1 + a.clip_high) * advantage)
-        total, count = total - (surrogate * mask).sum(), count + int(mask.sum())
+        count += int(mask.sum())
+        if t.trajectory_id != left_out:
+            total = total - (surrogate * mask).sum()
     return total / count
 
 

@@ -69,11 +69,16 @@ class StepDone(Message):
     `mismatches`: trajectory id -> mean |log-prob by the trainer - by the engine| over its trained tokens when
     it was trained, and how many mini-batches the trainer's weights were ahead of the engine's then: with 0
     the two should agree, with more they have moved apart.
+    `left_out`: trajectory id -> why the divergence guard has left it out; `skipped`: why it has skipped an
+    update of the step, `diverged`: why it ends the run; or "".
     """
 
     step: int
     metrics: dict[str, float]
     mismatches: dict[int, tuple[float, int]] = msgspec.field(default_factory=dict)
+    left_out: dict[int, str] = msgspec.field(default_factory=dict)
+    skipped: str = ""
+    diverged: str = ""
 
 
 class Continue(Message):

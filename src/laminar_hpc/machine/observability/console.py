@@ -85,6 +85,8 @@ def step_line(step: Mapping, steps: int, eta_seconds: float | None) -> str:
     lengths = f"len {step['response_length_mean']:4.0f} (max {step['response_length_max']:4.0f})"
     if errors:  # they matter more than lengths
         lengths = f"reward errors {errors:.0f}/{step['trajectories']:.0f}".ljust(len(lengths))
+    elif left_out := step.get("guard_left_out"):
+        lengths = f"left out {left_out:.0f}/{step['trajectories']:.0f}".ljust(len(lengths))
     tokens = (step["prompt_tokens"] + step["response_tokens"]) / step["seconds"] if step["seconds"] else None
     return "  ".join(
         (
@@ -105,6 +107,11 @@ def skipped_line(step: int, skipped: int, limit: int) -> str:
     """Updates of a step that were not made. `limit`: optimizer.max_skipped_updates."""
     what = f"step {step}: {skipped} update{'s' if skipped > 1 else ''} had gradients that are not finite"
     return line("skipped", f"{what}; {limit} in a row end the run")
+
+
+def guard_line(step: int, skipped: int, why: str) -> str:
+    """Updates of a step that the divergence guard has not made, and why not the last of them."""
+    return line("guard", f"step {step}: {skipped} update{'s' if skipped > 1 else ''} skipped: {why}")
 
 
 def eta(seconds_per_step: Sequence[float], steps_left: int) -> float | None:
@@ -181,6 +188,11 @@ def _incident_lines(summary: Mapping) -> list[str]:
         by_load = summary["trajectories_rescued_by_load"]
         more = f", {by_load:,} of them where their weights were loaded" if by_load else ""
         lines.append(line("rescued", f"{rescued:,} trajectories of dead replicas went on elsewhere{more}"))
+    left_out, skipped = summary["guard_left_out"], summary["guard_skipped_updates"]
+    if left_out or skipped:
+        lines.append(
+            line("guard", f"{left_out or 0:,} trajectories left out, {skipped or 0:,} updates skipped")
+        )
     if lost := summary["tokens_discarded"]:
         text = f"{count(lost)} response tokens of trajectories that were lost and redone"
         lines.append(line("discarded", text))

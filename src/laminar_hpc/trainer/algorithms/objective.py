@@ -66,18 +66,19 @@ def objective(
     if tokens.likelihood is not None:
         total = total - (tokens.likelihood * logprobs).sum()
     with torch.no_grad():
-        mask, ratio = tokens.real * kept, torch.exp(now - behaviour)
+        real = tokens.real if tokens.left_out is None else tokens.real * ~tokens.left_out
+        mask, ratio = real * kept, torch.exp(now - behaviour)
         each = torch.stack(
             [
                 mask,
                 ratio * mask,
                 policy.clipped * mask,
-                entropies * tokens.real,
-                kl * tokens.real,
-                bounded * tokens.real,
+                entropies * real,
+                kl * real,
+                bounded * real,
                 bounded_weights * mask,
             ]
         )
-        sums = torch.cat([torch.stack([total, count.to(total.dtype), tokens.real.sum()]), each.sum(1)])
+        sums = torch.cat([torch.stack([total, count.to(total.dtype), real.sum()]), each.sum(1)])
         largest = (ratio * mask).max() if len(ratio) else total.new_zeros(())
     return Objective(total, count, sums, largest)

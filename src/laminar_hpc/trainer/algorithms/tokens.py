@@ -18,6 +18,9 @@ class Tokens:
     Of the whole trajectory, at each of its tokens: `rewards` as they came; `right`, its accuracy (see
     policies/metrics.py); `truncated`, 1 where sampling.max_response_tokens ended it; `likelihood`, its weight
     in the mean log-likelihood of right answers.
+
+    `left_out` bool: tokens that the guard has taken out (trainer/step/guard.py); they count in denominators
+    alone.
     """
 
     behaviour: torch.Tensor
@@ -31,6 +34,7 @@ class Tokens:
     right: torch.Tensor | None = None
     truncated: torch.Tensor | None = None
     likelihood: torch.Tensor | None = None
+    left_out: torch.Tensor | None = None
 
     def sequence_sums(self, values: torch.Tensor) -> torch.Tensor:
         """values [tokens] -> their sum over each trajectory [sequences, at least 1]."""

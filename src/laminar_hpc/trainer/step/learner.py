@@ -27,6 +27,7 @@ from laminar_hpc.trainer.megatron.policy import MegatronPolicy
 from laminar_hpc.trainer.step.batch import PlannedMicrobatch, StepBatch
 from laminar_hpc.trainer.step.critic import Critic
 from laminar_hpc.trainer.step.demonstrations import Demonstrations, OfUpdate
+from laminar_hpc.trainer.step.guard import Guard, GuardReport, trajectory_figures
 from laminar_hpc.trainer.step.microbatch import (
     Drawn,
     Example,
@@ -45,12 +46,13 @@ from laminar_hpc.trainer.step.teachers import Teachers
 
 
 class Collected(NamedTuple):
-    """Of one micro-batch: the objective's sums [len(SUMS)] and largest ratio, and of each trajectory the mean
-    |log-prob by the trainer - by the engine| over its trained tokens [trajectories, at least 1]."""
+    """Of one micro-batch: the objective's sums [len(SUMS)] and largest ratio, and of each trajectory what
+    `trajectory_figures` gives [trajectories, at least 1]."""
 
     sums: torch.Tensor
     largest_ratio: torch.Tensor
     mismatch: torch.Tensor
+    log_ratio: torch.Tensor
 
 
 class Learner:
@@ -77,6 +79,7 @@ class Learner:
         self.critic = Critic(config) if config.algorithm.advantage == GAE else None
         self._teachers = Teachers(config, policy) if config.teacher.model else None
         self._demonstrations = Demonstrations(config, self._even) if config.demonstrations.path else None
+        self._guard = Guard(config.guard)
 
     @cached_property
     def _even(self) -> float:
@@ -92,15 +95,23 @@ class Learner:
         return {name: part for name, part in parts.items() if part is not None}
 
     @property
-    def state(self) -> dict[str, int | float]:
-        """What a checkpoint holds of it beside tensors."""
-        return {"skipped_in_a_row": self.skipped_in_a_row, "kl_coefficient": self.kl_coefficient}
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint holds of it beside tensors, as JSON has it."""
+        own = {"skipped_in_a_row": self.skipped_in_a_row, "kl_coefficient": self.kl_coefficient}
+        return own | ({"guard": self._guard.state} if self.config.guard.enabled else {})
 
     def take_state(self, state: Mapping[str, Any]) -> None:
         """After a load. A coefficient that is not steered is this launch's own."""
         self.skipped_in_a_row = state["skipped_in_a_row"]
         if self.config.algorithm.kl_target is not None:
             self.kl_coefficient = state.get("kl_coefficient", self.kl_coefficient)
+        if "guard" in state:
+            self._guard.take_state(state["guard"])
+
+    @property
+    def guarded(self) -> GuardReport:
+        """What the guard has done in the last `train`; the same on every rank."""
+        return self._guard.report
 
     @property
     def algorithm(self) -> AlgorithmConfig:
@@ -131,29 +142,28 @@ class Learner:
         updates = minibatches or self.config.algorithm.minibatches_per_step
         members, shares = self._plan(planned, updates, step)
         examples = self._examples(batch, shares, members, step)
-        mismatch = torch.zeros(len(planned), device=self.policy.device)
+        records = [p.record for p in planned]
+        figures = torch.zeros(2, len(planned), device=self.policy.device)
         of_update = self._demonstrations.of_update if self._demonstrations is not None else None
+        self._guard.begin()
         update_of, norms, collected = dict[int, int](), list[float](), list[Collected]()
         for number, share in enumerate(shares):
+            own = [records[i] for i in members[number]]
             if self.critic is not None:
                 self.critic.update(share, self._progress)
-            trained = [planned[i].record.trained for i in members[number]]
-            shown = of_update(step, earlier + number, trained) if of_update else None
-            of_minibatch = self._accumulate(examples, share, mismatch, shown)
+            shown = of_update(step, earlier + number, [t.trained for t in own]) if of_update else None
+            of_minibatch = self._accumulate(examples, share, figures, shown)
             update_of |= dict.fromkeys(members[number], earlier + number)
             if number == 0:
                 before_update()
-            norm = 0.0 if self.critic is not None and self.critic.warms_up(step) else self.policy.update()
-            self._progress()
-            self._count_skipped(norm is None, step)
+            norm = self._update(step, own, figures[:, members[number]], of_minibatch)
             if norm is not None:
                 norms.append(norm)
                 collected += of_minibatch
         token_metrics = self._token_metrics(collected)
         if norms and earlier + updates == self.config.algorithm.minibatches_per_step:
             self._steer(token_metrics)
-        records = [p.record for p in planned]
-        self._note_mismatches(records, step, reduced(mismatch).tolist(), update_of)
+        self._note_mismatches(records, step, reduced(figures[0]).tolist(), update_of)
         metrics = {
             **batch_metrics(records, sum(len(p.prompt) for p in planned), step),
             **reward_means(records, self.config.reward.functions),
@@ -163,7 +173,8 @@ class Learner:
             **(self._demonstrations.metrics(self.policy.device) if self._demonstrations is not None else {}),
             "grad_norm": sum(norms) / max(1, len(norms)),
             "learning_rate": learning_rate,
-            "skipped_updates": updates - len(norms),
+            "skipped_updates": updates - len(norms) - self.guarded.skipped,
+            **self._guard.metrics,
         }
         if self.policy.routing is not None:
             metrics["routing_difference"] = self.policy.routing.difference()
@@ -181,12 +192,12 @@ class Learner:
         self,
         examples: dict[int, Example],
         share: RankShare,
-        mismatch: torch.Tensor,
+        figures: torch.Tensor,
         shown: OfUpdate | None = None,
     ) -> list[Collected]:
-        """The gradients of one mini-batch. Returns what this rank's micro-batches collected, and notes the
-        mismatch of its trajectories in `mismatch` [batch], which stays 0 where another rank has it. `shown`:
-        demonstrations beside them."""
+        """The gradients of one mini-batch, and of the demonstrations `shown` beside it. Returns what this
+        rank's micro-batches collected, and notes in `figures` [2, batch] what `trajectory_figures` gives,
+        which stays 0 where another rank has it."""
         own, more = len(share.plan), len(shown.share.plan) if shown else 0
         device, size = self.policy.device, max(share.size, shown.share.size if shown else 0)
 
@@ -199,10 +210,27 @@ class Learner:
 
         collected = self.policy.accumulate(Lazily(own + more, micro_batch), self._loss)
         for part, of_part in zip(share.plan, collected, strict=False):  # a stage before the last has none
-            mismatch[part] = of_part.mismatch[: len(part)]
+            figures[0, part] = of_part.mismatch[: len(part)]
+            figures[1, part] = of_part.log_ratio[: len(part)]
         if shown:  # the engine's log-probs of their tokens are 0: the mean distance is a sum of their own
             shown.note([of_part.mismatch[0] for of_part in collected[own:]])
         return collected[:own]
+
+    def _update(
+        self, step: int, records: list[Trajectory], figures: torch.Tensor, collected: list[Collected]
+    ) -> float | None:
+        """The update of the mini-batch of `records`, unless the guard forbids it. The norm of its gradients;
+        None where it was not made."""
+        has_reference = self._reference is not None
+        allowed = self._guard.allows(step, records, figures, lambda: self._sums(collected), has_reference)
+        if allowed and self.critic is not None and self.critic.warms_up(step):
+            norm: float | None = 0.0
+        else:
+            norm = self.policy.update() if allowed else None
+        self._progress()
+        if allowed:
+            self._count_skipped(norm is None, step)
+        return norm
 
     def _note_mismatches(
         self, records: list[Trajectory], step: int, mismatch: list[float], update_of: dict[int, int]
@@ -277,19 +305,17 @@ class Learner:
         """Returns the loss as `MegatronPolicy.accumulate` wants it."""
         tokens, longest = batch.tokens, self.config.sampling.max_response_tokens
         self._progress()
+        figures = trajectory_figures(tokens, logprobs.detach())
+        tokens, logprobs, entropies = self._guard.mask(tokens, logprobs, entropies)
         micro = objective(self.algorithm, longest, tokens, logprobs, entropies)
-        distance, count = (logprobs.detach() - tokens.behaviour).abs(), tokens.sequence_sums(tokens.real)
-        mismatch = tokens.sequence_sums(distance) / count.clamp(min=1)
-        return micro.total, micro.count, Collected(micro.sums, micro.largest_ratio, mismatch)
+        return micro.total, micro.count, Collected(micro.sums, micro.largest_ratio, *figures)
 
     def _token_metrics(self, collected: list[Collected]) -> dict[str, float]:
         """Of all micro-batches of all data-parallel ranks: the loss over its denominator, means over tokens,
         the largest ratio."""
-        a, none = self.config.algorithm, torch.zeros(len(SUMS), device=self.policy.device)
-        sums = reduced(torch.stack([c.sums for c in collected] or [none]).double().sum(0))
-        ratios = torch.stack([c.largest_ratio for c in collected] or [none[0]])
+        a, of, none = self.config.algorithm, self._sums(collected), torch.zeros((), device=self.policy.device)
+        ratios = torch.stack([c.largest_ratio for c in collected] or [none])
         largest = reduced(ratios.double().max(), dist.ReduceOp.MAX)
-        of = dict(zip(SUMS, sums.tolist(), strict=True))
         tokens, kept = max(of["tokens"], 1.0), max(of["kept"], 1.0)
         metrics = {
             "loss": of["loss"] / max(of["count"], 1.0),
@@ -306,6 +332,12 @@ class Learner:
         if a.corrections or a.proximal == "recomputed":
             metrics["truncated_weight_fraction"] = of["truncated"] / kept
         return metrics
+
+    def _sums(self, collected: list[Collected]) -> dict[str, float]:
+        """By the names of SUMS, over all data-parallel ranks."""
+        none = torch.zeros(len(SUMS), device=self.policy.device)
+        sums = reduced(torch.stack([c.sums for c in collected] or [none]).double().sum(0))
+        return dict(zip(SUMS, sums.tolist(), strict=True))
 
     def _steer(self, metrics: dict[str, float]) -> None:
         """After the last update of a step."""

@@ -50,3 +50,16 @@ def reduced(tensor: torch.Tensor, operation: dist.ReduceOp.RedOpType = dist.Redu
     ):
         dist.all_reduce(tensor, operation, group=group)
     return tensor
+
+
+def largest_of_ranks(tensor: torch.Tensor) -> torch.Tensor:
+    """In place, the largest values over all ranks of the trainer world: what only some
+    ranks know is then known to all, to the last bit."""
+    for group in (
+        parallel_state.get_data_parallel_group(),
+        parallel_state.get_pipeline_model_parallel_group(),
+        parallel_state.get_context_parallel_group(),
+        parallel_state.get_tensor_model_parallel_group(),
+    ):
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group)
+    return tensor
