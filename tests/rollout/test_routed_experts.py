@@ -118,6 +118,28 @@ def test_routes_are_those_of_the_same_tokens(engines: Engines) -> None:
     assert engines.loop.run(ask(PROMPT, "none", None)).routes is None
 
 
+def test_an_aborted_request_keeps_its_routes(engines: Engines) -> None:
+    """Whatever it had drawn when it was stopped, streamed or not; the rest is drawn from there."""
+    engine, sampling = engines.engines[0], engines.sampling | {"max_new_tokens": 150}
+
+    async def stopped(name: str) -> Generation:
+        draws = asyncio.Event()
+        call = asyncio.create_task(
+            engine.generate(PROMPT, sampling, name, "0", lambda *_: draws.set(), routes_from=0)
+        )
+        other = asyncio.create_task(engine.generate(PROMPT, sampling, "whole", "0", routes_from=0))
+        await draws.wait()
+        await asyncio.gather(engine.abort(name), engine.abort("whole"))
+        for generation in await asyncio.gather(call, other):
+            if generation.finish_reason == "abort":
+                return generation
+        raise AssertionError("both have ended by themselves")
+
+    first = engines.loop.run(stopped("stopped"), seconds=60)
+    tokens = [*PROMPT, *first.tokens.tolist()]
+    engines.check(tokens, engines.rows(first))
+
+
 def test_moved_kv_brings_its_routes(engines: Engines) -> None:
     """The first part's routes come with the request that ends as moved, the second's from the destination;
     who finds the moved prefix there has the routes that its KV was made with. Without them it is refused."""
