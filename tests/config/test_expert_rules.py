@@ -13,6 +13,7 @@ from laminar_hpc.config.load import load_config
 from laminar_hpc.config.models import count_parameters, model_config, trainer_bytes
 from laminar_hpc.config.routing import RouteShape, replayed_routes
 from laminar_hpc.config.system_schema import TrainerConfig
+from laminar_hpc.engine.sglang.command_line import refused_arguments
 from laminar_hpc.machine.compat.torchvision import declare_schemas
 
 # what counts of the config.json on the hub
@@ -227,6 +228,24 @@ def test_a_dry_run_says_what_routes_come_to(words, tmp_path):
     assert line.endswith("or set algorithm.routing_replay=false")
     config.algorithm.routing_replay = "false"
     assert "routing_replay" not in derived_values(config, derived)
+
+
+@pytest.mark.parametrize(
+    ("word", "says"),
+    [
+        ("enable-hierarchical-cache=true", "KV that comes back from elsewhere has no routes"),
+        ("chunked-prefill-size=-1", "room for the routes of one chunk of a prefill"),
+    ],
+)
+def test_engines_that_would_lose_routes_are_refused(words, tmp_path, word, says):
+    """Where responses bring them; a dense model's engine may have both."""
+    given = [*words, "model.dtype=bfloat16", f"rollout.engine_arguments.{word}"]
+    [line] = refused_arguments(load_config(given))
+    assert says in line and "set algorithm.routing_replay=false" in line
+    assert not refused_arguments(load_config([*given, "algorithm.routing_replay=false"]))
+    dense = REAL["Qwen3-30B-A3B"] | {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(dense))
+    assert not refused_arguments(load_config(given))
 
 
 REFUSED = [

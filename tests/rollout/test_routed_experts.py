@@ -3,6 +3,7 @@ computes for the same tokens in float32, over prefix hits, a second turn and mov
 
 import asyncio
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -26,18 +27,20 @@ LENGTH = 60
 class Engines:
     """Two engines with the same tiny mixture of experts, and the routes that transformers computes."""
 
-    def __init__(self, folder: Path) -> None:
-        shape = {"initializer_range": 0.3, **EXPERTS["qwen3-moe"]}
+    def __init__(self, folder: Path, family: str = "qwen3-moe", count: int = 2, **rollout: object) -> None:
+        shape = {"initializer_range": 0.3, **EXPERTS[family]}
         self.model = make_model(folder / "model", 0, **shape)
         self.config = engine_config(self.model)
         self.config.algorithm.routing_replay = "true"
         self.config.rollout.increment_tokens = 8
+        for name, value in rollout.items():
+            setattr(self.config.rollout, name, value)
         found = replayed_routes(self.config, model_config(str(self.model)))
         assert found is not None
         self.shape: RouteShape = found
         self.reference = transformers_model(self.model).eval()
         self.loop = LoopThread()
-        self.engines = [SglangServer(self.config, index, folder) for index in range(2)]
+        self.engines = [SglangServer(self.config, index, folder) for index in range(count)]
         self.sampling = {
             **sampling_parameters(self.config.sampling, 1.0, LENGTH, []),
             "ignore_eos": True,
@@ -77,15 +80,20 @@ class Engines:
         assert len({row.tobytes() for row in expected}) > 5, "the same route everywhere would prove little"
 
 
-@pytest.fixture(scope="module")
-def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
-    engines = Engines(tmp_path_factory.mktemp("routes"))
+@contextmanager
+def running(engines: Engines) -> Iterator[Engines]:
     try:
         engines.loop.run(engines.start(), seconds=250)
         yield engines
     finally:
         engines.loop.run(engines.stop())
         engines.loop.close()
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+    with running(Engines(tmp_path_factory.mktemp("routes"))) as engines:
+        yield engines
 
 
 def test_routes_are_those_of_the_same_tokens(engines: Engines) -> None:
@@ -108,6 +116,28 @@ def test_routes_are_those_of_the_same_tokens(engines: Engines) -> None:
     whole = [*tokens, 3, 1, 4, *second.tokens.tolist()]
     engines.check(whole, engines.rows(second), start=len(tokens) - 1)
     assert engines.loop.run(ask(PROMPT, "none", None)).routes is None
+
+
+def test_an_aborted_request_keeps_its_routes(engines: Engines) -> None:
+    """Whatever it had drawn when it was stopped, streamed or not; the rest is drawn from there."""
+    engine, sampling = engines.engines[0], engines.sampling | {"max_new_tokens": 150}
+
+    async def stopped(name: str) -> Generation:
+        draws = asyncio.Event()
+        call = asyncio.create_task(
+            engine.generate(PROMPT, sampling, name, "0", lambda *_: draws.set(), routes_from=0)
+        )
+        other = asyncio.create_task(engine.generate(PROMPT, sampling, "whole", "0", routes_from=0))
+        await draws.wait()
+        await asyncio.gather(engine.abort(name), engine.abort("whole"))
+        for generation in await asyncio.gather(call, other):
+            if generation.finish_reason == "abort":
+                return generation
+        raise AssertionError("both have ended by themselves")
+
+    first = engines.loop.run(stopped("stopped"), seconds=60)
+    tokens = [*PROMPT, *first.tokens.tolist()]
+    engines.check(tokens, engines.rows(first))
 
 
 def test_moved_kv_brings_its_routes(engines: Engines) -> None:
@@ -156,3 +186,29 @@ def test_moved_kv_brings_its_routes(engines: Engines) -> None:
 
     engines.loop.run(goes_on(), seconds=120)
     engines.loop.run(without(), seconds=120)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "ranks", "experts"), [("qwen3-moe", 2, 2), ("qwen2-moe", 2, 1), ("mixtral", 1, 1)]
+)
+def test_routes_of_each_family_and_layout(family: str, ranks: int, experts: int, tmp_path: Path) -> None:
+    """Experts are numbered over all ranks, and a shared expert is no part of a route; requests that SGLang
+    retracts for want of room have all their routes."""
+    layout = {"tensor_parallel": ranks, "expert_parallel": experts, "kv_cache_tokens": 400}
+    engines = Engines(tmp_path, family, 1, **layout)
+    prompts = [[(i * j + 1) % VOCAB for j in range(20)] for i in range(1, 9)]
+
+    async def ask() -> list[Generation]:
+        engine = engines.engines[0]
+        asked = [
+            engine.generate(prompt, engines.sampling, f"r{i}", "0", None, routes_from=0)
+            for i, prompt in enumerate(prompts)
+        ]
+        return await asyncio.gather(*asked)
+
+    with running(engines):
+        for prompt, generation in zip(prompts, engines.loop.run(ask(), seconds=200), strict=True):
+            engines.check([*prompt, *generation.tokens.tolist()], engines.rows(generation))
+        log = engines.engines[0].log.read_text()
+    assert "KV cache pool is full. Retract requests" in log or ranks > 1, "none was retracted"

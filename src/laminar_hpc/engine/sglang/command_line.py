@@ -7,17 +7,17 @@ names are read from SGLang's source text: importing it takes seconds.
 import importlib.util
 import json
 import re
+from contextlib import suppress
 from pathlib import Path
 
 from laminar_hpc.config.adapter_places import adapters_at_once
 from laminar_hpc.config.adapters import TARGETS
-from laminar_hpc.config.bounds import shown
 from laminar_hpc.config.check import derive, memory_need
-from laminar_hpc.config.errors import did_you_mean
+from laminar_hpc.config.errors import LaminarError, did_you_mean
 from laminar_hpc.config.experts import experts_of
 from laminar_hpc.config.memory import USABLE, shared_bytes, shared_engines
 from laminar_hpc.config.models import head_size, model_config
-from laminar_hpc.config.routing import replayed_routes
+from laminar_hpc.config.routing import replayed_routes, replays, route_shape
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.engine.sglang.overrides import overrides
 from laminar_hpc.machine.devices import present
@@ -58,7 +58,7 @@ _NOT_HERE = {
     "are loaded in the layout of SGLang's triton kernels, each once",
     "preferred-sampling-params": "responses are drawn as `sampling` says",
 }
-_WITHOUT_ROUTES = ("enable-hierarchical-cache", "enable-lmcache", "enable-hisparse")
+_NO_ROUTES = ("enable-hierarchical-cache", "enable-lmcache", "enable-hisparse")
 _MOVED_DTYPES = ("auto", "bf16", "bfloat16")  # of KV caches that engine/kv/pool.py moves
 _MOVED_PAGE = 64
 _FIELD = re.compile(r"^    ([a-z]\w+)\s*:", re.M)
@@ -112,8 +112,8 @@ def _refusal(config: RunConfig, name: str, value: str, names: set[str]) -> str:
     for those, why in _NOT_HERE.items():
         if any(name == one or (one.endswith("-") and name.startswith(one)) for one in those.split()):
             return f"{why}; leave it out"
-    if name in _WITHOUT_ROUTES and shown(config.algorithm.routing_replay) != "false":
-        return "KV that comes back has no routes; leave it out, or set algorithm.routing_replay=false"
+    if (why := _without_routes(name, value)) and _brings_routes(config):
+        return f"{why}; leave it out, or set algorithm.routing_replay=false"
     unmoved = (
         (name == "kv-cache-dtype" and value not in _MOVED_DTYPES)
         or (name == "page-size" and value.isdigit() and int(value) > _MOVED_PAGE)
@@ -126,6 +126,21 @@ def _refusal(config: RunConfig, name: str, value: str, names: set[str]) -> str:
             "pipeline.repack=reprefill"
         )
     return ""
+
+
+def _without_routes(name: str, value: str) -> str:
+    """Why an engine with this argument could not tell the experts of all tokens; "" where it can."""
+    if name in _NO_ROUTES:
+        return "KV that comes back from elsewhere has no routes"
+    unbounded = name == "chunked-prefill-size" and value.startswith("-")
+    return "SGLang has room for the routes of one chunk of a prefill" if unbounded else ""
+
+
+def _brings_routes(config: RunConfig) -> bool:
+    """Whether responses bring routes. A model that cannot be read is refused elsewhere."""
+    with suppress(LaminarError):
+        return replays(config) and bool(route_shape(model_config(config.model.path, config.dry_run)))
+    return False
 
 
 def has_cuda() -> bool:
