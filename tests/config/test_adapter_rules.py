@@ -10,7 +10,7 @@ import pytest
 
 from laminar_hpc.config.adapter_check import adapter_problems
 from laminar_hpc.config.adapters import ADAPTER_CONFIG_FILE, ADAPTER_FILE, adapter_tensors, widths_of
-from laminar_hpc.config.check import derive, problems
+from laminar_hpc.config.check import derive, derived_values, problems
 from laminar_hpc.config.load import load_config
 from laminar_hpc.config.models import count_parameters, known_models, model_config
 from laminar_hpc.config.schema import LoraConfig, RunConfig
@@ -178,6 +178,10 @@ def test_a_publication_is_the_adapter_alone(name: str, share: float) -> None:
     tensors = adapter_tensors(widths_of(model), model["num_hidden_layers"], config.model.lora)
     assert derived.publish_bytes == 2 * sum(rows * columns for _, (rows, columns) in tensors)
     assert derived.publish_bytes < share * 2 * count_parameters(model)
+    said = derived_values(config, derived)["adapter"]
+    assert said.startswith(
+        f"rank 16, alpha 32, of attention and mlp: {derived.publish_bytes // 2:,} parameters, "
+    )
     assert derived.slot_bytes == derived.publish_bytes * config.relay.slots
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from laminar_hpc.config.adapter_check import adapter_problems
-from laminar_hpc.config.adapters import published_parameters
+from laminar_hpc.config.adapters import adapter_text, published_parameters
 from laminar_hpc.config.bounds import wrong_values
 from laminar_hpc.config.errors import LaminarError, Refused, said
 from laminar_hpc.config.experts import experts_text, objection
@@ -135,10 +135,11 @@ def derived_values(config: RunConfig, derived: Derived) -> dict[str, object]:
     batch = f"{a.prompts_per_step} prompts x {a.samples_per_prompt} samples"
     batch += f" = {derived.trajectories_per_step} trajectories"
     updates = f"{a.minibatches_per_step} updates of {derived.trajectories_per_update} each"
-    experts = experts_text(model_config(config.model.path, config.dry_run))
+    model = model_config(config.model.path, config.dry_run)
+    texts = {"experts": experts_text(model), "adapter": adapter_text(model, config.model.lora)}
     return {
         "batch_of_a_step": f"{batch}; {updates}",
-        **({"experts": experts} if experts else {}),
+        **{name: text for name, text in texts.items() if text},
         **dataclasses.asdict(derived),
         "relay_transport": transport_text(config),
         "pipeline": pipeline_text(config),
