@@ -11,6 +11,7 @@ import pytest
 from laminar_hpc.config.adapter_check import adapter_problems
 from laminar_hpc.config.adapters import ADAPTER_CONFIG_FILE, ADAPTER_FILE, adapter_tensors, widths_of
 from laminar_hpc.config.check import derive, derived_values, problems
+from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.load import load_config
 from laminar_hpc.config.models import count_parameters, known_models, model_config
 from laminar_hpc.config.schema import LoraConfig, RunConfig
@@ -206,3 +207,11 @@ def test_layouts_of_config_and_shape_agree(base: Path) -> None:
     """The trainer's list of an adapter's tensors is that of the checks."""
     shape = read_shape(base)
     assert dict(adapter_layout(shape, LORA)) == tensors_of()
+
+
+def test_an_adapter_in_the_place_of_a_model_is_told_apart(base: Path, tmp_path: Path) -> None:
+    """model.path with the directory of an adapter, or with a checkpoint that has one."""
+    folder = write(tmp_path / "hf", tensors_of())
+    for named in (folder, tmp_path):
+        with pytest.raises(LaminarError, match=f"this is an adapter: .* as model.lora.path={folder}$"):
+            model_config(str(named))
