@@ -10,7 +10,8 @@ import pytest
 
 from laminar_hpc.config.adapter_check import adapter_problems
 from laminar_hpc.config.adapters import ADAPTER_CONFIG_FILE, ADAPTER_FILE, adapter_tensors, widths_of
-from laminar_hpc.config.check import derive, problems
+from laminar_hpc.config.check import derive, derived_values, problems
+from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.load import load_config
 from laminar_hpc.config.models import count_parameters, known_models, model_config
 from laminar_hpc.config.schema import LoraConfig, RunConfig
@@ -178,6 +179,10 @@ def test_a_publication_is_the_adapter_alone(name: str, share: float) -> None:
     tensors = adapter_tensors(widths_of(model), model["num_hidden_layers"], config.model.lora)
     assert derived.publish_bytes == 2 * sum(rows * columns for _, (rows, columns) in tensors)
     assert derived.publish_bytes < share * 2 * count_parameters(model)
+    said = derived_values(config, derived)["adapter"]
+    assert said.startswith(
+        f"rank 16, alpha 32, of attention and mlp: {derived.publish_bytes // 2:,} parameters, "
+    )
     assert derived.slot_bytes == derived.publish_bytes * config.relay.slots
 
 
@@ -202,3 +207,11 @@ def test_layouts_of_config_and_shape_agree(base: Path) -> None:
     """The trainer's list of an adapter's tensors is that of the checks."""
     shape = read_shape(base)
     assert dict(adapter_layout(shape, LORA)) == tensors_of()
+
+
+def test_an_adapter_in_the_place_of_a_model_is_told_apart(base: Path, tmp_path: Path) -> None:
+    """model.path with the directory of an adapter, or with a checkpoint that has one."""
+    folder = write(tmp_path / "hf", tensors_of())
+    for named in (folder, tmp_path):
+        with pytest.raises(LaminarError, match=f"this is an adapter: .* as model.lora.path={folder}$"):
+            model_config(str(named))

@@ -115,7 +115,7 @@ def test_sglang_takes_every_experiment_on_every_gpu(tmp_path: Path) -> None:
     for (gpu, name), found in zip(cases, json.loads(done.stdout), strict=True):
         config, where = configs[name], f"{name} on {gpu}: {found}"
         assert (found["device"], found["dtype"]) == ("cuda", config.model.dtype), where
-        expected = "triton" if name.startswith(("demo", "tools", "moe")) else BACKENDS[gpu]
+        expected = "triton" if name.startswith(("demo", "tools", "moe", "lora")) else BACKENDS[gpu]
         assert found["attention_backend"] == expected, where
         assert found["page_size"] == (64 if expected == "trtllm_mha" else 1), where
         assert not found["disable_overlap_schedule"] and found["graphs"] >= 32, where

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from helpers.trainer import tiny
 from helpers.trainer.checkpointing import Trainer
 from helpers.trainer.ranks import Ranks
+from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.load import dump_config
 from laminar_hpc.report.export.merged import export_merged
 from laminar_hpc.store.checkpoints import checkpoint_path
@@ -201,3 +202,29 @@ def test_another_adapter_is_gone_on_from(world: None, tied_model: Path, tmp_path
         == adapter_config(trainer.config.model.lora, str(tied_model))["base_model_name_or_path"]
     )
     assert Learner(second.config, second).train(tiny.step_batch(tiny.make_batch(seed=1)), 0, lambda: None)
+
+
+def test_what_cannot_be_merged_is_said_in_one_line(tmp_path: Path) -> None:
+    """Each with its cure, and without a directory that looks like a model."""
+    run, model, target = tmp_path / "run", tmp_path / "model", tmp_path / "merged"
+    run.mkdir()
+    config = tiny.make_config(model, **LORA)
+    (run / "config.yaml").write_text(dump_config(config))
+
+    def refused(text: str) -> None:
+        with pytest.raises(LaminarError, match=text):
+            export_merged(run, target)
+
+    refused("has no checkpoint yet; wait for its first one")
+    checkpoint = checkpoint_path(run, 3)
+    (checkpoint / "hf").mkdir(parents=True)
+    (checkpoint / "state.json").write_text("{}")
+    refused("trains the whole model: .*step_000003/hf is such a directory already")
+    (checkpoint / "hf" / "adapter_config.json").write_text("{}")
+    refused(f"the model of {run} is not at model.path={model}; bring it back")
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    refused("step_000003 is damaged: state.json has no step")
+    assert not target.exists() and [path.name for path in tmp_path.iterdir() if "merged" in path.name] == []
+    target.mkdir()
+    refused(f"--merged {target} exists; name another directory")

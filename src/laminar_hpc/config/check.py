@@ -18,7 +18,7 @@ from pathlib import Path
 
 from laminar_hpc.config.adapter_check import adapter_problems
 from laminar_hpc.config.adapter_places import adapter_pool_bytes, slots_of
-from laminar_hpc.config.adapters import published_parameters
+from laminar_hpc.config.adapters import adapter_text, published_parameters
 from laminar_hpc.config.bounds import wrong_values
 from laminar_hpc.config.errors import LaminarError, Refused, said
 from laminar_hpc.config.experts import experts_text, objection
@@ -153,11 +153,15 @@ def derived_values(config: RunConfig, derived: Derived) -> dict[str, object]:
     batch += f" = {derived.trajectories_per_step} trajectories"
     updates = f"{a.minibatches_per_step} updates of {derived.trajectories_per_update} each"
     model = model_config(config.model.path, config.dry_run)
-    experts, routes = experts_text(model), replayed_routes(config, model)
+    routes = replayed_routes(config, model)
+    texts = {
+        "experts": experts_text(model),
+        "adapter": adapter_text(model, config.model.lora),
+        "routing_replay": replay_text(config, routes) if routes else "",
+    }
     return {
         "batch_of_a_step": f"{batch}; {updates}",
-        **({"experts": experts} if experts else {}),
-        **({"routing_replay": replay_text(config, routes)} if routes else {}),
+        **{name: text for name, text in texts.items() if text},
         **dataclasses.asdict(derived),
         "relay_transport": transport_text(config),
         "pipeline": pipeline_text(config),

@@ -94,6 +94,9 @@ def _cure(path: Path) -> str:
 
 
 def _meant(path: Path) -> str:
+    for folder in (path, path / "hf"):
+        if (folder / "adapter_config.json").is_file():
+            return f"this is an adapter: name its model here, and the adapter as model.lora.path={folder}"
     if (path / "hf" / "config.json").is_file():
         return f"this is a checkpoint of ours, its Hugging Face directory is model.path={path / 'hf'}"
     if written := sorted(path.glob("checkpoints/step_*/hf")):

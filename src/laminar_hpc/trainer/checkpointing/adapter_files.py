@@ -28,10 +28,9 @@ _OF_THE_MODEL = ("config.json", "generation_config.json")  # they make a directo
 class AdapterFiles:
     """Of one policy with an adapter; its methods are those of HfFiles."""
 
-    wanted: list[Wanted] = []  # noqa: RUF012 (nothing is copied beside what `collect` gives)
-
     def __init__(self, policy: MegatronPolicy) -> None:
         self._policy = policy
+        self.wanted: list[Wanted] = []  # what `collect` gives is a copy already
 
     def collect(self, copies: HostCopies | None) -> Collected:
         """On rank 0 a copy of the adapter in host memory. Collective."""

@@ -13,7 +13,6 @@ matrix that is 0 where a module does not lead.
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -195,7 +194,7 @@ def set_initial(slices: Sequence[LocalSlice], lora: LoraConfig, seed: int) -> No
     name. As in PEFT, A is uniform within 1 / sqrt(inputs), or normal of standard deviation 1 / rank; B is 0.
     """
     for each in slices:
-        values: Any = torch.zeros(each.shape)
+        values = torch.zeros(each.shape)
         if ".lora_A." in each.name:
             digest = hashlib.sha256(f"{seed} {each.name}".encode()).digest()
             draw = torch.Generator().manual_seed(int.from_bytes(digest[:7]))
