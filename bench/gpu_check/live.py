@@ -7,10 +7,12 @@
     python bench/gpu_check/live.py --part keep_kv            new weights come into running requests
     python bench/gpu_check/live.py --part repack             two engines on one GPU, KV moves between them
     python bench/gpu_check/live.py --part resume             a checkpoint, a new start from it
+    python bench/gpu_check/live.py --part experts            the shipped mixture, published from a copy
 
-The model has random weights (--shape), the tasks are the example's, rewards are drawn. Each run must end by
-itself, and `laminar audit` must find nothing in it. `mismatch_over_limit` is the log-prob mismatch between
-engine and trainer, mean over a probe, the largest of all weight ids, over the limit that a run warns at.
+The model has random weights (--shape) but for `experts`, the tasks are the example's, rewards are drawn.
+Each run must end by itself, and `laminar audit` must find nothing in it. `mismatch_over_limit` is the
+log-prob mismatch between engine and trainer, mean over a probe, the largest of all weight ids, over the limit
+that a run warns at.
 """
 
 import argparse
@@ -199,8 +201,20 @@ def resume(options: argparse.Namespace, folder: Path) -> tuple[Figures, list[dic
     return {"checkpoint_seconds": common.median(saved), "restored_step": restored}, [row_of("resume", run)]
 
 
+def experts(options: argparse.Namespace, folder: Path) -> tuple[Figures, list[dict]]:
+    """Trainer and engine of the example's mixture of experts, which has weights and tasks of its own."""
+    options.experiment, options.shape = "moe", "tiny"
+    more = {"relay.publish": "copied", "sampling.max_response_tokens": 48}
+    words = settings(options, folder) | more
+    del words["model.path"], words["reward.function"]
+    run = common.train(options, folder, "experts", words)
+    shutil.rmtree(folder / "experts" / "checkpoints", ignore_errors=True)
+    row = row_of("experts", run)
+    return {"tokens_per_second": row["tokens/s"], "mismatch_over_limit": over_limit(run)}, [row]
+
+
 PARTS: dict[str, Callable[[argparse.Namespace, Path], tuple[Figures, list[dict]]]] = {
-    part.__name__: part for part in (pair, engine_killed, relay_killed, keep_kv, repack, resume)
+    part.__name__: part for part in (pair, engine_killed, relay_killed, keep_kv, repack, resume, experts)
 }
 
 

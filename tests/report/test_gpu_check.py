@@ -154,7 +154,7 @@ def test_all_stages_run_on_the_cpu(tmp_path):
     assert {name: result["why"] for name, result in stages.items() if result["verdict"] != "ok"} == {}, (
         done.stdout
     )
-    assert done.returncode == 0 and len(stages) == 15
+    assert done.returncode == 0 and len(stages) == 16
     assert (
         stages["relay-killed"]["figures"]["killed"] >= 1 and stages["engine-killed"]["figures"]["killed"] == 1
     )
