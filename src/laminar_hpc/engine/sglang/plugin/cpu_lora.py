@@ -1,6 +1,6 @@
 """Adapters on the CPU: SGLang's torch backend without pinned memory, which a machine without an accelerator
-does not have, and with one product per adapter, where SGLang has one for each run of requests. Hooked in by
-hooks.py."""
+does not have, and with one product for all adapters of a batch, where SGLang has one for each run of
+requests. Hooked in by hooks.py."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from sglang.srt.lora.backend.base_backend import BaseLoRABackend
 from sglang.srt.lora.utils import generate_sequence_lengths
+from torch.nn.utils.rnn import pad_sequence
 from torch.overrides import TorchFunctionMode
 
 
@@ -32,16 +33,21 @@ def without_pinning(original: Callable, *arguments: Any, **rest: Any) -> Any:
 
 @dataclass
 class AdapterBatch:
-    """The tokens of a batch by adapter. `parts`: (place in the pool, first row, end, scaling); `order`: the
-    token of each row, int64 [tokens], None where that is the batch's own order."""
+    """The tokens of a batch by adapter. `only`: the place of the one that has all of them. Else `places` of
+    those that have any; `rows`, int64 [adapters, longest], are their tokens, padded; `tokens` are all of them
+    behind each other, and `valid` where those lie in the flat `rows`, None where nothing is padded."""
 
-    parts: list[tuple[int, int, int, float]]
-    order: torch.Tensor | None
+    scalings: torch.Tensor  # [adapters, 1, 1]
+    only: int | None = None
+    places: torch.Tensor | slice | None = None
+    rows: torch.Tensor | None = None
+    tokens: torch.Tensor | None = None
+    valid: torch.Tensor | None = None
     has_active_lora: bool = False  # SGLang sets it
 
 
 class CpuLoraBackend(BaseLoRABackend):
-    """In place of TorchNativeLoRABackend. Tokens of one adapter are brought together once per product."""
+    """In place of TorchNativeLoRABackend: one product for all adapters of a batch."""
 
     name = "torch_native"
     batch_info: AdapterBatch
@@ -58,27 +64,35 @@ class CpuLoraBackend(BaseLoRABackend):
         use_cuda_graph: bool,
         use_prefill_cuda_graph: bool = False,
     ) -> None:
-        """Called before each forward pass; `weight_indices` are places of the pool, one per request."""
+        """Called before each forward pass; `weight_indices` are places of the pool, one per request, of which
+        those of the model alone have rank 0."""
         lengths = generate_sequence_lengths(forward_batch, device="cpu").long()
-        places = torch.tensor(weight_indices).repeat_interleave(lengths)
-        grouped, order = places.sort(stable=True)
-        parts, begin = [], 0
-        kinds, counts = grouped.unique_consecutive(return_counts=True)
-        for place, count in zip(kinds.tolist(), counts.tolist(), strict=True):
-            if lora_ranks[place]:
-                parts.append((place, begin, begin + count, scalings[place]))
-            begin += count
-        self.batch_info = AdapterBatch(parts, None if torch.equal(grouped, places) else order)
+        adapted = sorted({place for place in weight_indices if lora_ranks[place]})
+        batch = AdapterBatch(torch.tensor([scalings[place] for place in adapted]).view(-1, 1, 1))
+        self.batch_info = batch
+        if adapted and len(set(weight_indices)) == 1:
+            batch.only = adapted[0]
+            return
+        of_token = torch.tensor(weight_indices).repeat_interleave(lengths)
+        rows = [(of_token == place).nonzero().flatten() for place in adapted]
+        if not any(map(len, rows)):
+            return
+        adjacent = adapted[-1] - adapted[0] == len(adapted) - 1  # then the weights need no copy
+        batch.places = slice(adapted[0], adapted[-1] + 1) if adjacent else torch.tensor(adapted)
+        batch.rows, batch.tokens = pad_sequence(rows, batch_first=True), torch.cat(rows)
+        longest = batch.rows.shape[1]
+        if len(batch.tokens) < batch.rows.numel():
+            batch.valid = torch.cat([torch.arange(len(row)) + i * longest for i, row in enumerate(rows)])
 
     def run_lora_a_sgemm(self, x: torch.Tensor, weights: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        """x: [tokens, inputs]; weights: [places, parts * rank, inputs]. Returns [rows, parts * rank], scaled,
-        in the order of the batch's rows."""
+        """x: [tokens, inputs]; weights: [places, parts * rank, inputs]. Returns the scaled products, [tokens,
+        parts * rank] of one adapter, else [adapters, longest, parts * rank]."""
         batch = self.batch_info
-        rows = x if batch.order is None else x.index_select(0, batch.order)
-        out = x.new_zeros(len(x), weights.shape[1])
-        for place, begin, end, scaling in batch.parts:
-            torch.mm(rows[begin:end], weights[place].T, out=out[begin:end]).mul_(scaling)
-        return out
+        if batch.only is not None:
+            return (x @ weights[batch.only].T).mul_(batch.scalings[0, 0])
+        if batch.rows is None:
+            return x.new_empty(0)
+        return torch.bmm(x[batch.rows], weights[batch.places].transpose(1, 2)).mul_(batch.scalings)
 
     def run_lora_b_sgemm(
         self,
@@ -89,20 +103,21 @@ class CpuLoraBackend(BaseLoRABackend):
         *_: Any,
         **__: Any,
     ) -> torch.Tensor:
-        """x: [rows, parts * rank]; weights: [places, outputs, rank], part i in rows `output_offset_cpu[i]` to
-        the next. Adds to `base_output`, [tokens, outputs], and returns it."""
-        batch, rank, offsets = self.batch_info, weights.shape[2], output_offset_cpu.tolist()
-        for place, begin, end, _scaling in batch.parts:
-            whole = weights[place]
+        """x: what `run_lora_a_sgemm` gave; weights: [places, outputs, rank], part i in rows
+        `output_offset_cpu[i]` to the next. Adds to `base_output`, [tokens, outputs], and returns it."""
+        batch, rank, spans = self.batch_info, weights.shape[2], list(pairwise(output_offset_cpu.tolist()))
+        if batch.only is not None:
+            whole = weights[batch.only]
+            for i, (first, last) in enumerate(spans):
+                base_output[:, first:last].addmm_(x[:, i * rank : (i + 1) * rank], whole[first:last].T)
+        elif batch.rows is not None:
+            chosen = weights[batch.places].transpose(1, 2)
             parts = [
-                x[begin:end, i * rank : (i + 1) * rank] @ whole[first:last].T
-                for i, (first, last) in enumerate(pairwise(offsets))
+                torch.bmm(x[..., i * rank : (i + 1) * rank], chosen[..., first:last])
+                for i, (first, last) in enumerate(spans)
             ]
-            change = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-            if batch.order is None:
-                base_output[begin:end] += change
-            else:
-                base_output.index_add_(0, batch.order[begin:end], change)
+            change = (parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)).flatten(0, 1)
+            base_output.index_add_(0, batch.tokens, change if batch.valid is None else change[batch.valid])
         return base_output
 
     def run_qkv_lora(
