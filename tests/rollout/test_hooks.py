@@ -47,6 +47,11 @@ NEEDED_FOR = {
         "SchedulerBatchResultProcessor._maybe_collect_routed_experts",
         "req.routed_experts = capturer.get_topk(",
     ),
+    "ModelRunner.init_routed_experts_capturer": (
+        "sglang.srt.models.mixtral",
+        "MixtralMoE",
+        "renormalize=True,\n        )",
+    ),
     "release_req": ("sglang.srt.managers.schedule_batch", "release_req", "req.reset_for_retract()"),
     "alloc_with_host_register": (
         "sglang.srt.mem_cache.pool_host.common",

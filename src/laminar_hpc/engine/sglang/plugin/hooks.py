@@ -51,6 +51,13 @@ PORT_HOOKS = (
         "AROUND",
         routes.collect,
     ),
+    # models/mixtral.py:91 makes routers that do not know their layer
+    Hook(
+        "sglang.srt.model_executor.model_runner",
+        "ModelRunner.init_routed_experts_capturer",
+        "BEFORE",
+        routes.number_layers,
+    ),
     # schedule_batch.py:2268 frees the slots of a request that is to be prefilled again
     Hook("sglang.srt.managers.schedule_batch", "release_req", "BEFORE", routes.keep_retracted),
     # load_snapshot.py:299 names a file in /dev/shm, which outlives a killed engine

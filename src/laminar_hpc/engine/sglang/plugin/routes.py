@@ -8,6 +8,7 @@ that it retracts; both are made up for here. Routes leave in the form of config/
 router only, in one or two bytes.
 """
 
+import re
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -18,6 +19,7 @@ import torch
 from laminar_hpc.config.routing import RouteShape, route_shape
 from laminar_hpc.engine.kv.errors import KvRefused
 
+_LAYER = re.compile(r"\blayers\.(\d+)\.")
 _KEPT = "laminar_routes"  # of a request that was retracted: int32 [tokens, layers, experts per token]
 
 
@@ -33,6 +35,16 @@ def _shape(model_config: Any) -> RouteShape:
     shape = route_shape(model_config.hf_config.to_dict())
     assert shape is not None, "only a mixture of experts is started with --enable-return-routed-experts"
     return shape
+
+
+def number_layers(runner: Any) -> None:
+    """Hook before ModelRunner.init_routed_experts_capturer: routers that do not know their layer get its
+    number from their name."""
+    from sglang.srt.layers.moe.topk import TopK
+
+    for name, module in runner.model.named_modules():
+        if isinstance(module, TopK) and module.layer_id is None and (found := _LAYER.search(name)):
+            module.layer_id = int(found[1])
 
 
 def keep_retracted(*, req: Any, req_to_token_pool: Any, **_: object) -> None:
