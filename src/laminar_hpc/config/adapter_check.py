@@ -40,7 +40,7 @@ _PLAIN: dict[str, object] = {
     "target_parameters": None,
     "trainable_token_indices": None,
 }
-ADAPTED = ("qwen2", "qwen3", "llama", "mistral")  # families whose linear layers are named as PEFT names them
+NAMED_OTHERWISE = ("glm4",)  # families with one layer where PEFT's names have two
 _CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq")  # init_lora_weights whose base is another model
 
 
@@ -56,10 +56,10 @@ def adapter_problems(config: RunConfig, model: dict | None) -> list[str]:
             f"model.lora.rank={lora.rank}: a mixture of experts is trained whole; set it to 0, or use a "
             "dense model"
         ]
-    if model is not None and model.get("model_type") not in ADAPTED:
+    if model is not None and model.get("model_type") in NAMED_OTHERWISE:
         return [
-            f"model.lora.rank={lora.rank}: adapters are for {', '.join(ADAPTED)}, not for "
-            f"{model.get('model_type')}; set it to 0, or use another model"
+            f"model.lora.rank={lora.rank}: an adapter's layers are named otherwise in the family "
+            f"{model['model_type']}; set it to 0, or use another model"
         ]
     if not lora.path or model is None:
         return []
