@@ -63,6 +63,9 @@ def _objection(c: dict, rope: dict) -> str:
         wrong += "trainer does not; set it to 1, which differs by rounding only"
     elif softcap or c.get("use_bidirectional_attention"):
         wrong = "soft caps of logits and attention to later tokens are not supported; use another model"
+    elif c.get("dual_chunk_attention_config") and c["model_type"] != "qwen2":
+        wrong = "attention by chunks is supported with qwen2 only; take dual_chunk_attention_config out, "
+        wrong += "without which attention is the same up to chunk_size tokens"
     elif c.get("quantization_config"):
         wrong = "quantized weights cannot be trained; name the model without them"
     elif (
