@@ -71,8 +71,33 @@ GLM4 = {
     "tie_word_embeddings": False,
     "vocab_size": 151552,
 }
+GEMMA3 = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 1152,
+    "intermediate_size": 6912,
+    "max_position_embeddings": 32768,
+    "model_type": "gemma3_text",
+    "num_attention_heads": 4,
+    "num_hidden_layers": 26,
+    "num_key_value_heads": 1,
+    "query_pre_attn_scalar": 256,
+    "rms_norm_eps": 1e-06,
+    "rope_local_base_freq": 10000,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": 512,
+    "sliding_window_pattern": 6,
+    "vocab_size": 262144,
+}
 # what counts of the config.json on the hub; of YaRN with the entries that the model cards say to add
 REAL = {
+    "gemma-3-1b-it": GEMMA3,
     "GLM-4-9B-0414": GLM4,
     "GLM-4-32B-0414 with YaRN": GLM4
     | {
@@ -132,6 +157,7 @@ REAL = {
 }
 # parameters as the hub gives them, positions, width of a head, tokens of a window
 MEANT = {
+    "gemma-3-1b-it": (999_885_952, 32768, 256, 512),
     "GLM-4-9B-0414": (9_400_279_040, 32768, 128, None),
     "GLM-4-32B-0414 with YaRN": (32_566_081_536, 131072, 128, None),
     "Mistral-7B-Instruct-v0.3": (7_248_023_552, 32768, 128, None),
@@ -162,7 +188,23 @@ def test_a_released_model_is_what_it_is(name, tmp_path):
     assert (shape.head_dim, head_size(model), shape.max_positions) == (head, head, longest)
     assert shape.windows == windows and (windows.size if windows else None) == window
     assert shape.norm_eps == config.rms_norm_eps
-    assert shape.rope_theta == config.rope_parameters["rope_theta"]
+    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
+    assert shape.rope_theta == rope["rope_theta"] and shape.tied == config.tie_word_embeddings
+
+
+def test_gemma_says_of_each_layer_what_it_attends_to():
+    """Five of six layers of gemma-3-1b-it have a window and a RoPE of their own, by the config.json of the
+    hub and by that which transformers 5 writes."""
+    declare_schemas()
+    import transformers
+
+    windows = windows_of(GEMMA3)
+    assert windows.layers == ((True,) * 5 + (False,)) * 4 + (True, True) and windows.rope_theta == 10000.0
+    written = transformers.Gemma3TextConfig(**GEMMA3).to_dict()
+    assert written["rope_parameters"].keys() == {"sliding_attention", "full_attention"}
+    del written["sliding_window_pattern"]
+    assert windows_of(written) == windows
+    assert count_parameters(written) == count_parameters(GEMMA3)
 
 
 def test_sglang_is_told_of_yarn():

@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @pytest.mark.parametrize(
-    "family", ["qwen3-untied", "llama3-gqa8", "mistral-window", "qwen3-yarn", "glm4", *EXPERTS]
+    "family", ["qwen3-untied", "llama3-gqa8", "mistral-window", "qwen3-yarn", "glm4", "gemma3", *EXPERTS]
 )
 def test_a_run_of_each_family(family, tmp_path, monkeypatch):
     """Random weights behind the example's tokenizer, trained, published and served: one policy each,

@@ -98,6 +98,15 @@ def test_every_layout_trains_as_one_rank(
     check(family, layout, algorithm, ranks, tmp_path)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "layout"), [("gemma3", "cp2-tp2"), ("glm4", "cp2-pp2")])
+def test_a_share_of_a_pack_is_turned_by_its_own_places(
+    family: str, layout: str, ranks: Ranks, tmp_path: Path
+) -> None:
+    """The same where layers have a window and RoPE of their own, and where RoPE turns neighbours."""
+    check(family, layout, "grpo", ranks, tmp_path)
+
+
 RESUMES = [("cp2-dp2-distributed", "one-distributed")]
 MORE_RESUMES = [
     ("one-distributed", "cp2-tp2-pp2-distributed"),

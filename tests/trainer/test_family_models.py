@@ -11,7 +11,16 @@ from laminar_hpc.trainer.megatron.policy import MegatronPolicy
 from laminar_hpc.trainer.step.learner import Learner
 
 pytestmark = pytest.mark.usefixtures("world")
-SPECIAL = ["mistral-nemo", "mistral-window", "qwen2-yarn", "qwen3-yarn", "llama-linear", "glm4", "glm4-yarn"]
+SPECIAL = [
+    "mistral-nemo",
+    "mistral-window",
+    "qwen2-yarn",
+    "qwen3-yarn",
+    "llama-linear",
+    "glm4",
+    "glm4-yarn",
+    "gemma3",
+]
 
 
 @pytest.mark.parametrize("family", SPECIAL)
@@ -36,6 +45,8 @@ def test_logits_equal_transformers_both_ways(family: str, tmp_path: Path) -> Non
     [
         ("mistral-window", {"sliding_window": None}),
         ("qwen3-yarn", {"rope_parameters": tiny.YARN}),
+        ("gemma3", {"layer_types": ["full_attention"] * 4}),
+        ("gemma3", {"query_pre_attn_scalar": 16}),
         ("qwen2-yarn", {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}),
     ],
 )

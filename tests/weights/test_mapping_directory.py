@@ -71,8 +71,19 @@ def test_what_families_leave_out_of_their_config(tmp_path: Path) -> None:
         ({"rope_scaling": {"type": "dynamic", "factor": 4}}, "RoPE of type dynamic"),
         ({"rope_scaling": {"type": "yarn"}}, "yarn without 'factor'"),
         (
+            {"model_type": "qwen3_moe", "dual_chunk_attention_config": {"chunk_size": 9}},
+            "attention by chunks is supported with qwen2 only",
+        ),
+        ({"model_type": "gemma3_text", "final_logit_softcapping": 30.0}, "soft caps of logits"),
+        ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "attention to later tokens"),
+        ({"model_type": "gemma3_text", "hidden_activation": "silu"}, "other than gelu_pytorch_tanh are not"),
+        (
+            {"model_type": "gemma3_text", "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+            "SGLang's Gemma3ForCausalLM is for plain RoPE",
+        ),
+        (
             {"model_type": "mixtral", "rope_scaling": {"type": "linear", "factor": 2}},
-            "RoPE is scaled, which SGLang's MixtralForCausalLM leaves out",
+            "SGLang's MixtralForCausalLM is for plain RoPE",
         ),
         (
             {

@@ -40,7 +40,7 @@ _PLAIN: dict[str, object] = {
     "target_parameters": None,
     "trainable_token_indices": None,
 }
-NAMED_OTHERWISE = ("glm4",)  # families with one layer where PEFT's names have two
+NAMED_OTHERWISE = ("glm4", "gemma3_text")  # families with layers or norms that adapters are not tried with
 _CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq")  # init_lora_weights whose base is another model
 
 

@@ -21,11 +21,31 @@ class Family:
     scaled_rope: bool = True  # SGLang's class scales RoPE as config.json says
     fused_mlp: bool = False  # gate and up projection are one tensor, gate_up_proj
     norms: tuple[tuple[str, str], ...] = NORMS
+    centered_norms: bool = False  # a norm's weight is what its factor has beyond 1
+    activation: str = "silu"
+    scaled_embedding: bool = False  # by the square root of the hidden size
+    tied: bool = False  # where config.json does not say tie_word_embeddings
     # of tensors: the block with the experts, and an expert's gate, up and down projection
     expert_names: tuple[str, str, str, str] = ("mlp", "gate_proj", "up_proj", "down_proj")
 
 
 FAMILIES = {  # by config.json's model_type
+    "gemma3_text": Family(
+        "Gemma3ForCausalLM",
+        qk_norm=True,
+        head_dim=256,
+        scaled_rope=False,
+        norms=(
+            ("input_layernorm", "before_attention"),
+            ("post_attention_layernorm", "after_attention"),
+            ("pre_feedforward_layernorm", "before_mlp"),
+            ("post_feedforward_layernorm", "after_mlp"),
+        ),
+        centered_norms=True,
+        activation="gelu_pytorch_tanh",
+        scaled_embedding=True,
+        tied=True,
+    ),
     "glm4": Family(
         "Glm4ForCausalLM",
         bias_by_config=True,
@@ -51,6 +71,11 @@ FAMILIES = {  # by config.json's model_type
         expert_names=("block_sparse_moe", "w1", "w3", "w2"),
     ),
 }
+
+
+def is_tied(model: dict) -> bool:
+    """Whether the head of a config.json is its embedding."""
+    return bool(model.get("tie_word_embeddings", family_of(model).tied))
 
 
 def has_qkv_bias(model: dict) -> bool:

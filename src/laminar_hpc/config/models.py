@@ -13,7 +13,7 @@ from typing import Any
 
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.experts import expert_replicas, expert_shards, experts_of, routed_activations
-from laminar_hpc.config.families import FAMILIES, family_of, has_qkv_bias
+from laminar_hpc.config.families import FAMILIES, family_of, has_qkv_bias, is_tied
 from laminar_hpc.config.system_schema import TrainerConfig
 from laminar_hpc.config.yaml_text import load_yaml
 
@@ -168,7 +168,7 @@ def count_parameters(model: dict) -> int:
     feed_forward = experts.layer_parameters(hidden) if experts else 3 * hidden * model["intermediate_size"]
     norms += len(family.norms) * hidden
     layer = 2 * hidden * (q + kv) + biases + norms + feed_forward
-    return vocab * hidden * (1 if model.get("tie_word_embeddings") else 2) + layers * layer + hidden
+    return vocab * hidden * (1 if is_tied(model) else 2) + layers * layer + hidden
 
 
 def even_tokens(model: dict) -> float:
@@ -176,7 +176,7 @@ def even_tokens(model: dict) -> float:
     matrix products take 2 per parameter but the embedding's and those of experts that it does not go to, n
     tokens' attention 2 n^2 x heads x head size per layer, half of what it is without the mask; the backward
     pass takes twice both."""
-    embedding = 0 if model.get("tie_word_embeddings") else model["vocab_size"] * model["hidden_size"]
+    embedding = 0 if is_tied(model) else model["vocab_size"] * model["hidden_size"]
     width = model["num_attention_heads"] * head_size(model)
     experts = experts_of(model)
     idle = experts.idle_parameters(model["hidden_size"]) if experts else 0
@@ -232,7 +232,7 @@ def _stage_parameters(model: dict, stages: int) -> float:
     if stages == 1:
         return total
     layers = model["num_hidden_layers"]
-    inner = total - embedding * (1 if model.get("tie_word_embeddings") else 2) - model["hidden_size"]
+    inner = total - embedding * (1 if is_tied(model) else 2) - model["hidden_size"]
     return inner / layers * max(stage_layers(model, stages)) + embedding + model["hidden_size"]
 
 

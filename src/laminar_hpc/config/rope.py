@@ -47,8 +47,9 @@ RopeScaling = Llama3Scaling | LinearScaling | YarnScaling
 
 def rope_entries(model: dict) -> dict:
     """What a config.json says of RoPE: rope_scaling of transformers 4, before rope_parameters of
-    transformers 5, as transformers takes them."""
-    return dict(model.get("rope_scaling") or model.get("rope_parameters") or {})
+    transformers 5, as transformers takes them; where layers differ, of those that attend to all tokens."""
+    found = dict(model.get("rope_scaling") or model.get("rope_parameters") or {})
+    return dict(found.get("full_attention", found))
 
 
 def scaling_of(model: dict) -> RopeScaling | None:

@@ -14,6 +14,7 @@ import yaml
 
 from laminar_hpc.config.directories import conf_directory
 from laminar_hpc.config.errors import LaminarError, did_you_mean
+from laminar_hpc.config.families import is_tied
 from laminar_hpc.config.models import head_size, kv_heads, model_config
 from laminar_hpc.config.yaml_text import load_yaml
 
@@ -120,7 +121,7 @@ def model_of(path: str, config: dict[str, Any], tensor_parallel: int | None = No
     shared = (layers - dense_layers) * (c.get("n_shared_experts") or 0) * expert
     dense = dense_layers * 3.0 * hidden * c["intermediate_size"] + shared
     read = layers * _attention(c) + dense + embedding
-    total = read + routed + (0.0 if c.get("tie_word_embeddings") else embedding)
+    total = read + routed + (0.0 if is_tied(c) else embedding)
     share = c["num_experts_per_tok"] / experts if experts else 0.0
     latent = c.get("kv_lora_rank")
     kv = (latent + c["qk_rope_head_dim"]) if latent else 2 * kv_heads(c) * head_size(c)

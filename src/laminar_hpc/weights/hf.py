@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.experts import Experts, experts_of, objection
-from laminar_hpc.config.families import FAMILIES, Family, has_qkv_bias
+from laminar_hpc.config.families import FAMILIES, Family, has_qkv_bias, is_tied
 from laminar_hpc.config.models import INDEX_FILE, SIDE_FILES, WEIGHTS_FILE, head_size
 from laminar_hpc.config.rope import RopeScaling, positions, rope_entries, scaling_of
 from laminar_hpc.config.windows import Windows, windows_of
@@ -47,26 +47,35 @@ class ModelShape:
     experts: Experts | None = None
     windows: Windows | None = None
     qkv_bias: bool = False
+    attention_scale: float | None = None  # of products of queries and keys; None: 1 / sqrt(head_dim)
     rotary_dims: int | None = None  # of a head, the first so many that RoPE turns; None: all
 
 
 def _objection(c: dict, rope: dict) -> str:
     """What the trainer cannot compute of a config.json, in a sentence; "" if there is nothing."""
+    activation = FAMILIES[c["model_type"]].activation
+    softcap = c.get("attn_logit_softcapping") or c.get("final_logit_softcapping")
     if own := [name for name in c.get("auto_map") or () if name.startswith("AutoModel")]:
         wrong = f"auto_map names code of the model's own ({own[0]}), which neither trainer nor engine runs"
         wrong += "; take auto_map out if the model is a plain one without it"
     elif c.get("pretraining_tp", 1) != 1:
         wrong = f"pretraining_tp={c['pretraining_tp']} splits each sum as the pretraining did, which the "
         wrong += "trainer does not; set it to 1, which differs by rounding only"
+    elif softcap or c.get("use_bidirectional_attention"):
+        wrong = "soft caps of logits and attention to later tokens are not supported; use another model"
+    elif c.get("dual_chunk_attention_config") and c["model_type"] != "qwen2":
+        wrong = "attention by chunks is supported with qwen2 only; take dual_chunk_attention_config out, "
+        wrong += "without which attention is the same up to chunk_size tokens"
     elif c.get("quantization_config"):
         wrong = "quantized weights cannot be trained; name the model without them"
     elif (
         c.get("use_sliding_window")
         or (c["model_type"] == "mixtral" and c.get("sliding_window"))
-        or c.get("hidden_act", "silu") != "silu"
+        or c.get("hidden_act", activation) != activation
+        or c.get("hidden_activation", activation) != activation
         or c.get("attention_dropout")
     ):
-        wrong = "sliding windows, dropout and activations other than silu are not supported"
+        wrong = f"sliding windows, dropout and activations other than {activation} are not supported"
         wrong += "; use another model"
     # Qwen2 has no such key, and its own biases
     elif (c.get("attention_bias") and c["model_type"] not in ("qwen2", "glm4")) or c.get("mlp_bias"):
@@ -109,8 +118,8 @@ def read_shape(directory: str | Path) -> ModelShape:
         raise LaminarError(f"{file}: {error}") from None
     family, heads = FAMILIES[c["model_type"]], c["num_attention_heads"]
     if scaling is not None and not family.scaled_rope:
-        left_out = f"RoPE is scaled, which SGLang's {family.architecture} leaves out"
-        raise LaminarError(f"{file}: {left_out}; use a model with plain RoPE")
+        plain = f"SGLang's {family.architecture} is for plain RoPE, and config.json scales it"
+        raise LaminarError(f"{file}: {plain}; use another model")
     return ModelShape(
         family=family,
         layers=c["num_hidden_layers"],
@@ -122,12 +131,13 @@ def read_shape(directory: str | Path) -> ModelShape:
         vocab=c["vocab_size"],
         rope_theta=float(rope.get("rope_theta") or c.get("rope_theta") or 10000.0),
         norm_eps=c.get("rms_norm_eps", 1e-6),
-        tied=bool(c.get("tie_word_embeddings", False)),
+        tied=is_tied(c),
         max_positions=positions(c) or 32768,
         rope_scaling=scaling,
         experts=experts_of(c),
         windows=windows_of(c),
         qkv_bias=has_qkv_bias(c),
+        attention_scale=c.get("query_pre_attn_scalar", 256) ** -0.5 if family.centered_norms else None,
         rotary_dims=int(head_size(c) * rope["partial_rotary_factor"]),
     )
 

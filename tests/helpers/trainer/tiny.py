@@ -77,6 +77,20 @@ FAMILIES: dict[str, dict[str, object]] = {
         "rope_parameters": {**YARN, "attention_factor": 1.3, "truncate": False},
         "tie_word_embeddings": False,
     },
+    "gemma3": {  # windows in every other layer, whose RoPE is another
+        "family": "Gemma3",
+        "num_hidden_layers": 4,
+        "head_dim": 16,
+        "query_pre_attn_scalar": 24,
+        "sliding_window": 12,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            "full_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+        "pad_token_id": None,
+        "eos_token_id": 1,
+    },
     "glm4": {  # half of a head is turned, by pairs of neighbours; what is added to the residual is normalized
         "family": "Glm4",
         "head_dim": 16,
@@ -160,7 +174,8 @@ def make_model(
     }
     if "rope_parameters" not in settings:
         shape["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0}
-    config = getattr(transformers, f"{family}Config")(**{**shape, **settings})
+    kind = {"Gemma3": "Gemma3Text"}.get(family, family)
+    config = getattr(transformers, f"{kind}Config")(**{**shape, **settings})
     model = getattr(transformers, f"{family}ForCausalLM")(config).float()
     with torch.no_grad():
         for parameter in model.parameters():

@@ -44,9 +44,17 @@ class SwiGLU(torch.nn.Module):
         return {}
 
 
+class GeGLU(SwiGLU):
+    """The same with GELU, approximated by tanh, in the place of silu."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = x.chunk(2, dim=-1)
+        return F.gelu(gate, approximate="tanh") * up
+
+
 def use_own_activation(mlp: MLP) -> None:
     """In place. Megatron calls a feed-forward part's module for the whole of the activation where its
     configuration has this flag, which no other module is to see."""
     mlp.config = copy.copy(mlp.config)
     mlp.config.use_te_activation_func = True
-    mlp.activation_func = SwiGLU()
+    mlp.activation_func = SwiGLU() if mlp.activation_func is F.silu else GeGLU()

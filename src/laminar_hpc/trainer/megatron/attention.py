@@ -100,12 +100,21 @@ class _Unpad(torch.autograd.Function):
 @dataclass
 class PackLayout(PackedSeqParams):
     """Megatron's description of a pack, and ours beside it. `lengths`: of its sequences, in order;
-    `rotation`: RoPE's factors of the pack's tokens, see rope.py; `routes` [tokens, layers, experts per
-    token]: the experts that are to be replayed, of this rank's tokens and layers, see routing.py."""
+    `rotation`: RoPE's factors of the pack's tokens, see rope.py; `windowed_rotation`: those of layers with a
+    window, None: the same; `routes` [tokens, layers, experts per token]: the experts that are to be replayed,
+    of this rank's tokens and layers, see routing.py."""
 
     lengths: tuple[int, ...] = ()
     rotation: tuple[torch.Tensor, torch.Tensor] | None = None
+    windowed_rotation: tuple[torch.Tensor, torch.Tensor] | None = None
     routes: torch.Tensor | None = None
+
+    def rotation_of(self, config: TransformerConfig, layer_number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the rotation of a layer, counted from 1."""
+        assert self.rotation is not None
+        if self.windowed_rotation is None or tokens_before(config, layer_number) is None:
+            return self.rotation
+        return self.windowed_rotation
 
     @functools.cached_property
     def buckets(self) -> Buckets:
@@ -157,6 +166,7 @@ class PackedCausalAttention(MegatronModule):
         heads = divide(config.num_attention_heads, groups.tp.size() * self.context.size())
         self.width = config.kv_channels * heads
         self.scale = 1 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
+        self.layer_number = layer_number
         self.before = tokens_before(config, layer_number)
 
     def forward(
@@ -180,7 +190,8 @@ class PackedCausalAttention(MegatronModule):
             or layout.rotation is None
         ):
             raise ValueError("PackedCausalAttention takes a PackLayout with its rotation and no mask")
-        query, key = rotate(*in_halves(self.config, query, key), *layout.rotation)
+        rotation = layout.rotation_of(self.config, self.layer_number)
+        query, key = rotate(*in_halves(self.config, query, key), *rotation)
         if self.context.size() == 1:
             return self._attend(query, key, value, layout)
         query, key, value = heads_of_all_tokens(query, key, value, self.context)

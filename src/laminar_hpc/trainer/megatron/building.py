@@ -6,6 +6,7 @@ where it is built; else, and on the CPU, they are Megatron's own. Either way the
 (trainer/megatron/attention.py).
 """
 
+import functools
 import importlib.util
 import math
 import os
@@ -49,6 +50,10 @@ from laminar_hpc.weights.hf import ModelShape
 # fits all of them.
 _VOCAB_MULTIPLE = 32
 _FOREVER = 10**12  # steps of a constant schedule
+_ACTIVATIONS = {
+    "silu": F.silu,
+    "gelu_pytorch_tanh": functools.partial(F.gelu, approximate="tanh"),
+}
 
 
 def installed(module: str) -> bool:
@@ -98,7 +103,9 @@ def transformer_config(shape: ModelShape, config: RunConfig, dtype: torch.dtype)
         normalization="RMSNorm",
         layernorm_epsilon=shape.norm_eps,
         gated_linear_unit=True,
-        activation_func=F.silu,
+        activation_func=_ACTIVATIONS[shape.family.activation],
+        layernorm_zero_centered_gamma=shape.family.centered_norms,
+        softmax_scale=shape.attention_scale,
         add_bias_linear=False,
         add_qkv_bias=shape.qkv_bias,
         qk_layernorm=shape.family.qk_norm,
@@ -126,7 +133,7 @@ def transformer_config(shape: ModelShape, config: RunConfig, dtype: torch.dtype)
         persist_layer_norm=False,
         apply_rope_fusion=False,
         rotary_interleaved=shape.family.interleaved,  # attention.py reads it
-        bias_activation_fusion=torch.cuda.is_available(),
+        bias_activation_fusion=torch.cuda.is_available() and shape.family.activation == "silu",
         bias_dropout_fusion=False,
         **expert_settings(shape.experts, config),
         **window_settings(shape.windows),
@@ -201,6 +208,8 @@ def build_gpt(
     elif derive(config).recompute_activations == "selective":
         _forget_fused(gpt)
     add_post_norms(gpt, shape)
+    if gpt.pre_process and shape.family.scaled_embedding:
+        gpt.embedding.register_forward_hook(lambda module, inputs, rows: rows * shape.hidden**0.5)
     if config.model.lora.rank:
         add_adapters(gpt, shape, config.model.lora)
     note_tensor_parallel(gpt)

@@ -115,6 +115,9 @@ class MegatronPolicy:
         chunks = self._build_chunks()
         self.gpt = stage_module(chunks)
         self._frequencies = rope_frequencies(self.shape).to(self.device)
+        windowed, self._windowed_frequencies = self.shape.windows, None
+        if windowed is not None and windowed.rope_theta is not None:
+            self._windowed_frequencies = rope_frequencies(self.shape, windowed=True).to(self.device)
         self._magnitude = rope_magnitude(self.shape).to(self.device)
         self._selected: torch.Tensor | None = None
         self._last = chunks[-1]
@@ -185,7 +188,10 @@ class MegatronPolicy:
             self._head.hands_on = not whole and self._in_chunks(pack)
         with native_calls():
             rotation = rotation_of(self._frequencies, pack.positions, self._magnitude)
-            layout = replace(pack.layout, rotation=rotation)
+            windowed = None
+            if self._windowed_frequencies is not None:
+                windowed = rotation_of(self._windowed_frequencies, pack.positions)
+            layout = replace(pack.layout, rotation=rotation, windowed_rotation=windowed)
             run = model or self.models[0]
             return run(pack.tokens[None], pack.positions[None], None, packed_seq_params=layout)
 

@@ -11,6 +11,7 @@ import contextlib
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -24,10 +25,18 @@ class Norm(torch.nn.RMSNorm):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
         super().__init__(hidden_size, eps=eps)
+        self.centered = config.layernorm_zero_centered_gamma
+
+    def factor(self) -> torch.Tensor:
+        """What the normalized input is multiplied with: the weight, or 1 and the weight in float32."""
+        return 1.0 + self.weight.float() if self.centered else self.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         # the backward pass keeps it: of the keys, which are a view, that would be queries and values too
-        return super().forward(x.contiguous())
+        x = x.contiguous()
+        if not self.centered:
+            return super().forward(x)
+        return F.rms_norm(x.float(), self.normalized_shape, self.factor(), self.eps).to(x.dtype)
 
 
 class SumNorm(Norm):
@@ -40,7 +49,7 @@ class SumNorm(Norm):
         ready, self.ready = self.ready, None
         if ready is not None and ready[0] is x:
             return ready[1]
-        return normed(x, self.weight, self.eps)
+        return normed(x, self.factor(), self.eps).to(self.weight.dtype)
 
 
 class SumAdding:
@@ -61,8 +70,9 @@ class SumAdding:
             raise ValueError("a float32 residual sum knows neither bias nor dropout")
         if self.norm is None:
             return added(output, residual)
-        self.norm.ready = added_and_normed(output, residual, self.norm.weight, self.norm.eps)
-        return self.norm.ready[0]
+        total, value = added_and_normed(output, residual, self.norm.factor(), self.norm.eps)
+        self.norm.ready = total, value.to(self.norm.weight.dtype)
+        return total
 
 
 def _adding(training: bool, fused: bool) -> Callable:

@@ -2,6 +2,7 @@
 Called by trainer/megatron/policy.py; weights/kernels/layers.py applies the factors."""
 
 import math
+from dataclasses import replace
 
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -10,9 +11,11 @@ from laminar_hpc.config.rope import LinearScaling, Llama3Scaling, YarnScaling
 from laminar_hpc.weights.hf import ModelShape
 
 
-def rope_frequencies(shape: ModelShape) -> torch.Tensor:
+def rope_frequencies(shape: ModelShape, windowed: bool = False) -> torch.Tensor:
     """Radians per token of each pair of a head's dimensions, [head_dim / 2] float32; 0 of those that are not
-    turned."""
+    turned. `windowed`: in layers with a window."""
+    if windowed and shape.windows is not None and shape.windows.rope_theta is not None:
+        shape = replace(shape, rope_theta=shape.windows.rope_theta, rope_scaling=None)
     turned = _turned_frequencies(shape)
     return torch.nn.functional.pad(turned, (0, shape.head_dim // 2 - len(turned)))
 

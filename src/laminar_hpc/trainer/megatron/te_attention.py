@@ -21,6 +21,6 @@ class TransformerEngineAttention(TEDotProductAttention):
         packed_seq_params: PackLayout,
         **keywords: object,
     ) -> torch.Tensor:
-        assert packed_seq_params.rotation is not None
-        query, key = rotate(*in_halves(self.config, query, key), *packed_seq_params.rotation)
+        rotation = packed_seq_params.rotation_of(self.config, self.layer_number)
+        query, key = rotate(*in_halves(self.config, query, key), *rotation)
         return super().forward(query, key, *args, packed_seq_params=packed_seq_params, **keywords)

@@ -46,7 +46,9 @@ def canonical_views(
         elif ".gate_up_proj." in name:
             yield from _gate_and_up(name, tensor, rank, size, family.fused_mlp)
         elif name in ("model.embed_tokens.weight", "lm_head.weight"):
-            start = min(rank * len(tensor), config.vocab_size)
+            module = model.get_submodule(name.rpartition(".")[0])
+            split = not isinstance(module, torch.nn.Embedding)  # Gemma-3's is whole on every rank
+            start = min(split * rank * len(tensor), config.vocab_size)
             whole = (config.vocab_size, *shape[1:])
             yield _slice(name, tensor[: config.vocab_size - start], whole, 0, start)
         elif name.endswith((".o_proj.weight", ".down_proj.weight")):
