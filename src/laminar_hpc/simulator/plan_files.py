@@ -16,6 +16,7 @@ from laminar_hpc.simulator.tables import GPUS, MODELS
 _LANE_BYTES = (
     36e9  # of a publication per relay lane: 1, 2 and 4 lanes for 7B, 32B and 72B, as in conf/experiment
 )
+_RELAY_THREADS = 8  # of a relay, each of which copies some 4 GB/s, as in conf/experiment
 _SELDOM = ("context_parallel", "expert_parallel", "virtual_stages")  # written where they are above 1
 _PATIENCE = 4  # time limits of requests and batches, over the longest that was simulated
 
@@ -98,7 +99,11 @@ def experiment(config: PlanConfig, candidate: Candidate, figures: dict) -> str:
             "tokens_per_microbatch": t.tokens_per_microbatch,
             "gpu_memory_gigabytes": t.gpu_memory_gigabytes,
         },
-        "relay": {"lanes": lanes(config), **_over_wide_area(config, candidate, figures)},
+        "relay": {
+            "lanes": lanes(config),
+            "threads": _RELAY_THREADS,
+            **_over_wide_area(config, candidate, figures),
+        },
         "rollout": {
             "replicas": candidate.replicas,
             "tensor_parallel": tp,
