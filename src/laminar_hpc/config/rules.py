@@ -42,9 +42,7 @@ def broken_rules(config: RunConfig, model: dict | None) -> list[str]:
     parts = [_source, _data, _devices, _sampling, _rollout, _environment, _pipeline, _batch]
     parts += [_loss, _corrections, _rewards, _advantages, _schedule]
     texts = [text for part in parts for text in part(config)]
-    if model is not None:
-        experts = experts_of(model)
-        texts += [*_model(config, model), *_experts(config, experts), *wrong_replay(config, experts)]
+    texts += [*_model(config, model), *_experts(config, experts_of(model))] if model is not None else []
     return [re.sub(r"@([\w.]*\w)", written, text) for text in texts]
 
 
@@ -366,7 +364,8 @@ def _model(config: RunConfig, model: dict) -> Iterator[str]:
 
 
 def _experts(config: RunConfig, experts: Experts | None) -> Iterator[str]:
-    """Yields what is wrong with how experts are divided over ranks."""
+    """Yields what is wrong with how experts are divided over ranks, and with routing replay."""
+    yield from wrong_replay(config, experts)
     t, r = config.trainer, config.rollout
     if experts is None:
         for role, divided in (("trainer", t.expert_parallel), ("rollout", r.expert_parallel)):
