@@ -16,9 +16,7 @@ REWARD = "def score(*, prompt, response, row):\n    return response.count('1') /
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
-@pytest.mark.parametrize(
-    "family", ["qwen3-untied", "llama3-gqa8", "mistral-window", "qwen3-yarn", "glm4", "gemma3", *EXPERTS]
-)
+@pytest.mark.parametrize("family", ["qwen3-untied", "llama3-gqa8", "qwen3-yarn", "glm4", *EXPERTS])
 def test_a_run_of_each_family(family, tmp_path, monkeypatch):
     """Random weights behind the example's tokenizer, trained, published and served: one policy each,
     log-probs to 1e-3 at every step."""
