@@ -92,6 +92,18 @@ def published_parameters(model: dict, lora: LoraConfig) -> int:
     return model["num_hidden_layers"] * _of_layer(model, lora, 1)
 
 
+def adapter_text(model: dict, lora: LoraConfig) -> str:
+    """What a run trains in place of the model's weights; "" where it trains these."""
+    if lora.rank == 0:
+        return ""
+    parameters, whole = published_parameters(model, lora), count_parameters(model)
+    layers = " and ".join(["attention", "mlp"] if lora.targets == "all" else [lora.targets])
+    return (
+        f"rank {lora.rank}, alpha {lora.alpha:g}, of {layers}: {parameters:,} parameters, "
+        f"{parameters / whole:.2%} of the model's"
+    )
+
+
 def rank_adapter_parameters(model: dict, lora: LoraConfig, trainer: TrainerConfig) -> int:
     """Parameters of the adapter on a rank of the fullest pipeline stage; 0 without one."""
     if lora.rank == 0:
