@@ -7,7 +7,6 @@ has; it is started anew only where a load failed.
 
 import statistics
 from collections.abc import Collection
-from dataclasses import replace
 from pathlib import Path
 
 from laminar_hpc.config.adapters import adapter_tensors, widths_of
@@ -18,7 +17,6 @@ from laminar_hpc.machine.observability.trace import Trace
 from laminar_hpc.rollout.engine_lives import EngineLives
 from laminar_hpc.rollout.weight_loader import (
     PullClock,
-    Pulled,
     SlotRefused,
     WeightLoader,
     check_file,
@@ -66,7 +64,6 @@ class AdapterLoader(WeightLoader):
         self._model = Path(config.model.path)
         self._several = config.pipeline.refresh == "versions"
         self.loaded: set[int] = set()  # in the engine, and verified
-        self._base: list[float] | None = None  # log-probs of the probe without an adapter, by this engine
 
     async def retire(self, keep: Collection[int]) -> None:
         """Unloads all adapters but these. Raises LaminarError while requests of one run."""
@@ -74,23 +71,20 @@ class AdapterLoader(WeightLoader):
             await self.engines.current.unload_adapter(weight_id)
             self.loaded.discard(weight_id)
 
-    async def pull(self, paused: bool = False, weight_id: int | None = None, beside: bool = False) -> Pulled:
-        pulled = await super().pull(paused, weight_id, beside)
-        return replace(pulled, model_logprobs=self._base or [])
-
     async def replace(self) -> None:
         await super().replace()
         self.loaded.clear()
-        self._base = None
+        self.model_logprobs = []
 
     async def _verified(
         self, handle: SlotHandle, clock: PullClock, restart: bool, paused: bool
     ) -> list[float]:
         logprobs = await super()._verified(handle, clock, restart, paused)
         engine = self.engines.current
-        if self._base is None:
-            self._base = [value for scores in await engine.score(self.probe, BASE) for value in scores]
-        check_acts(engine.name, logprobs, self._base, handle.manifest)
+        if not self.model_logprobs:  # once for each engine
+            scores = await engine.score(self.probe, BASE)
+            self.model_logprobs = [value for sequence in scores for value in sequence]
+        check_acts(engine.name, logprobs, self.model_logprobs, handle.manifest)
         clock.lap("acts")
         self.loaded.add(handle.weight_id)
         if not self._several:

@@ -122,6 +122,7 @@ class WeightLoader:
         self.trace = trace
         self.engines = engines
         self._layout: list[TensorLayout] | None = None  # of the running engine
+        self.model_logprobs: list[float] = []  # of the probe, by the model alone, beside adapters
         self._held = contextlib.ExitStack()
         self._unstarted = False  # the engine was replaced, and starts with the next pull
 
@@ -176,7 +177,7 @@ class WeightLoader:
                 deadline = time.monotonic() + LEASE_SECONDS  # no slot was looked at meanwhile
         t1 = time.time()
         self.trace.record("pull", t0, t1, weight_id=handle.weight_id, step=handle.step, restarts=restarts)
-        return Pulled(handle.weight_id, handle.step, t1 - t0, clock.phases, logprobs)
+        return Pulled(handle.weight_id, handle.step, t1 - t0, clock.phases, logprobs, self.model_logprobs)
 
     async def replace(self) -> None:
         """Ends the engine; the next pull starts another from its slot."""
