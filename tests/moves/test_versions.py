@@ -3,11 +3,13 @@ drain, each trajectory has one policy, and the staleness bound holds."""
 
 import random
 import time
+from functools import partial
 
 import pytest
 
 from helpers.control.script import Script, samples_of
 from helpers.emulated.stand import Stand, assert_every_one_ended_once, small_config
+from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.controller.loop import Controller
 from laminar_hpc.line.messages.chain import RelayHas
@@ -16,6 +18,8 @@ from laminar_hpc.line.messages.membership import Ping
 from laminar_hpc.line.messages.moves import Reserve
 from laminar_hpc.line.messages.rollouts import Grant, Leaving, RequestWork, WeightsOpened
 from laminar_hpc.report import rundata
+from laminar_hpc.rollout.worker import RolloutWorker
+from laminar_hpc.simulator.emulated.engine import EmulatedEngine
 
 
 def config(folder, bound: int = 2, **changes: object) -> RunConfig:
@@ -108,6 +112,32 @@ def test_deaths_and_moves_change_no_policy(tmp_path, increments, seed):
     assert [move for move in moves if move["source"] is not None]
     rescued = [move for move in moves if move["source"] is None]
     assert bool(rescued) or not increments
+
+
+@pytest.mark.slow
+def test_a_load_that_fails_beside_what_runs_loses_nothing(tmp_path):
+    """The engine cannot be trusted any more, and others are generated in it: it is started again, and what it
+    generated goes on elsewhere or from its prompt; all end once, within the bound."""
+    failed = []
+
+    class Failing(EmulatedEngine):
+        async def load_adapter(self, directory, weight_id):
+            if self._jobs and not failed:
+                failed.append(weight_id)
+                raise LaminarError("the adapter does not load")
+            return await super().load_adapter(directory, weight_id)
+
+    def worker(context, pool):
+        engine = partial(Failing, context.config, context.index, context.run_dir)
+        return RolloutWorker(context, engine, pool)
+
+    made = config(tmp_path, replicas=2, steps=6)
+    made.rollout.increment_tokens = 25
+    Stand(made, new_worker=worker).run(120)
+    assert_kept_its_promises(made)
+    hung = rundata.load(tmp_path / "run").records.get("engine_hung", [])
+    assert len(hung) == len(failed) == 1
+    assert all("does not load; it is started again" in record["reason"] for record in hung)
 
 
 # ---- message by message ------------------------------------------------------------------------------------

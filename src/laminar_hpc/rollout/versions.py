@@ -184,6 +184,8 @@ class Versions:
             await batch
             async with self._loads:  # a load that has begun is completed
                 feed.cancel()
+            if feed.done() and not feed.cancelled():
+                feed.result()  # it failed as the last trajectory ended
         finally:
             for task in (batch, feed):
                 task.cancel()
@@ -195,7 +197,7 @@ class Versions:
             self._wake.clear()
             if not self._shutdown.begun:
                 async with self._loads:
-                    await self._retire()
+                    await self.retire()
                     if self._weights.newer() and self._state.has_place:
                         await self._weights.pull()
                 while self._grants and self._batch.under_way:
@@ -205,8 +207,8 @@ class Versions:
                 async with asyncio.timeout(_LOOK_SECONDS):  # wait_for of 3.11 may swallow a cancellation
                     await self._wake.wait()
 
-    async def _retire(self) -> None:
-        """Unloads what nothing needs."""
+    async def retire(self) -> None:
+        """Unloads what nothing needs, which makes a place for another."""
         if unneeded := self._state.unneeded():
             for weight_id in unneeded:
                 self._state.close(weight_id)

@@ -273,7 +273,7 @@ class RolloutWorker:
             if self.state.weight_id is None:  # a relay that has started anew may hold none yet
                 await self.weights.until_first(time.monotonic())
             if self.state.weight_id is None or self.weights.newer():
-                await self.weights.pull()
+                await self._pull()
         if not self.grants:  # one that came during the pull is its work
             self.ask_again = False
             assert self.state.weight_id is not None
@@ -284,6 +284,11 @@ class RolloutWorker:
         grant = await self._next_grant()
         if grant is not None:
             await self._local_batch(grant)
+
+    async def _pull(self, back_to: int | None = None) -> None:
+        if self.versions:
+            await self.versions.retire()
+        await self.weights.pull(back_to=back_to)
 
     # ---- work ----------------------------------------------------------------------------------------------
 
@@ -319,18 +324,18 @@ class RolloutWorker:
         begun = self.grants.begin(grant)
         try:
             if begun and self.grants.goes_back(grant):
-                await self.weights.pull(back_to=grant.weight_id)
+                await self._pull(grant.weight_id)
             if begun:
                 self.state.grant(grant.weight_id, len(begun))
             return begun
-        except SlotGone as gone:
+        except (SlotGone, WrongState) as refusal:
             if self.versions:  # others are generated here meanwhile
-                self.results.hand_over(begun, str(gone))
+                self.results.hand_over(begun, str(refusal))
+            elif isinstance(refusal, SlotGone):
+                self._not_loaded(grant, refusal)
             else:
-                self._not_loaded(grant, gone)
-        except WrongState as refusal:
-            for trajectory in begun:
-                self.results.lost(trajectory, str(refusal))
+                for trajectory in begun:
+                    self.results.lost(trajectory, str(refusal))
         finally:
             self.grants.begun(grant)
         return []

@@ -19,6 +19,7 @@ from laminar_hpc.policies import admission, refill
 from laminar_hpc.policies.failover import Room
 from laminar_hpc.simulator.ahead import Appointments, decode_alone, may_end_group
 from laminar_hpc.simulator.clock import Clock
+from laminar_hpc.simulator.refilling import refill_beside
 from laminar_hpc.simulator.replica import INFINITY, SimulatedReplica
 from laminar_hpc.simulator.request import SimulatedRequest
 from laminar_hpc.simulator.setup import SimulationSetup
@@ -155,7 +156,7 @@ class Rollouts:
         if self.rules.refresh == "interrupt":
             self.top_up(replica)
         elif self.several:
-            self.refill(replica)
+            refill_beside(self, replica)
         if replica.pending == 0 and replica.state not in ("pull", "move", "admission", "barrier", "weights"):
             self.drained(replica)
         self.schedule(replica)
@@ -249,43 +250,6 @@ class Rollouts:
         else:
             replica.state = "admission"
             self.waiting_replicas[replica.index] = None
-
-    def may_begin(self, replica: SimulatedReplica) -> bool:
-        """A group can begin at once beside what it generates, or it generates nothing."""
-        at_work, waiting = replica.pending - len(replica.away), len(replica.waiting)
-        room = refill.room(at_work, waiting, replica.kv, replica.capacity, replica.max_concurrent)
-        return room >= self.samples or not replica.pending
-
-    def refill(self, replica: SimulatedReplica) -> None:
-        """Several weights at once: whole groups on the newest of its place, up to a local batch, while they
-        can begin at once. One that could take more asks again, behind the others."""
-        if self.gone(replica):
-            return
-        replica.weight_step = replica.weight_id = step = self.newest_at(replica.site)
-        begun = self.rescue(replica)
-        for _ in range(self.local_batch[replica.index]):
-            if not self.may_begin(replica):
-                break
-            if lost := self.tracker.take_lost(self.samples, step):
-                for request in lost:
-                    self.give_anew(replica, request)
-            elif self.quota(step) > 0:
-                for request in self.tracker.new_group(step).requests.values():
-                    self.give(replica, request)
-            else:
-                break
-            begun = True
-            replica.fill()
-        if begun:
-            self.waiting_replicas.pop(replica.index, None)
-            self.turns.begun[replica.index] = replica.pending
-            replica.state = "generate"
-        if self.may_begin(replica):
-            self.waiting_replicas[replica.index] = None
-            if begun and (self.tracker.lost or self.quota(step) > 0):
-                self.clock.at(self.clock.now, self.ask, replica)
-        if not replica.pending:
-            replica.state = "admission"
 
     def top_up(self, replica: SimulatedReplica) -> None:
         """Continuous filling: whole groups while there is room, up to the replica's share of what admission
