@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from laminar_hpc.config.adapter_check import adapter_problems
+from laminar_hpc.config.adapter_places import slots_of
 from laminar_hpc.config.adapters import ADAPTER_CONFIG_FILE, ADAPTER_FILE, adapter_tensors, widths_of
 from laminar_hpc.config.check import derive, derived_values, problems
 from laminar_hpc.config.errors import LaminarError
@@ -183,7 +184,7 @@ def test_a_publication_is_the_adapter_alone(name: str, share: float) -> None:
     assert said.startswith(
         f"rank 16, alpha 32, of attention and mlp: {derived.publish_bytes // 2:,} parameters, "
     )
-    assert derived.slot_bytes == derived.publish_bytes * config.relay.slots
+    assert derived.slot_bytes == derived.publish_bytes * slots_of(config)
 
 
 def test_a_frozen_model_needs_its_weights_alone() -> None:

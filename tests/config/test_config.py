@@ -341,7 +341,7 @@ def test_other_architectures_are_refused(words, tmp_path):
     """A model family that is not supported is refused by name, with those that are."""
     (tmp_path / "config.json").write_text(json.dumps({**MODEL, "architectures": ["DeepseekV3ForCausalLM"]}))
     with pytest.raises(
-        LaminarError, match=r"DeepseekV3ForCausalLM is not supported; supported: Glm4.*Llama.*Qwen3Moe"
+        LaminarError, match=r"DeepseekV3ForCausalLM is not supported; supported: Gemma3.*Llama.*Qwen3Moe"
     ):
         check(load_config(words))
 

@@ -216,7 +216,7 @@ def test_a_dry_run_says_what_routes_come_to(words, tmp_path):
     config = load_config([*words, *more])
     derived = check(config)
     assert derived_values(config, derived)["routing_replay"] == (
-        "94 layers x 8: 752 bytes of a token, 99% of the data plane; 3.01 GB of an engine rank's host memory"
+        "94 layers x 8: 752 bytes a token, 99% of the data plane; 3.01 GB of an engine's host memory"
     )
     assert not [line for line in warnings(config, derived) if "routing_replay" in line]
     many = ["algorithm.prompts_per_step=512", "sampling.max_response_tokens=32000"]

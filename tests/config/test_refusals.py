@@ -108,7 +108,7 @@ SHAPES = {
     "experiment=dmeo": "use one of cluster_1024gpu_72b, cluster_128gpu_235b_a22b, cluster_64gpu_32b, "
     "cluster_64gpu_32b_128k, demo, lora, moe, node_8gpu_30b_a3b, node_8gpu_72b_lora, node_8gpu_7b, one_gpu, "
     "one_gpu_7b_lora, retool_32b, retool_7b, tools (did you mean demo?)",
-    "pipeline=laminarr": "use one of laminar, one_step, partial, stream, sync (did you mean laminar?)",
+    "pipeline=laminarr": "one of laminar, one_step, partial, stream, sync, versions (did you mean laminar?)",
     "experiment=demo,one_gpu": "use one of",
     "conf/experiment/mine.yaml": "write --config-dir DIR experiment=NAME",
     "experiment=conf/mine.yaml": "tools; for a file DIR/experiment/NAME.yaml write --config-dir DIR",

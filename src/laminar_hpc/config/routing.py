@@ -66,8 +66,8 @@ def replay_text(config: RunConfig, shape: RouteShape) -> str:
     """What a run's routes come to."""
     cache = config.rollout.kv_cache_tokens * len(shape.layers) * shape.per_token * _ENGINE_BYTES
     return (
-        f"{len(shape.layers)} layers x {shape.per_token}: {shape.token_bytes} bytes of a token, "
-        f"{shape.share:.0%} of the data plane; {cache / 1e9:.2f} GB of an engine rank's host memory"
+        f"{len(shape.layers)} layers x {shape.per_token}: {shape.token_bytes} bytes a token, "
+        f"{shape.share:.0%} of the data plane; {cache / 1e9:.2f} GB of an engine's host memory"
     )
 
 
