@@ -40,7 +40,7 @@ _PLAIN: dict[str, object] = {
     "target_parameters": None,
     "trainable_token_indices": None,
 }
-NAMED_OTHERWISE = ("glm4", "gemma3_text")  # families with layers or norms that adapters are not tried with
+NOT_TRIED = ("glm4", "gemma3_text")  # families with layers or norms that adapters are not tried with
 _CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq")  # init_lora_weights whose base is another model
 
 
@@ -56,9 +56,9 @@ def adapter_problems(config: RunConfig, model: dict | None) -> list[str]:
             f"model.lora.rank={lora.rank}: a mixture of experts is trained whole; set it to 0, or use a "
             "dense model"
         ]
-    if model is not None and model.get("model_type") in NAMED_OTHERWISE:
+    if model is not None and model.get("model_type") in NOT_TRIED:
         return [
-            f"model.lora.rank={lora.rank}: an adapter's layers are named otherwise in the family "
+            f"model.lora.rank={lora.rank}: adapters are not tried with the family "
             f"{model['model_type']}; set it to 0, or use another model"
         ]
     if not lora.path or model is None:
