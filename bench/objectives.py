@@ -17,7 +17,7 @@ import common
 import torch
 
 from laminar_hpc.config import objectives
-from laminar_hpc.config.schema import AlgorithmConfig
+from laminar_hpc.config.learning_schema import AlgorithmConfig
 from laminar_hpc.trainer.algorithms.corrections import corrected
 from laminar_hpc.trainer.algorithms.kl import kl_estimate
 from laminar_hpc.trainer.algorithms.losses import policy_loss

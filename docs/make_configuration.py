@@ -1,5 +1,5 @@
 """Writes docs/configuration.md: every key with its type, default, unit and meaning, from config/schema.py,
-config/system_schema.py and conf/pipeline.
+learning_schema.py, system_schema.py and conf/pipeline.
 
     python docs/make_configuration.py          write the page
     python docs/make_configuration.py --check  exit 1 if the page on disk is another one (a test runs this)
@@ -53,8 +53,8 @@ dry run). What cannot fit is refused with its cure: in a dry run by `trainer.gpu
 ranks of a machine put on each of its GPUs as well. 5% are left to CUDA, NCCL and fragmentation. Without a
 GPU only a warning is given, when the host's memory is too small.
 
-This page is made by `python docs/make_configuration.py` from `config/schema.py` and `config/system_schema.py`
-under `src/laminar_hpc/`; a test keeps them together.
+This page is made by `python docs/make_configuration.py` from `config/schema.py`, `learning_schema.py` and
+`system_schema.py` under `src/laminar_hpc/`; a test keeps them together.
 """
 
 # By the ending of a key's name, else by the whole key.

@@ -12,7 +12,7 @@ tensors before a run begins.
 
 import torch
 
-from laminar_hpc.config.schema import AlgorithmConfig
+from laminar_hpc.config.learning_schema import AlgorithmConfig
 from laminar_hpc.trainer.algorithms.corrections import Correction
 from laminar_hpc.trainer.algorithms.groups import by_group
 from laminar_hpc.trainer.algorithms.losses import TokenLosses

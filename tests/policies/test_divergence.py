@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from laminar_hpc.config.schema import GuardConfig
-from laminar_hpc.policies.divergence import BEGIN, TOLERATED_MISMATCH, Divergence, Guarded, Verdict
+from laminar_hpc.config.learning_schema import GuardConfig
+from laminar_hpc.policies.divergence import BEGIN, TOLERATED_MISMATCH, Divergence, Guarded, GuardVerdict
 
 # Two updates a step, of 128 trajectories each, on the shipped models on two CPU cores: step; smallest, 25%,
 # 50%, 75%, 99% and largest mismatch of a trajectory; entropy and mean ratio of the step; mean reward.
@@ -59,7 +59,7 @@ def after(updates: int) -> Divergence:
     """A guard that has seen so many ordinary mini-batches."""
     policy, draw = guard(), random.Random(1)
     for step in range(updates):
-        assert policy.judge(step, *usual(draw), 0.05) == Verdict({})
+        assert policy.judge(step, *usual(draw), 0.05) == GuardVerdict({})
     return policy
 
 
@@ -102,7 +102,7 @@ def test_ordinary_figures_change_nothing(seed: int) -> None:
         batch = [t._replace(mismatch=t.mismatch * stale) for t in batch]
         figures["entropy"] *= 0.5 ** (step / 20)
         figures["reward"] += step / 400
-        assert policy.judge(step, batch, figures, 0.05) == Verdict({})
+        assert policy.judge(step, batch, figures, 0.05) == GuardVerdict({})
 
 
 @pytest.mark.parametrize("worst", [TOLERATED_MISMATCH * 1.01, 30.0, math.inf, math.nan])
@@ -126,9 +126,9 @@ def test_a_run_that_is_always_stale_has_a_wider_band() -> None:
     policy, draw = guard(), random.Random(2)
     noisy = [draw.uniform(0.05, 0.19) for _ in range(16)]
     for step in range(BEGIN):
-        assert policy.judge(step, trajectories(noisy), {}, 0.0) == Verdict({})
+        assert policy.judge(step, trajectories(noisy), {}, 0.0) == GuardVerdict({})
     assert policy.limits.mismatch > 0.4
-    assert policy.judge(9, trajectories([*noisy, 0.4]), {}, 0.0) == Verdict({})
+    assert policy.judge(9, trajectories([*noisy, 0.4]), {}, 0.0) == GuardVerdict({})
     assert policy.judge(9, trajectories([*noisy, 1.1]), {}, 0.0).left_out.keys() == {16}
 
 
@@ -176,7 +176,7 @@ def test_a_figure_outside_its_band_skips_the_update(name: str, value: float, wor
     policy, young, draw = guard(), guard(), random.Random(4)
     for step in range(20):
         batch, figures = usual(draw)
-        assert policy.judge(step, batch, figures | {"kl": 0.05}, 0.05) == Verdict({})
+        assert policy.judge(step, batch, figures | {"kl": 0.05}, 0.05) == GuardVerdict({})
     batch, figures = usual(draw)
     assert words in policy.judge(20, batch, figures | {"kl": 0.05, name: value}, 0.05).skip
     assert bool(young.judge(0, batch, figures | {name: value}, 0.05).skip) == (not math.isfinite(value))
@@ -194,7 +194,9 @@ def test_what_is_good_is_no_alarm() -> None:
     policy = guard()
     for step in range(30):
         figures = {"reward": 1.0 + (step > 20), "entropy": 0.3}
-        assert policy.judge(step, trajectories([0.1 if step < 15 else 1e-9] * 4), figures, 0.0) == Verdict({})
+        assert policy.judge(
+            step, trajectories([0.1 if step < 15 else 1e-9] * 4), figures, 0.0
+        ) == GuardVerdict({})
 
 
 @settings(max_examples=40)

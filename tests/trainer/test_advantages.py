@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from laminar_hpc.config.bounds import allowed
-from laminar_hpc.config.schema import AlgorithmConfig, RunConfig
+from laminar_hpc.config.learning_schema import AlgorithmConfig
+from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.line.messages.data import Trajectory
 from laminar_hpc.trainer.algorithms.advantages import (
     EPSILON,

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from laminar_hpc.config.schema import AlgorithmConfig
+from laminar_hpc.config.learning_schema import AlgorithmConfig
 from laminar_hpc.trainer.algorithms.corrections import behaviour_weights, kept_sequences
 from laminar_hpc.trainer.algorithms.kl import kl_estimate
 from laminar_hpc.trainer.algorithms.loss_aggregation import weights_and_count

@@ -12,8 +12,9 @@ from helpers.trainer import written_out
 from helpers.trainer.written_out import Bounds
 from laminar_hpc.config import objectives
 from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.config.learning_schema import AlgorithmConfig
 from laminar_hpc.config.rules import broken_rules
-from laminar_hpc.config.schema import AlgorithmConfig, RunConfig
+from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.trainer.algorithms.advantages import ADVANTAGES, token_advantages
 from laminar_hpc.trainer.algorithms.corrections import CORRECTIONS, corrected
 from laminar_hpc.trainer.algorithms.kl import kl_estimate

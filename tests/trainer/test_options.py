@@ -9,7 +9,7 @@ import torch
 
 from helpers.trainer import plain, tiny
 from laminar_hpc.config.bounds import Choices, allowed
-from laminar_hpc.config.schema import AlgorithmConfig
+from laminar_hpc.config.learning_schema import AlgorithmConfig
 from laminar_hpc.trainer.megatron.policy import MegatronPolicy
 from laminar_hpc.trainer.step.learner import Learner
 

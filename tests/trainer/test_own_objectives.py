@@ -11,8 +11,9 @@ from helpers.paths import ROOT
 from helpers.trainer import tiny
 from laminar_hpc.config.bounds import wrong_values
 from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.config.learning_schema import AlgorithmConfig
 from laminar_hpc.config.rules import broken_rules
-from laminar_hpc.config.schema import AlgorithmConfig, RunConfig
+from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.trainer.algorithms.trial import try_own
 from laminar_hpc.trainer.megatron.policy import MegatronPolicy
 from laminar_hpc.trainer.step.learner import Learner

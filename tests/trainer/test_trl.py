@@ -32,7 +32,7 @@ import pytest
 import torch
 
 import laminar_hpc.machine.compat.torchvision  # noqa: F401 (before transformers)
-from laminar_hpc.config.schema import AlgorithmConfig
+from laminar_hpc.config.learning_schema import AlgorithmConfig
 from laminar_hpc.machine.compat.optional import left_out
 from laminar_hpc.trainer.algorithms.advantages import token_advantages
 from laminar_hpc.trainer.algorithms.kl import kl_estimate

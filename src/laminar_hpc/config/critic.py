@@ -3,8 +3,9 @@
 from collections.abc import Iterator
 from typing import Any
 
+from laminar_hpc.config.learning_schema import CriticConfig
 from laminar_hpc.config.objectives import GAE, SEQUENCE_LOSSES
-from laminar_hpc.config.schema import CriticConfig, RunConfig
+from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.config.teachers import unlike
 
 

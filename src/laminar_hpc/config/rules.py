@@ -15,9 +15,10 @@ from typing import Any
 from laminar_hpc.config.critic import wrong_critic
 from laminar_hpc.config.experts import experts_of
 from laminar_hpc.config.layout_rules import wrong_expert_layout, wrong_layout
+from laminar_hpc.config.learning_schema import AlgorithmConfig
 from laminar_hpc.config.objectives import SEQUENCE_LOSSES, WEIGHTS, is_own, wrong_options
 from laminar_hpc.config.routing import wrong_replay
-from laminar_hpc.config.schema import AlgorithmConfig, RunConfig
+from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.config.teachers import wrong_teachers
 
 _NEUTRAL = {

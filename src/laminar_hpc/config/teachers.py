@@ -11,9 +11,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.config.learning_schema import TeacherConfig
 from laminar_hpc.config.models import SHAPE, model_config, read_json
 from laminar_hpc.config.objectives import SEQUENCE_LOSSES
-from laminar_hpc.config.schema import RunConfig, TeacherConfig
+from laminar_hpc.config.schema import RunConfig
 
 FIELD = "teacher"  # of a row, that names its teacher where there are several
 SINGLE = ""  # the name of a teacher that is alone

@@ -37,7 +37,7 @@ class Guarded(NamedTuple):
     log_ratio: float
 
 
-class Limits(NamedTuple):
+class GuardLimits(NamedTuple):
     """Of one trajectory, in nats; beyond either it is left out."""
 
     mismatch: float
@@ -49,7 +49,7 @@ class Limits(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Verdict:
+class GuardVerdict:
     """`left_out`: trajectory id -> why; `skip`: why the update is not made; `stop`: why the run ends."""
 
     left_out: dict[int, str]
@@ -118,22 +118,22 @@ class Divergence:
         self._stop = ""
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> GuardLimits:
         """Of the trajectories of the next mini-batch: as usual as TOLERATED_MISMATCH or the run's own band
         has it, and never beyond the configured ones."""
         usual = TOLERATED_MISMATCH
         if len(medians := self._history.get("mismatch", [])) >= BEGIN:
             widths = self._history["mismatch_spread"]
             usual = max(usual, statistics.median(medians) + self._spread * statistics.median(widths))
-        return Limits(min(usual, self._mismatch_max), self._log_ratio_max)
+        return GuardLimits(min(usual, self._mismatch_max), self._log_ratio_max)
 
     def judge(
         self, step: int, trajectories: Sequence[Guarded], figures: Mapping[str, float], reward_error: float
-    ) -> Verdict:
+    ) -> GuardVerdict:
         """Of the mini-batch of an update of `step`; `figures` by the names of _FIGURES but mismatch, over the
         trajectories that are not left out; `reward_error`: the standard error of its mean reward."""
         if self._stop:
-            return Verdict({}, self._stop, self._stop)
+            return GuardVerdict({}, self._stop, self._stop)
         limits = self.limits
         out = {t.trajectory_id: _why(t, limits) for t in trajectories if not limits.hold(t)}
         known = [t.mismatch for t in trajectories if t.trajectory_id not in out]
@@ -149,12 +149,12 @@ class Divergence:
             self._history[name] = [*self._history.get(name, []), value][-self._window :]
         return self._after(step, out, "")
 
-    def _after(self, step: int, out: dict[int, str], skip: str) -> Verdict:
+    def _after(self, step: int, out: dict[int, str], skip: str) -> GuardVerdict:
         self._skipped = [*self._skipped, bool(skip)][-2 * self._stop_after :]
         if skip and sum(self._skipped) >= self._stop_after:
             several = f"{sum(self._skipped)} of the last {len(self._skipped)} updates were skipped"
             self._stop = f"{several}, the last at step {step + 1}: {skip}"
-        return Verdict(out, skip, self._stop)
+        return GuardVerdict(out, skip, self._stop)
 
     def _outside(self, figures: Mapping[str, float], reward_error: float) -> str:
         """Which figure is outside its band, in words; "" if none is."""
@@ -186,13 +186,13 @@ def _ids(trajectories: Sequence[Guarded]) -> str:
     return f"{min(ids)} to {max(ids)}"
 
 
-def _why(t: Guarded, limits: Limits) -> str:
+def _why(t: Guarded, limits: GuardLimits) -> str:
     if t.mismatch > limits.mismatch:
         return f"log-prob mismatch {t.mismatch:.3g} above {limits.mismatch:.3g} nats"
     return f"importance ratio e^{t.log_ratio:.3g} above e^{limits.log_ratio:.3g}"
 
 
-def _of_many(trajectories: Sequence[Guarded], out: Mapping[int, str], limits: Limits) -> str:
+def _of_many(trajectories: Sequence[Guarded], out: Mapping[int, str], limits: GuardLimits) -> str:
     """Too many are left out: by which figure, and the worst of them."""
     left = [t for t in trajectories if t.trajectory_id in out]
     by_mismatch = [(t.mismatch, t.trajectory_id) for t in left if t.mismatch > limits.mismatch]

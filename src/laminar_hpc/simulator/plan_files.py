@@ -77,11 +77,19 @@ def _yaml(value: object) -> str:
 
 def experiment(config: PlanConfig, candidate: Candidate, figures: dict) -> str:
     """DIR/experiment/NAME.yaml for `--config-dir DIR`. `figures`: of the simulated run, for time limits."""
+    lines = ["# @package _global_", f"# laminar plan {config.name}: {describe(config, candidate)}."]
+    lines += ["# Give data.train and reward.function on the command line.", f"run_dir: runs/{config.name}"]
+    for name, keys in _sections(config, candidate, figures).items():
+        lines += [f"{name}:", *(f"  {key}: {_yaml(value)}" for key, value in keys.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _sections(config: PlanConfig, candidate: Candidate, figures: dict) -> dict[str, dict[str, object]]:
     t, w, tp = trainer_settings(config, candidate), config.workload, candidate.tensor_parallel
     memory = min(GPUS[config.pools[pool].gpu].memory for pool, *_ in candidate.rollouts) / 1e9
     slowest = math.ceil(_PATIENCE * max(figures["latency_max"], figures["step_seconds"], 450.0) / 600) * 600
     ready = 600 if on_one_machine(config) else 1800
-    sections: dict[str, dict[str, object]] = {
+    return {
         "model": {"path": MODELS[config.model].path, "dtype": "bfloat16"},
         "sampling": {"max_response_tokens": w.max_response_tokens},
         "algorithm": {
@@ -123,11 +131,6 @@ def experiment(config: PlanConfig, candidate: Candidate, figures: dict) -> str:
         },
         "cluster": {"join_timeout_seconds": ready, "batch_timeout_seconds": slowest},
     }
-    lines = ["# @package _global_", f"# laminar plan {config.name}: {describe(config, candidate)}."]
-    lines += ["# Give data.train and reward.function on the command line.", f"run_dir: runs/{config.name}"]
-    for name, keys in sections.items():
-        lines += [f"{name}:", *(f"  {key}: {_yaml(value)}" for key, value in keys.items())]
-    return "\n".join(lines) + "\n"
 
 
 def _over_wide_area(config: PlanConfig, candidate: Candidate, figures: dict) -> dict[str, object]:

@@ -16,7 +16,7 @@ from dataclasses import replace
 import torch
 
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.config.schema import AlgorithmConfig
+from laminar_hpc.config.learning_schema import AlgorithmConfig
 from laminar_hpc.trainer.algorithms.groups import by_group, estimated_advantages
 from laminar_hpc.trainer.algorithms.named import found_in
 from laminar_hpc.trainer.algorithms.scored import ScoredBatch

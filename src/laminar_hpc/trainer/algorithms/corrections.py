@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 import torch
 
+from laminar_hpc.config.learning_schema import AlgorithmConfig
 from laminar_hpc.config.objectives import option
-from laminar_hpc.config.schema import AlgorithmConfig
 from laminar_hpc.trainer.algorithms.named import found_in
 from laminar_hpc.trainer.algorithms.tokens import Tokens
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from laminar_hpc.config.schema import AlgorithmConfig
+from laminar_hpc.config.learning_schema import AlgorithmConfig
 from laminar_hpc.trainer.algorithms.corrections import corrected
 from laminar_hpc.trainer.algorithms.kl import kl_estimate
 from laminar_hpc.trainer.algorithms.loss_aggregation import weights_and_count

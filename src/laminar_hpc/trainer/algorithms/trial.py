@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 import torch
 
 from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.config.learning_schema import AlgorithmConfig
 from laminar_hpc.config.objectives import is_own
-from laminar_hpc.config.schema import AlgorithmConfig
 from laminar_hpc.trainer.algorithms.advantages import ADVANTAGES
 from laminar_hpc.trainer.algorithms.corrections import CORRECTIONS, Correction
 from laminar_hpc.trainer.algorithms.losses import LOSSES, TokenLosses

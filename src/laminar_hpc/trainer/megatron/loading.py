@@ -55,6 +55,17 @@ def names_of_all(own: Sequence[LocalSlice], seconds: float) -> set[str]:
     return {name for frame in frames for name in msgspec.json.decode(frame, type=list[str])}
 
 
+def load_whole(
+    model: torch.nn.Module, directory: Path, own: list[LocalSlice], canonical: Iterable[str], tied: bool
+) -> None:
+    """`load_slices` of a whole model, whose vocabulary's padding has no counterpart in the directory and
+    is 0."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    load_slices(directory, own, canonical, tied)
+
+
 @torch.no_grad()
 def load_slices(
     directory: Path,

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -38,6 +39,13 @@ class Pack:
     def size(self) -> int:
         """Tokens of the whole pack."""
         return sum(self.layout.lengths)
+
+
+class Packed(Protocol):
+    """A micro-batch, for whoever runs it."""
+
+    @property
+    def pack(self) -> Pack: ...
 
 
 def _tensor_parallel_ranks() -> int:

@@ -9,10 +9,10 @@ on the CPU. Needs the trainer world (trainer/world.py) to be there.
 import functools
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -48,8 +48,8 @@ from laminar_hpc.trainer.megatron.experts import expert_tensor_parallel
 from laminar_hpc.trainer.megatron.flash import use_fastest_attention
 from laminar_hpc.trainer.megatron.head import HeadSwitch, chunked_logprobs, whole_logprobs
 from laminar_hpc.trainer.megatron.linear import float32_product
-from laminar_hpc.trainer.megatron.loading import load_slices, names_of_all, own_slices
-from laminar_hpc.trainer.megatron.packs import Pack, make_pack
+from laminar_hpc.trainer.megatron.loading import load_slices, load_whole, names_of_all, own_slices
+from laminar_hpc.trainer.megatron.packs import Pack, Packed, make_pack
 from laminar_hpc.trainer.megatron.rope import rope_frequencies, rope_magnitude, rotation_of
 from laminar_hpc.trainer.megatron.routing import RoutingReplay
 from laminar_hpc.weights.finite import all_finite, culprits
@@ -60,22 +60,14 @@ from laminar_hpc.weights.lanes import Lane
 from laminar_hpc.weights.probe import probe_sequences
 from laminar_hpc.weights.stream import TensorSpan
 
-
-class Packed(Protocol):
-    """A micro-batch, for whoever runs it."""
-
-    @property
-    def pack(self) -> Pack: ...
-
-
 Batch = TypeVar("Batch", bound=Packed)
 Collected = TypeVar("Collected")
+_CPU = torch.device("cpu")
 
 
 def local_device() -> torch.device:
     """This process's current GPU, or the CPU where there is none."""
-    has_gpu = torch.cuda.is_available()
-    return torch.device("cuda", torch.cuda.current_device()) if has_gpu else torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else _CPU
 
 
 class MegatronPolicy:
@@ -327,23 +319,17 @@ class MegatronPolicy:
 
     # ---- Hugging Face --------------------------------------------------------------------------------------
 
-    @torch.no_grad()
-    def _load_whole(self, directory: Path, local: list[LocalSlice], names: Iterable[str]) -> None:
-        """`local` of the model whose tensors are `names`."""
-        for parameter in self.gpt.parameters():
-            parameter.zero_()  # the vocabulary's padding has no counterpart in the directory
-        load_slices(directory, local, names, self.shape.tied)
-
     def _load_model(self, chunks: Sequence[GPTModel], local: list[LocalSlice]) -> None:
         """Of config.model.path, and then the adapter, whose slices `local` are, if there is one."""
-        path, lora = Path(self.config.model.path), self._lora
+        path, lora, names = Path(self.config.model.path), self._lora, self._canonical.slices
         if lora is None:
-            self._load_whole(path, local, self._canonical.slices)
+            load_whole(self.gpt, path, local, names, self.shape.tied)
             return
         model = own_slices(chunks, self.shape)
-        self._load_whole(path, model, names_of_all(model, self.config.cluster.join_timeout_seconds))
+        of_model = names_of_all(model, self.config.cluster.join_timeout_seconds)
+        load_whole(self.gpt, path, model, of_model, self.shape.tied)
         if lora.path:
-            load_slices(Path(lora.path), local, self._canonical.slices, tied=False, file=ADAPTER_FILE)
+            load_slices(Path(lora.path), local, names, tied=False, file=ADAPTER_FILE)
         else:
             set_initial(local, lora, self.config.seed)
 
@@ -361,15 +347,14 @@ class MegatronPolicy:
 
     @property
     def canonical_slices(self) -> dict[str, list[HeldSlice]]:
-        """Of each canonical tensor, which rank of the first replica holds what; as canonical/plan.py has
-        it."""
+        """Of each canonical tensor, which rank of the first replica holds what, see canonical/plan.py."""
         return self._canonical.slices
 
     def load_hf(self, directory: Path) -> None:
         """The weights of a Hugging Face directory, or the adapter of one of PEFT's, of which each rank reads
         its own slices. Raises LaminarError when it is not this model."""
         if self._lora is None:
-            self._load_whole(directory, self.slices, self._canonical.slices)
+            load_whole(self.gpt, directory, self.slices, self._canonical.slices, self.shape.tied)
         else:
             load_slices(directory, self.slices, self._canonical.slices, tied=False, file=ADAPTER_FILE)
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from laminar_hpc.config.schema import GuardConfig
+from laminar_hpc.config.learning_schema import GuardConfig
 from laminar_hpc.line.messages.data import Trajectory
-from laminar_hpc.policies.divergence import Divergence, Guarded, Limits
+from laminar_hpc.policies.divergence import Divergence, Guarded, GuardLimits
 from laminar_hpc.trainer.algorithms.tokens import Tokens
 from laminar_hpc.trainer.step.parallel import largest_of_ranks
 
@@ -58,7 +58,7 @@ class Guard:
         s = settings
         self._policy = Divergence(s.mismatch_max, s.ratio_max, s.spread, s.window, s.skip_share, s.stop_after)
         self._enabled = s.enabled
-        self._limits: Limits = self._policy.limits
+        self._limits: GuardLimits = self._policy.limits
         self.report = GuardReport()
 
     @property

@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 
 from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.config.learning_schema import AlgorithmConfig
 from laminar_hpc.config.models import even_tokens, model_config
 from laminar_hpc.config.objectives import GAE
-from laminar_hpc.config.schema import AlgorithmConfig, RunConfig
+from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.line.messages.data import Trajectory
 from laminar_hpc.policies.metrics import batch_metrics, reward_means
 from laminar_hpc.trainer.algorithms.advantages import token_advantages
@@ -168,17 +169,25 @@ class Learner:
             **batch_metrics(records, sum(len(p.prompt) for p in planned), step),
             **reward_means(records, self.config.reward.functions),
             **token_metrics,
-            **({"teacher_kl": self._teachers.kl} if self._teachers is not None else {}),
-            **(self.critic.step_metrics() if self.critic is not None else {}),
-            **(self._demonstrations.metrics(self.policy.device) if self._demonstrations is not None else {}),
             "grad_norm": sum(norms) / max(1, len(norms)),
             "learning_rate": learning_rate,
             "skipped_updates": updates - len(norms) - self.guarded.skipped,
-            **self._guard.metrics,
+            **self._metrics_of_parts(),
         }
-        if self.policy.routing is not None:
-            metrics["routing_difference"] = self.policy.routing.difference()
         return {name: float(value) for name, value in metrics.items()}
+
+    def _metrics_of_parts(self) -> dict[str, float]:
+        """Of what is there in some runs only. Collective."""
+        found = self._guard.metrics
+        if self._teachers is not None:
+            found["teacher_kl"] = self._teachers.kl
+        if self.critic is not None:
+            found |= self.critic.step_metrics()
+        if self._demonstrations is not None:
+            found |= self._demonstrations.metrics(self.policy.device)
+        if self.policy.routing is not None:
+            found["routing_difference"] = self.policy.routing.difference()
+        return found
 
     def _plan(
         self, planned: list[PlannedMicrobatch], updates: int, step: int

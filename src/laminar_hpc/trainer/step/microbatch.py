@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from laminar_hpc.config.schema import AlgorithmConfig
+from laminar_hpc.config.learning_schema import AlgorithmConfig
 from laminar_hpc.line.messages.data import Trajectory
 from laminar_hpc.policies.metrics import accuracy
 from laminar_hpc.store.payload.layout import Response, Routes, Tokens

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import torch
 
 from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.config.learning_schema import AlgorithmConfig
 from laminar_hpc.config.rewards import reward_functions
-from laminar_hpc.config.schema import AlgorithmConfig, RunConfig
+from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.line.messages.data import Trajectory
 from laminar_hpc.trainer.algorithms.scored import RewardPart, ScoredBatch
 from laminar_hpc.trainer.algorithms.shaping import length_rescaled, overlong_punishment, shuffled

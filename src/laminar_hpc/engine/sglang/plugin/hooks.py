@@ -85,9 +85,10 @@ NOT_IN_0_5_17 = {hook.module for hook in PORT_HOOKS if hook.module != SCHEDULER}
 
 def cpu_hooks() -> tuple[Hook, ...]:
     """What an engine on the CPU needs, or is faster with; none changes a number but by rounding."""
-    from laminar_hpc.engine.sglang.plugin import attention, cpu_functions, cpu_layers, cpu_lora
+    from laminar_hpc.engine.sglang.plugin import attention, cpu_functions, cpu_layers
 
     return (
+        *_cpu_lora_hooks(),
         # engine.py:1890: each process would import everything anew
         Hook("sglang.srt.entrypoints.engine", "_set_envs_and_config", "AFTER", cpu_functions.fork_children),
         # update_config.py:277 pads the model for kernels that are not used here
@@ -132,17 +133,20 @@ def cpu_hooks() -> tuple[Hook, ...]:
             "REPLACE",
             cpu_functions.add_gated,
         ),
+        # models/qwen2.py:297 calls a dozen nested modules per layer
+        Hook("sglang.srt.models.qwen2", "Qwen2DecoderLayer.forward", "AROUND", cpu_layers.decoder_layer),
+    )
+
+
+def _cpu_lora_hooks() -> tuple[Hook, ...]:
+    from laminar_hpc.engine.sglang.plugin import cpu_lora
+
+    backend = "sglang.srt.lora.backend.torch_backend"
+    return (
         # lora/layers.py:471, 574, 701 and 789 pin memory, which ends an engine without an accelerator
         Hook("sglang.srt.lora.lora_manager", "LoRAManager.init_state", "AROUND", cpu_lora.without_pinning),
         # lora/backend/torch_backend.py:225 to 244 does, and walks over the requests in Python
-        Hook(
-            "sglang.srt.lora.backend.torch_backend",
-            "TorchNativeLoRABackend",
-            "REPLACE",
-            cpu_lora.CpuLoraBackend,
-        ),
-        # models/qwen2.py:297 calls a dozen nested modules per layer
-        Hook("sglang.srt.models.qwen2", "Qwen2DecoderLayer.forward", "AROUND", cpu_layers.decoder_layer),
+        Hook(backend, "TorchNativeLoRABackend", "REPLACE", cpu_lora.CpuLoraBackend),
     )
 
 
