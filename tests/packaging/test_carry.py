@@ -157,6 +157,7 @@ def wheel(folder: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)  # it compiles the extension
 def test_from_parts_to_an_environment(
     carry: ModuleType, tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

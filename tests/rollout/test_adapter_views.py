@@ -100,7 +100,7 @@ def test_a_slot_is_a_directory_of_peft(tmp_path: Path) -> None:
         writer._side = side_files(config)
         for weight_id in range(8):
             directory, manifest = fill_adapter_slot(writer, tensors, 10 * life + weight_id)
-        assert sorted(handle.weight_id for handle in SlotReader(str(tmp_path), "adapters")._complete()) == [
+        assert sorted(each[0] for each in SlotReader(str(tmp_path), "adapters")._complete()) == [
             10 * life + number for number in range(2, 8)
         ]
     settings = json.loads((directory / ADAPTER_CONFIG_FILE).read_text())

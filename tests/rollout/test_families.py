@@ -24,7 +24,7 @@ PROMPTS = [
     [(i * i) % VOCAB for i in range(150)],
 ]  # the last is long enough for every frequency of the RoPE
 ENGINES = [  # family of trainer/tiny.py, tensor parallel
-    ("qwen3-untied", 1),  # one norm per head of 16, 4 x 16 is not 32
+    pytest.param("qwen3-untied", 1, marks=pytest.mark.slow),  # one norm per head of 16, 4 x 16 is not 32
     pytest.param("qwen3-tied", 2, marks=pytest.mark.slow),
     pytest.param("llama3-gqa8", 1, marks=pytest.mark.slow),  # Llama 3's RoPE, heads of 8 where 64 / 16 is 4
     pytest.param("llama3-gqa8", 2, marks=pytest.mark.slow),

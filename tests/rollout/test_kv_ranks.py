@@ -25,7 +25,7 @@ Make = Callable[..., Engine]
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     """Makes engines, on weight id 0."""
-    monkeypatch.setattr(kv_cache, "served_weight_id", lambda: 0)
+    monkeypatch.setattr(kv_cache, "served_weight_ids", lambda scheduler: [0])
     monkeypatch.setattr(kv_cache, "tensor_parallel", lambda: (0, 1))
     made: list[Engine] = []
 

@@ -91,6 +91,7 @@ def test_sim_writes_a_table_a_result_and_a_page(tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["rows"] == rows, "the same seed gives the same result"
 
 
+@pytest.mark.slow
 def test_the_first_example_of_the_help_is_done_within_a_minute_and_says_how_far_it_is(tmp_path):
     """In seconds of one core, so that others on the machine do not count: the first line within 5, a line for
     each of at most 15 after it, all within 60. It is what README shows, too."""

@@ -1,6 +1,5 @@
 """Advantages and reward shaping against values worked out by hand."""
 
-import dataclasses
 import math
 
 import pytest
@@ -8,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from laminar_hpc.config.bounds import allowed
 from laminar_hpc.config.learning_schema import AlgorithmConfig
+from laminar_hpc.config.objectives import ADVANTAGES
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.line.messages.data import Trajectory
 from laminar_hpc.trainer.algorithms.advantages import (
@@ -22,8 +21,6 @@ from laminar_hpc.trainer.algorithms.advantages import (
 from laminar_hpc.trainer.algorithms.scored import ScoredBatch
 from laminar_hpc.trainer.algorithms.shaping import overlong_punishment, shuffled
 from laminar_hpc.trainer.step.rewards import scored_batch
-
-ADVANTAGES = next(allowed(f).names for f in dataclasses.fields(AlgorithmConfig) if f.name == "advantage")
 
 
 def double(values: list) -> torch.Tensor:

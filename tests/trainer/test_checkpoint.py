@@ -173,6 +173,7 @@ def test_a_half_written_checkpoint_is_never_seen(
         "distributed_optimizer": False,
         "kl_coefficient": 0.0,
         "reference": False,
+        "critic": False,
     }
 
 

@@ -25,7 +25,7 @@ LAYOUTS = {
     "cp2-pp2": {"trainer__context_parallel": 2, "trainer__pipeline_parallel": 2},
     "tp2-dp2": {"trainer__tensor_parallel": 2, "trainer__data_parallel": 2},
 }
-FEW = ["dp2-distributed", "tp2-pp2"]
+FEW = ["dp2-distributed"]
 
 
 def weights(policy: MegatronPolicy) -> dict[str, torch.Tensor]:

@@ -168,7 +168,8 @@ def test_every_choice_is_trained_by_one_of_the_options() -> None:
         "proximal": "behaviour",
         "kl_estimator": "k3",
     }
-    assert all(set(names) <= seen[key] | {defaults[key]} for key, names in choices.items())
+    elsewhere = {"gae"}  # test_critic.py
+    assert all(set(names) - elsewhere <= seen[key] | {defaults[key]} for key, names in choices.items())
 
 
 @pytest.mark.parametrize("name", ["clip", "dr-grpo", "reinforce_pp", "gspo", "tis-sequence-mask"])

@@ -34,9 +34,8 @@ class FirstStage:
 def test_a_stage_that_computes_no_loss_gives_a_sign_for_each_micro_batch() -> None:
     """When it asks for the next one: the one before has been handed on then."""
     signs = list[int]()
-    config = types.SimpleNamespace(algorithm=types.SimpleNamespace(kl_coefficient=0.0))
-    learner = Learner(config, FirstStage(), lambda: signs.append(1))
-    assert learner._accumulate({}, SHARE, torch.zeros(0)) == []
+    learner = Learner(RunConfig(), FirstStage(), lambda: signs.append(1))
+    assert learner._accumulate({}, SHARE, torch.zeros(2, 0)) == []
     assert len(signs) == len(SHARE.plan) - 1
 
 

@@ -58,6 +58,10 @@ class Rank:
     def named_parameters(self):
         return self._parameters.items()
 
+    def get_submodule(self, name: str) -> torch.nn.Module:
+        """Embeddings and heads are split by rows, and so no torch.nn.Embedding."""
+        return torch.nn.Module()
+
 
 def load(slot: SlotHandle, size: int) -> None:
     """Into all ranks of an engine of `size`; what they then hold together must be what the slot's manifest

@@ -56,6 +56,7 @@ def run_dir(tmp_path_factory) -> Path:
     store.note_evaluated("after/greedy", 3, 1, 0.5, 12)
     [(trained,)] = store._db.execute("SELECT MAX(id) FROM trajectories WHERE state = 'consumed'")
     store.rows.note_mismatches({trained: (0.25, 1)})
+    store.rows.note_left_out([trained], {trained: "mismatch"})
     store.close()
     return run_dir
 
