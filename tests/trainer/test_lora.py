@@ -7,6 +7,7 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file
+from test_layouts import LAYOUTS, settings_of, texts, transformers_logits, whole_logits, world_of
 from torch.distributed.checkpoint import FileSystemReader
 
 from helpers.trainer import tiny
@@ -15,7 +16,6 @@ from laminar_hpc.config.schema import LoraConfig
 from laminar_hpc.store.checkpoints import checkpoint_path
 from laminar_hpc.weights.adapters import adapter_layout
 from laminar_hpc.weights.hf import read_shape
-from trainer.test_layouts import LAYOUTS, settings_of, texts, transformers_logits, whole_logits, world_of
 
 STEPS, RANK, ALPHA = 20, 4, 12.0
 FOUR_LAYERS = {**tiny.FAMILIES["qwen2-tied"], "num_hidden_layers": 4}
