@@ -136,7 +136,7 @@ class GuardConfig:
     """The divergence guard: leaves trajectories out, skips updates, ends the run; see algorithms.md."""
 
     enabled: bool = True
-    """whether there is one"""
+    """whether there is one; there is none beside an emulated engine, whose log-probs are invented"""
     mismatch_max: float = number(1.0, above=0, at_most=100)
     """in nats: a trajectory whose mean |log-prob by the trainer - by the engine| is above is left out,
     whatever is usual in the run"""

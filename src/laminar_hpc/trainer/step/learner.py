@@ -80,7 +80,8 @@ class Learner:
         self.critic = Critic(config) if config.algorithm.advantage == GAE else None
         self._teachers = Teachers(config, policy) if config.teacher.model else None
         self._demonstrations = Demonstrations(config, self._even) if config.demonstrations.path else None
-        self._guard = Guard(config.guard)
+        invented = config.rollout.engine == "emulated"  # log-probs of no policy
+        self._guard = Guard(replace(config.guard, enabled=config.guard.enabled and not invented))
 
     @cached_property
     def _even(self) -> float:
