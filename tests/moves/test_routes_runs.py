@@ -65,12 +65,12 @@ def writers(config: RunConfig) -> dict[int, list[int]]:
 @pytest.mark.parametrize("repack", ["kv", "reprefill"])
 def test_moved_trajectories_keep_the_routes_of_their_draws(tmp_path, repack):
     """With their KV cache or without: the rows of what a replica drew stay, and the next replica's follow."""
-    config = with_experts(tmp_path, steps=3, repack=repack)
+    config = with_experts(tmp_path, steps=6, repack=repack)
     stand = Stand(config, each_turn=Shuffler(5))
     stand.run(200)
     found, whose = assert_every_one_ended_once(config), writers(config)
     moved = {i for i, t in found.items() if t.moves}
-    assert sum(len(whose[i]) > 1 for i in moved) >= 3  # how many are moved in time varies
+    assert sum(len(whose[i]) > 1 for i in moved) > 10
     assert all(len(whose[i]) <= 1 + t.moves and whose[i][-1] == t.replica for i, t in found.items())
 
 

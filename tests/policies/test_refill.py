@@ -4,6 +4,8 @@ can."""
 from hypothesis import given
 from hypothesis import strategies as st
 
+from laminar_hpc.config.adapter_places import adapters_at_once
+from laminar_hpc.config.system_schema import PipelineConfig
 from laminar_hpc.policies.refill import KV_SHARE, held, room
 
 
@@ -30,3 +32,9 @@ def test_no_more_than_can_begin_at_once(in_flight, queued, kv_tokens, kv_capacit
 def test_an_engine_holds_what_can_be_untrained_and_what_is_published():
     """max_staleness + 2: steps s - b to s, and s + 1."""
     assert [held(bound) for bound in (0, 2, 4)] == [2, 4, 6]
+
+
+def test_an_engine_has_a_place_for_each_that_is_held_and_one_that_arrives():
+    """The configuration counts places and slots before anything starts, the policy what stays in them."""
+    for bound in range(20):
+        assert adapters_at_once(PipelineConfig(max_staleness=bound)) == held(bound) + 1

@@ -18,7 +18,7 @@ from laminar_hpc.config.adapters import (
 )
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.experts import experts_of
-from laminar_hpc.config.models import read_json
+from laminar_hpc.config.models import read_json, vocabulary
 from laminar_hpc.config.schema import LoraConfig, RunConfig
 
 _NAME = re.compile(r"base_model\.model\.model\.layers\.(\d+)\.(\w+\.(\w+))\.lora_([AB])\.weight")
@@ -122,7 +122,7 @@ def _of_base(folder: Path, theirs: str, base: str) -> Iterator[str]:
             f"the same, write {base} as base_model_name_or_path into its {ADAPTER_CONFIG_FILE}"
         )
     own, of_model = folder / "tokenizer.json", Path(base) / "tokenizer.json"
-    if own.is_file() and of_model.is_file() and _vocabulary(own) != _vocabulary(of_model):
+    if own.is_file() and of_model.is_file() and vocabulary(own) != vocabulary(of_model):
         yield (
             f"its tokenizer.json has other tokens than that of model.path={base}; name the model that it was "
             "trained on"
@@ -141,13 +141,6 @@ def _model_name(path: str) -> str:
     """qwen2.5-7b of Qwen/Qwen2.5-7B, of a directory of that name, and of a folder of the hub's cache."""
     cached = _HUB_CACHE.search(path)
     return Path(cached[1].replace("--", "/") if cached else path.partition("@")[0]).name.lower()
-
-
-def _vocabulary(tokenizer: Path) -> object:
-    """What decides on a text's token ids."""
-    content = read_json(tokenizer)
-    added = {(each["id"], each["content"]) for each in content.get("added_tokens") or ()}
-    return content.get("model"), added
 
 
 def header(file: Path) -> dict[str, tuple[int, ...]]:

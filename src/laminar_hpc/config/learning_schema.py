@@ -140,7 +140,7 @@ class GuardConfig:
     mismatch_max: float = number(1.0, above=0, at_most=100)
     """in nats: a trajectory whose mean |log-prob by the trainer - by the engine| is above is left out,
     whatever is usual in the run"""
-    ratio_max: float = number(1000.0, above=1, at_most=1e30)
+    ratio_max: float = number(1000.0, above=1, at_most=1e9)
     """a trajectory with a larger importance ratio (current / behaviour) is left out"""
     spread: float = number(10.0, above=0, at_most=1e6)
     """how many times its spread a figure may be from its median over the window"""

@@ -80,6 +80,13 @@ def read_json(file: Path) -> dict[str, Any]:
     return found
 
 
+def vocabulary(tokenizer: Path) -> object:
+    """What decides on a text's token ids, of a tokenizer.json. Raises LaminarError."""
+    content = read_json(tokenizer)
+    added = {(each["id"], each["content"]) for each in content.get("added_tokens") or ()}
+    return content.get("model"), added
+
+
 def is_downloaded(path: str) -> bool:
     """Whether it is the name of a model on the hub, OWNER/NAME, which a run downloads, and no path."""
     name = Path(path)

@@ -116,18 +116,26 @@ def _check_entry(name: str, entry: RewardFunction) -> None:
         raise LaminarError(f"{key}.api_key_env is for a url; a function reads its environment itself")
 
 
-def _check_url(key: str, entry: RewardFunction) -> None:
+def url_objection(url: str, written: str, key_env: str) -> str:
+    """What is wrong with the URL of a server, "" if nothing is; it is to be written as `written`, and its key
+    stands in what the setting `key_env` names."""
     try:
-        parts = urlsplit(entry.url)
+        parts = urlsplit(url)
         good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:
         good = False
     if not good:
-        raise LaminarError(f"{key}.url is not a URL: write it as http://HOST:PORT/PATH")
+        return f"is not a URL: write it as {written}"
     if "@" in parts.netloc:
-        raise LaminarError(
-            f"{key}.url holds a user or password, which would stand in the run's files: put the key into an "
-            f"environment variable and name that in {key}.api_key_env"
+        return (
+            "holds a user or password, which would stand in the run's files: put the key into an environment "
+            f"variable and name that in {key_env}"
         )
+    return ""
+
+
+def _check_url(key: str, entry: RewardFunction) -> None:
+    if wrong := url_objection(entry.url, "http://HOST:PORT/PATH", f"{key}.api_key_env"):
+        raise LaminarError(f"{key}.url {wrong}")
     if entry.api_key_env and not os.environ.get(entry.api_key_env):
         raise LaminarError(f"{key}.api_key_env={entry.api_key_env}: this environment variable is not set")

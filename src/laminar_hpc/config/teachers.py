@@ -8,12 +8,12 @@ import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.learning_schema import TeacherConfig
-from laminar_hpc.config.models import SHAPE, model_config, read_json
+from laminar_hpc.config.models import SHAPE, model_config, vocabulary
 from laminar_hpc.config.objectives import SEQUENCE_LOSSES
+from laminar_hpc.config.rewards import url_objection
 from laminar_hpc.config.schema import RunConfig
 
 FIELD = "teacher"  # of a row, that names its teacher where there are several
@@ -90,18 +90,8 @@ def wrong_teachers(config: RunConfig, policy: dict[str, Any] | None) -> Iterator
 
 
 def _wrong_url(config: RunConfig, key: str, url: str) -> Iterator[str]:
-    try:
-        parts = urlsplit(url)
-        good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        good = False
-    if not good:
-        yield f"{key} is not a URL: write it as http://HOST:PORT"
-    elif "@" in parts.netloc:
-        yield (
-            f"{key} holds a user or password, which would stand in the run's files: put the key into an "
-            "environment variable and name that in teacher.api_key_env"
-        )
+    if wrong := url_objection(url, "http://HOST:PORT", "teacher.api_key_env"):
+        yield f"{key} {wrong}"
     variable = config.teacher.api_key_env
     if variable and not config.dry_run and not os.environ.get(variable):
         yield "@teacher.api_key_env: this environment variable is not set"
@@ -120,8 +110,8 @@ def _another_model(config: RunConfig, key: str, path: str, policy: dict[str, Any
             "name its URL"
         )
         return
-    own, other = (_tokens(Path(each)) for each in (config.model.path, path))
-    if own != other:
+    own, other = (Path(each) / "tokenizer.json" for each in (config.model.path, path))
+    if vocabulary(own) != vocabulary(other):
         yield f"{key}={path}: its tokenizer.json has other tokens than the policy's; choose another teacher"
 
 
@@ -135,11 +125,3 @@ def unlike(path: str, policy: dict[str, Any], *more: str) -> str:
     names = (name for name in (*_NUMBERS, *more) if model.get(name) != policy.get(name))
     name = next(names, "")
     return f"its {name} is {model.get(name)}, the policy's {policy.get(name)}" if name else ""
-
-
-def _tokens(model: Path) -> dict[int, str]:
-    """By their ids."""
-    file = read_json(model / "tokenizer.json")
-    vocabulary = file.get("model", {}).get("vocab", {})
-    pairs = vocabulary.items() if isinstance(vocabulary, dict) else ()
-    return {i: text for text, i in pairs} | {t["id"]: t["content"] for t in file.get("added_tokens", ())}

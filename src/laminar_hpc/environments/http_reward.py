@@ -22,6 +22,7 @@ from laminar_hpc.config.rewards import shown_url
 from laminar_hpc.environments.reward_styles import NotAReward, RewardFault
 from laminar_hpc.environments.workers.protocol import Call, Spec
 from laminar_hpc.machine.own_time import within
+from laminar_hpc.machine.replies import read_bounded
 
 # Seconds between tries; each is twice the one before, with up to half of it more at random.
 FIRST_PAUSE, MAX_PAUSE = 0.1, 2.0
@@ -77,9 +78,7 @@ class HttpReward:
         async with self._connected().post(
             self._url, data=body, headers=headers, allow_redirects=False
         ) as reply:
-            text = await reply.content.read(MAX_REPLY + 1)
-            while len(text) <= MAX_REPLY and (more := await reply.content.read(MAX_REPLY + 1)):
-                text += more
+            text = await read_bounded(reply.content, MAX_REPLY)
             if reply.status in _AGAIN or reply.status >= 500:
                 raise aiohttp.ClientError(f"HTTP {reply.status}{_quoted(text)}")
             if reply.status != 200:

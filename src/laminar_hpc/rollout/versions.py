@@ -169,9 +169,7 @@ class Versions:
         self._samples = config.algorithm.first_samples or config.algorithm.samples_per_prompt
         self._requests_max = config.rollout.max_concurrent
         self._loads = asyncio.Lock()
-        self._asked: tuple[int | None, int | None] | None = (
-            None  # (weight id, newest batch) of the last request
-        )
+        self._asked: tuple[int | None, int | None] | None = None  # weight id and newest batch of the last one
         self._room_asked = 0
 
     async def run(self, begun: list[TrajectoryInFlight]) -> None:

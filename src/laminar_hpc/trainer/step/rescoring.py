@@ -43,15 +43,12 @@ class ReferenceWeights:
         self._frozen = [torch.zeros_like(p) if adapter else p.detach().clone() for p in self._live]
 
     @classmethod
-    @torch.no_grad()
     def of_directory(cls, policy: MegatronPolicy, directory: str) -> "ReferenceWeights":
-        """A copy of a Hugging Face directory's weights; the policy has its own before and afterwards. Raises
-        LaminarError where they are not of the policy's shape."""
-        own = cls(policy)
+        """A copy of a Hugging Face directory's weights; the policy has those of config.model.path before and
+        afterwards. Raises LaminarError where they are not of the policy's shape."""
         policy.load_hf(Path(directory))
         read = cls(policy)
-        for parameter, before in zip(own._live, own._frozen, strict=True):
-            parameter.copy_(before)
+        policy.load_hf(Path(policy.config.model.path))
         return read
 
     def move(self) -> None:

@@ -27,6 +27,7 @@ from laminar_hpc.config.rewards import shown_url
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.data.tokens import load_tokenizer
 from laminar_hpc.machine.own_time import within
+from laminar_hpc.machine.replies import read_bounded
 from laminar_hpc.trainer.control import all_frames
 from laminar_hpc.trainer.step.microbatch import Text, branches
 
@@ -163,7 +164,7 @@ class TeacherServer:
         self, session: aiohttp.ClientSession, path: str, body: dict | None, tokens: int = 0
     ) -> Any:
         """The JSON of a reply with status 200, asked for again until there is one."""
-        pause = FIRST_PAUSE
+        pause, most = FIRST_PAUSE, _REPLY + _REPLY_PER_TOKEN * tokens
         headers = {"Content-Type": "application/json"}
         if self._key_name:
             headers["Authorization"] = f"Bearer {os.environ.get(self._key_name, '')}"
@@ -174,7 +175,9 @@ class TeacherServer:
                 async with session.request(
                     method, self._url + path, data=data, headers=headers, allow_redirects=False
                 ) as reply:
-                    text = await _bounded(reply.content, _REPLY + _REPLY_PER_TOKEN * tokens)
+                    text = await read_bounded(reply.content, most)
+                    if len(text) > most:
+                        raise _Final(f"it sent more than {most:,} bytes")
                     if reply.status == 200:
                         return msgspec.json.decode(text)
                     self._last_fault = f"{path} gave HTTP {reply.status}"
@@ -187,15 +190,6 @@ class TeacherServer:
                 self._last_fault = str(error) or type(error).__name__
             await asyncio.sleep(pause)
             pause = min(2 * pause, MAX_PAUSE)
-
-
-async def _bounded(content: aiohttp.StreamReader, most: int) -> bytes:
-    text = b""
-    while more := await content.read(1 << 20):
-        text += more
-        if len(text) > most:
-            raise _Final(f"it sent more than {most:,} bytes")
-    return text
 
 
 def _asks() -> bool:
