@@ -93,7 +93,7 @@ def test_what_a_dead_engine_drew_begins_again(tmp_path):
     config.rollout.increment_tokens, config.relay.slots = 25, 3
     config.emulation.time_scale = 10.0
     stand = Stand(config)
-    killer = stand.each_turn = Killer(stand.kill, 2, tokens=2500, every=0.5)
+    killer = stand.each_turn = Killer(stand.kill, 2, tokens=500, every=0.5, alone=False)
     stand.run(200)
     found, whose = assert_every_one_ended_once(config), writers(config)
     again = [i for i, t in found.items() if t.attempt > 0]

@@ -95,12 +95,14 @@ def sabotaged(saboteur: Saboteur, engine: type) -> type[RolloutWorker]:
 
 
 class Killer:
-    """After every turn of the controller: kills the engine of a replica that is the only one to generate with
-    the id before the newest, once `tokens` of its responses are known; `most` times, `every` seconds at most.
+    """After every turn of the controller: kills the engine of a replica once `tokens` of its responses are
+    known; `alone`: only of one that no other has the weights of, which are those before the newest. `most`
+    times, `every` seconds at most.
     `kill(replica, known)` does it, and says whether any of the `known` was still generated there."""
 
-    def __init__(self, kill: Callable[[int, set[int]], bool], most: int, tokens: int, every: float) -> None:
+    def __init__(self, kill: Callable[[int, set[int]], bool], most: int, tokens: int, every: float, alone: bool = True) -> None:
         self.kill, self.most, self.tokens, self.every = kill, most, tokens, every
+        self.alone = alone
         # weight id, response tokens by trajectory and attempt, as far as they were known
         self.killed: list[tuple[int, dict[tuple[int, int], int]]] = []
         self._next = 0.0
@@ -115,11 +117,10 @@ class Killer:
             weight_id, newest = ids[replica], controller.weights.newest
             samples = [(i, sample.attempt) for _, i, sample in mine]
             known = {sample: part.count for sample in samples if (part := controller.pool.get(*sample))}
-            alone = all(ids[other] != weight_id for other in owned if other != replica)
+            alone = newest is not None and weight_id == newest.weight_id - 1
+            alone &= all(ids[other] != weight_id for other in owned if other != replica)
             if (
-                alone
-                and newest is not None
-                and weight_id == newest.weight_id - 1
+                (alone or not self.alone)
                 and sum(known.values()) >= self.tokens
                 and self.kill(replica, {i for i, _ in known})
             ):
