@@ -34,9 +34,10 @@ def in_flight(recipe: Recipe) -> int:
 
 
 def made(recipe: Recipe, drawn: dict[str, float] | None = None, steps: int = 0) -> SimulationSetup:
-    """The recipe's run, with constants as `drawn`, for so many steps. Two log-prob passes, of the policy and of
-    the reference model; spread of the lengths: Laminar's. vLLM, whose scheduler waits for each step; where it
-    has its own GPUs, 0.8 of the memory and, as its asynchronous engine by default, 128 requests at a time."""
+    """The recipe's run, with constants as `drawn`, for so many steps. Two log-prob passes, of the policy and
+    of the reference model; spread of the lengths: Laminar's. vLLM, whose scheduler waits for each step; where
+    it has its own GPUs, 0.8 of the memory and, as its asynchronous engine by default, 128 requests at a
+    time."""
     tensor, stages, experts = recipe.layout
     layout = Layout(
         tensor,

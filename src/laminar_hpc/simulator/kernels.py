@@ -16,7 +16,7 @@ def weights_rate(gpu: Gpu, c: Constants) -> float:
 def products_efficiency(gpu: Gpu, on_h100: float) -> float:
     """Share of the FLOP/s that whole layers reach, from what they reach on an H100. Large products alone
     reach `gpu.products`; the rest of the time goes to reading and writing memory between them, in proportion
-    to FLOP/s over bytes/s: an H20, with 37 FLOP for each byte, waits less for it than an H100 with its 295."""
+    to FLOP/s over bytes/s: an H20, with 37 FLOP for each byte, waits less for it than an H100 with 295."""
     h100 = GPUS["H100"]
     rest = max(0.0, 1.0 / on_h100 - 1.0 / h100.products)
     return 1.0 / (1.0 / gpu.products + rest * memory_weight(gpu))

@@ -28,8 +28,8 @@ class Gpu:
     """A GPU type: rates per GPU in bytes/s and dense bf16 FLOP/s, memory in bytes. `nvlink`: one direction.
     `nvlink_gpus`: those that NVLink joins, 0 = those of a machine. `decode_layer`: seconds per layer of a
     decode step beyond its reads, None = that of constants.py. `reads`: bytes/s of weights in a decode step,
-    None = the usual share of `hbm`. `products`: share of the FLOP/s that large products alone reach. `price` in $
-    per hour is an assumption for examples only."""
+    None = the usual share of `hbm`. `products`: share of the FLOP/s that large products alone reach. `price`
+    in $ per hour is an assumption for examples only."""
 
     hbm: float
     flops: float

@@ -93,9 +93,9 @@ def job_costs(
 
     A token's forward pass takes its matrix products, two all-reduces per layer and a pass over its logits;
     backward twice the products and as much of the others; recomputation another forward pass (Korthikanti et
-    al., arXiv 2205.05198, sections 4 and 5). A layer with experts has one all-reduce and what experts.py says. Context
-    parallelism divides all of it, and adds two all-to-alls per layer (`context_exchange_seconds`); chunks of
-    a stage hand on more often (`chunk_exchange_seconds`).
+    al., arXiv 2205.05198, sections 4 and 5). A layer with experts has one all-reduce and what experts.py
+    says. Context parallelism divides all of it, and adds two all-to-alls per layer
+    (`context_exchange_seconds`); chunks of a stage hand on more often (`chunk_exchange_seconds`).
     """
     expert = expert_costs(model, gpu, layout.tensor * layout.context, layout.experts, c)
     efficiency = train_efficiency(model, gpu, c) / c.training_error
