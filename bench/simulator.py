@@ -8,6 +8,8 @@ trainer      trainer steps beside published ones, and their scaling with GPUs. G
              experts beside what they were fitted to.
 runs         whole published runs with known inputs, and their phases, kept apart from every fit. Goal:
              within 20%.
+coverage     the share of further draws of the constants in ranges of eight. Goal: 0.75 to 0.85. The share of
+             the published runs in the ranges of their recipes.
 dora         eight rows of DORA's table (arXiv 2604.26256), Qwen2.5-32B. Goal: tokens/s within 15%.
 repack       Laminar's ablation (arXiv 2510.12633), 64 + 64 GPUs. Goal: gain 1.26 within 0.08, KV use 71.6%
              and 82.2% within 6 points.
@@ -36,6 +38,7 @@ from pathlib import Path
 import common
 import simulator_headline as headline
 from simulator_checks import decode, trainer
+from simulator_coverage import coverage, published_inside
 from simulator_experts import experts
 from simulator_papers import dora, repack, repack_alternatives, row
 from simulator_runs import runs
@@ -159,7 +162,7 @@ def main() -> None:
     options = common.parser(__doc__ or "")
     options.add_argument(
         "--only",
-        default="decode,trainer,runs,dora,repack,headline,assumptions,tools,speed,scale,plan,live",
+        default="decode,trainer,runs,coverage,dora,repack,headline,assumptions,tools,speed,scale,plan,live",
         help="parts, separated by commas",
     )
     options.add_argument(
@@ -178,6 +181,8 @@ def main() -> None:
             figures |= part(rows)
     if "trainer" in parts:
         experts(rows)
+    if "coverage" in parts:
+        figures |= coverage(rows) | published_inside(rows)
     if "dora" in parts:
         figures |= dora(rows, dora_config)
     if "repack" in parts:

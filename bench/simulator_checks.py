@@ -7,9 +7,10 @@ from simulator_papers import row
 
 from laminar_hpc.simulator.constants import DEFAULT, MEAN_RESPONSE_TOKENS_DORA, SIGMA_DORA
 from laminar_hpc.simulator.cost import engine_costs
+from laminar_hpc.simulator.links import gather_seconds
 from laminar_hpc.simulator.schema import WorkloadConfig
 from laminar_hpc.simulator.tables import GPUS, MODELS
-from laminar_hpc.simulator.trainer_cost import Layout, job_costs, trainer_layout, updates_seconds
+from laminar_hpc.simulator.trainer_cost import Layout, colocated, job_costs, trainer_layout, updates_seconds
 from laminar_hpc.simulator.workload import Workload
 
 # (model, GPU, tensor parallel, CUDA graphs, requests, tokens of each, tokens/s, source)
@@ -56,12 +57,15 @@ def decode(rows: list[dict]) -> dict[str, float]:
     return {"decode_worst_error": max(errors)}
 
 
-def _step(model: str, gpu: str, gpus: int, work: WorkloadConfig, layout: Layout) -> tuple[float, float]:
-    """Seconds of the updates, and of log-probs with the handling of the batch."""
+def _step(
+    model: str, gpu: str, gpus: int, work: WorkloadConfig, layout: Layout, shared: bool = False
+) -> tuple[float, float]:
+    """Seconds of the updates, and of log-probs with the handling of the batch. `shared`: with engines."""
     draw = Workload(work, 0, 1)
     groups = range(work.prompts_per_step)
     tokens = [n + work.prompt_tokens for index in groups for n in draw.lengths(index)]
     costs = job_costs(MODELS[model], GPUS[gpu], gpus, layout, gpus, work.max_response_tokens, DEFAULT)
+    costs = colocated(costs, DEFAULT) if shared else costs
     updates = updates_seconds(tokens, work.updates_per_step, costs, layout, np.random.default_rng(0))
     passes = sum(tokens) * costs.logprob_token + sum(n * n for n in tokens) * costs.logprob_attention
     return updates + work.updates_per_step * costs.update, passes + len(tokens) * costs.handling / 2
@@ -77,9 +81,10 @@ def trainer(rows: list[dict]) -> dict[str, float]:
     for gpus, seconds in ((64, 0.35 * 22.91 * 60), (128, 0.27 * 20.23 * 60)):
         layout = trainer_layout(MODELS["32B"], GPUS["H800"], gpus, work, DEFAULT)
         assert layout is not None
-        updates, logprobs = _step("32B", "H800", gpus, work, layout)
+        updates, logprobs = _step("32B", "H800", gpus, work, layout, shared=True)
         handling = 8192 * DEFAULT.batch_handling * work.max_response_tokens
-        found = updates + logprobs + handling + DEFAULT.colocated_switch
+        switch = DEFAULT.colocated_switch + gather_seconds(MODELS["32B"], GPUS["H800"], gpus, DEFAULT)
+        found = updates + logprobs + handling + switch
         note = f"TP {layout.tensor} x PP {layout.stages} x DP {layout.ranks}"
         rows.append(row("trainer", f"DORA's sync on {gpus}: s without rollout", seconds, found, note))
         errors.append(abs(rows[-1]["error"]))

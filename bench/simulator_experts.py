@@ -10,34 +10,16 @@ from simulator_papers import row
 
 from laminar_hpc.simulator.constants import DEFAULT, Constants
 from laminar_hpc.simulator.experts import expert_costs
-from laminar_hpc.simulator.tables import GPUS, MODELS, Model, model_of
+from laminar_hpc.simulator.kernels import train_efficiency
+from laminar_hpc.simulator.tables import GPUS, MODELS, Model
 from laminar_hpc.simulator.trainer_cost import Layout, job_costs, updates_seconds
 
-MOONLIGHT = model_of(
-    "moonshotai/Moonlight-16B-A3B",
-    {
-        "num_hidden_layers": 27,
-        "hidden_size": 2048,
-        "num_attention_heads": 16,
-        "intermediate_size": 11264,
-        "vocab_size": 163840,
-        "n_routed_experts": 64,
-        "num_experts_per_tok": 6,
-        "n_shared_experts": 2,
-        "moe_intermediate_size": 1408,
-        "first_k_dense_replace": 1,
-        "kv_lora_rank": 512,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
-    },
-)
 # Steps of sequences of 4,096 tokens of mock data without overlap or recomputation: model, GPUs, tensor and
 # expert parallelism, sequences, seconds. NVIDIA-NeMo/Megatron-Bridge, docs/training/communication-overlap.md
 # and skills/nemo-mbridge-perf-activation-recompute.
 EXPERT_STEPS = [
     (MODELS["Qwen3-30B-A3B"], 16, 1, 16, 1024, 41.25),
-    (MOONLIGHT, 8, 2, 8, 4, 0.45718),
+    (MODELS["Moonlight-16B-A3B"], 8, 2, 8, 4, 0.45718),
 ]
 # Forward and backward of a layer's experts and their exchanges alone, 4,096 tokens on each of eight GPUs,
 # seconds (marin-community/marin, issue 3666)
@@ -56,7 +38,8 @@ def expert_layer(model: Model, c: Constants) -> float:
     """Seconds of one layer's experts, forward and backward, over eight GPUs."""
     costs = expert_costs(model, GPUS["H100"], 1, 8, c)
     products = 2.0 * model.expert_share * model.expert_parameters
-    work = 3.0 * products / (c.train_kernel_efficiency * GPUS["H100"].flops) + 2.0 * costs.token
+    efficiency = train_efficiency(model, GPUS["H100"], c)
+    work = 3.0 * products / (efficiency * GPUS["H100"].flops) + 2.0 * costs.token
     return (SEQUENCE * work + 2.0 * costs.microbatch) / model.expert_layers
 
 

@@ -9,7 +9,7 @@ from simulator_papers import over_seeds, repack, row
 from laminar_hpc.simulator.constants import DEFAULT
 from laminar_hpc.simulator.schema import SimulationConfig, WorkloadConfig
 from laminar_hpc.simulator.settings import load_simulation
-from laminar_hpc.simulator.uncertainty import SPREAD, deviated, draw, quantiles
+from laminar_hpc.simulator.uncertainty import SPREAD, deviated, draw, interval
 
 DRAWS = 12
 # of other places and of several trainers, which no headline has
@@ -50,6 +50,6 @@ def sensitivity(rows: list[dict]) -> None:
                 rows.append(row("sensitivity", f"{name} x {factor:.3f}: {key}", base[key], found))
     drawn = [headlines(draw(number, 0)) for number in range(DRAWS)]
     for key, middle in base.items():
-        low, high = quantiles([found[key] for found in drawn], middle)
+        low, high = interval([found[key] for found in drawn], middle)
         note = f"{low:,.3g} to {high:,.3g}"
         rows.append(row("ranges", key, None, middle, note) | {"low": low, "high": high})

@@ -1,11 +1,12 @@
 """`laminar plan` on machines with another number of GPUs than eight."""
 
 import pytest
+import yaml
 
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.simulator import plan, plan_command
-from laminar_hpc.simulator.plan import candidates
-from laminar_hpc.simulator.plan_files import rollout_machines, trainer_machines
+from laminar_hpc.simulator.plan import Candidate, candidates
+from laminar_hpc.simulator.plan_files import experiment, rollout_machines, trainer_machines
 from laminar_hpc.simulator.settings import load_plan
 
 SMALL = [
@@ -44,3 +45,22 @@ def test_replicas_stay_inside_a_machine(tmp_path):
     for candidate in found:
         assert [sum(part.processes) for part in rollout_machines(config, candidate)] == [candidate.replicas]
         assert sum(part.count for part in rollout_machines(config, candidate)) == 1
+
+
+def test_a_plan_of_several_turns_writes_their_limits():
+    """Promise: turns, calls and the time limits that were simulated stand in the experiment file, what the
+    tools were taken for in its comments; of one turn there is no such section."""
+    words = ["workload.turns=6", "workload.turn_seconds=2.5", "workload.turn_tokens=300"]
+    several, one = load_plan("node", words), load_plan("node", [])
+    candidate = Candidate(0, 4, ((0, 4, 2),))
+    figures = {"latency_max": 500.0, "step_seconds": 100.0}
+    text = experiment(several, candidate, figures)
+    found = yaml.safe_load(text)
+    assert found["environment"] == {
+        "max_turns": 6,
+        "max_tool_calls": 6,
+        "timeout_seconds": 30,
+        "max_seconds": found["cluster"]["batch_timeout_seconds"],
+    }
+    assert "calls of 2.5 s (median)" in text and "300 tokens after each" in text
+    assert "environment" not in yaml.safe_load(experiment(one, candidate, figures))

@@ -1,14 +1,15 @@
 """Ranges of predictions: drawn constants, the same for all rows, kept in a file, and wider than nothing."""
 
 import dataclasses
+import random
 
 import pytest
 
 from laminar_hpc.simulator.constants import DEFAULT, Constants
 from laminar_hpc.simulator.settings import load_simulation
 from laminar_hpc.simulator.sweep import sweep
-from laminar_hpc.simulator.tables import GPUS
-from laminar_hpc.simulator.uncertainty import SPREAD, Rates, draw, quantiles
+from laminar_hpc.simulator.tables import GPUS, MODELS
+from laminar_hpc.simulator.uncertainty import SPREAD, Rates, draw, interval, spreads, student
 
 SMALL = [
     "workload.prompts_per_step=16",
@@ -42,10 +43,42 @@ def test_draws_are_those_of_their_number_and_within_bounds():
             assert field.metadata["laminar"].hold(value), (name, value)
 
 
-def test_the_range_holds_the_prediction_and_eight_in_ten_draws():
-    """Also where all draws are on one side."""
-    assert quantiles([float(n) for n in range(11)], 5.0) == (1.0, 9.0)
-    assert quantiles([6.0, 7.0], 5.0) == (5.0, 7.0)
+@pytest.mark.parametrize("draws", [2, 4, 8, 32])
+def test_the_range_holds_eight_in_ten_further_draws(draws):
+    """Promise: 80% means 80%, however few draws the range is made of, where logs of rates are normal."""
+    chance, inside = random.Random(0), 0
+    for _ in range(20_000):
+        *values, fresh = (chance.lognormvariate(1.0, 0.2) for _ in range(draws + 1))
+        low, high = interval(values, values[0])
+        inside += low <= fresh <= high
+    assert inside / 20_000 == pytest.approx(0.8, abs=0.02)
+
+
+def test_the_range_holds_the_prediction():
+    """Also where all draws are on one side, and where there is one."""
+    low, high = interval([6.0, 7.0], 5.0)
+    assert low <= 5.0 and high > 7.0
+    assert interval([7.0], 5.0) == pytest.approx((5.0, 7.0))
+
+
+@pytest.mark.parametrize(("freedom", "table"), [(1, 3.078), (2, 1.886), (3, 1.638), (7, 1.415), (30, 1.310)])
+def test_quantiles_of_student(freedom, table):
+    """As in any table of the two-sided 80%."""
+    assert student(freedom) == pytest.approx(table, rel=0.004)
+
+
+def test_what_has_been_tried_less_is_less_certain():
+    """Promise: experts and GPUs other than H100 and H800 widen the range; draws of the same number differ in
+    nothing else."""
+    dense, experts = MODELS["32B"], MODELS["Qwen3-30B-A3B"]
+    found = [
+        spreads(model, [GPUS[gpu]])["generation_error"]
+        for model, gpu in ((dense, "H100"), (experts, "H100"), (dense, "H20"), (experts, "H20"))
+    ]
+    assert found == sorted(found) and found[0] == SPREAD["generation_error"] < found[1]
+    wide = draw(3, 0, spreads(experts, [GPUS["H20"]]))
+    changed = {name for name, value in draw(3, 0).items() if wide[name] != value}
+    assert changed == {"generation_error", "training_error"}
 
 
 def test_a_prediction_has_a_range(tmp_path):

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 from laminar_hpc.config.models import kv_tokens_that_fit
 from laminar_hpc.simulator.constants import Constants
+from laminar_hpc.simulator.kernels import eager_seconds, products_efficiency, weights_rate
+from laminar_hpc.simulator.links import decode_reduce, global_sync_seconds
 from laminar_hpc.simulator.tables import Gpu, Model
 
 if TYPE_CHECKING:
@@ -77,50 +79,64 @@ def faster(costs: Costs, factor: float) -> Costs:
 def attention_share(model: Model) -> float:
     """FLOPs of causal attention as a share of a forward pass's 2 P, per token of a sequence: 2 layers x width
     x s^2 over 2 P s."""
-    return model.layers * model.attention_width / model.active_parameters
-
-
-def exchange_seconds(model: Model, gpu: Gpu, tensor: int, c: Constants) -> float:
-    """One all-reduce of a token's hidden state over t GPUs: 2 (t - 1) / t of its bytes on each link."""
-    return 2.0 * (tensor - 1) / tensor * 2.0 * model.hidden / (c.nvlink_efficiency * gpu.nvlink)
+    return model.attention_layers * model.attention_width / model.active_parameters
 
 
 def engine_costs(
     model: Model, gpu: Gpu, tensor_parallel: int, c: Constants, cuda_graphs: bool = True
 ) -> EngineCosts:
-    """Seconds of one replica's work, from the GPU's rates and the model's size."""
-    bandwidth = gpu.hbm * tensor_parallel
-    weights = c.decode_hbm_efficiency * bandwidth
+    """Seconds of one replica's work, from the GPU's rates and the model's size. The global synchronisation is
+    with a trainer on a machine of the same GPUs."""
+    weights = weights_rate(gpu, c) * tensor_parallel
     flops = gpu.flops * tensor_parallel
-    exchanges = 2 * model.layers if tensor_parallel > 1 else 0  # per step
-    exchange = exchanges * exchange_seconds(model, gpu, tensor_parallel, c)
-    prefill_token = 2.0 * model.active_parameters / (c.prefill_mfu * flops)
-    kv_copies = max(1.0, tensor_parallel / model.kv_heads)  # beyond one rank per KV head heads are copied
+    reduces = 2 * model.layers
+    latency, exchange = decode_reduce(model, gpu, tensor_parallel, c)
+    prefill_token = 2.0 * model.active_parameters / (products_efficiency(gpu, c.prefill_mfu) * flops)
     layer = c.decode_layer_seconds if gpu.decode_layer is None else gpu.decode_layer
-    return EngineCosts(
-        overhead=model.layers * layer + exchanges * c.decode_allreduce_seconds,
+    layer = max(layer, c.decode_latent_layer_seconds) if model.latent else layer
+    state = 2.0 * model.state_bytes / (c.decode_state_efficiency * gpu.hbm * tensor_parallel)
+    costs = EngineCosts(
+        overhead=model.layers * layer + reduces * latency,
         weights=2.0 * model.read_parameters / weights,
-        kv_token=model.kv_bytes * kv_copies / (c.decode_kv_efficiency * bandwidth),
-        compute=2.0 * model.active_parameters / (c.decode_flops_efficiency * flops),
-        request=exchange + c.decode_request_seconds,
+        kv_token=kv_token_seconds(model, gpu, tensor_parallel, c),
+        compute=2.0 * model.active_parameters / (products_efficiency(gpu, c.decode_flops_efficiency) * flops),
+        request=reduces * exchange + c.decode_request_seconds + state,
         prefill_token=prefill_token,
         prefill_attention=prefill_token * attention_share(model),
         pull=c.pull_overhead + 2.0 * model.parameters / (gpu.pcie * tensor_parallel),
-        global_sync=c.pull_overhead + 2.0 * model.parameters / c.global_sync_bytes_per_second,
+        global_sync=global_sync_seconds(model, gpu, gpu.machine, gpu, gpu.machine, c),
         move_token=model.kv_bytes / c.kv_move_bytes_per_second,
         move_latency=c.kv_move_latency,
         restart=c.replica_restart,
-        floor=0.0 if cuda_graphs else model.layers * c.eager_layer_seconds,
+        floor=0.0 if cuda_graphs else eager_seconds(model, c),
         experts=2.0 * model.expert_parameters / weights,
         expert_miss=1.0 - model.expert_share,
     )
+    return costs if c.generation_error == 1.0 else _slower(costs, c.generation_error)
 
 
-def kv_capacity(model: Model, gpu: Gpu, tensor_parallel: int, share: float) -> int:
-    """KV tokens of a replica: `share` of its memory less the weights; 0 or less when they do not fit."""
-    return kv_tokens_that_fit(
-        2.0 * model.parameters, model.kv_bytes, model.kv_heads, tensor_parallel, share * gpu.memory
-    )
+def kv_token_seconds(model: Model, gpu: Gpu, tensor: int, c: Constants) -> float:
+    """Of a decode step, for each token of KV on all ranks: it is read, and each rank's heads score it. Beyond
+    one rank for each KV head heads are copied, so that every rank reads a latent whole."""
+    copies = max(1.0, tensor / model.kv_heads)
+    read = model.kv_bytes * copies / (c.decode_kv_efficiency * gpu.hbm * tensor)
+    return max(read, model.kv_flops / (c.decode_attention_efficiency * gpu.flops * tensor))
+
+
+_OF_TOKENS = ("overhead", "weights", "kv_token", "compute", "request", "prefill_token", "prefill_attention")
+
+
+def _slower(costs: EngineCosts, factor: float) -> EngineCosts:
+    """Everything that tokens take `factor` times as long."""
+    names = (*_OF_TOKENS, "floor", "experts")
+    return dataclasses.replace(costs, **{name: getattr(costs, name) * factor for name in names})
+
+
+def kv_capacity(model: Model, gpu: Gpu, tensor_parallel: int, share: float, requests: int = 0) -> int:
+    """KV tokens of a replica: `share` of its memory less the weights, and less the states of `requests` in
+    layers of linear attention; 0 or less when they do not fit."""
+    fixed = 2.0 * model.parameters + requests * model.state_bytes
+    return kv_tokens_that_fit(fixed, model.kv_bytes, model.kv_heads, tensor_parallel, share * gpu.memory)
 
 
 def chain_seconds(weights_bytes: float, relays: int, c: Constants) -> float:

@@ -41,9 +41,9 @@ def expert_costs(model: Model, gpu: Gpu, tensor: int, ranks: int, c: Constants) 
 
 
 def exchange_share(gpu: Gpu, ranks: int, c: Constants) -> float:
-    """Seconds per byte of a row in an all-to-all over `ranks` GPUs: what stays in the machine crosses NVLink
+    """Seconds per byte of a row in an all-to-all over `ranks` GPUs: what NVLink joins crosses it
     while the rest crosses the NICs."""
-    inside = min(ranks, gpu.machine)
+    inside = min(ranks, gpu.domain)
     near = (inside - 1) / ranks / (c.nvlink_efficiency * gpu.nvlink)
     return max(near, (ranks - inside) / ranks / gpu.nic)
 

@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass
 
 from laminar_hpc.config.directories import conf_directory
+from laminar_hpc.config.schema import EnvironmentConfig
 from laminar_hpc.config.yaml_text import load_yaml
 from laminar_hpc.simulator.constants import DEFAULT
 from laminar_hpc.simulator.plan import Candidate, away, describe, kv_cache_tokens, repack_of, trainer_settings
@@ -78,7 +79,8 @@ def _yaml(value: object) -> str:
 def experiment(config: PlanConfig, candidate: Candidate, figures: dict) -> str:
     """DIR/experiment/NAME.yaml for `--config-dir DIR`. `figures`: of the simulated run, for time limits."""
     lines = ["# @package _global_", f"# laminar plan {config.name}: {describe(config, candidate)}."]
-    lines += ["# Give data.train and reward.function on the command line.", f"run_dir: runs/{config.name}"]
+    lines += ["# Give data.train and reward.function on the command line.", *_of_turns(config)]
+    lines += [f"run_dir: runs/{config.name}"]
     for name, keys in _sections(config, candidate, figures).items():
         lines += [f"{name}:", *(f"  {key}: {_yaml(value)}" for key, value in keys.items())]
     return "\n".join(lines) + "\n"
@@ -130,7 +132,30 @@ def _sections(config: PlanConfig, candidate: Candidate, figures: dict) -> dict[s
             "repack_seconds": DEFAULT.repack_period,
         },
         "cluster": {"join_timeout_seconds": ready, "batch_timeout_seconds": slowest},
+        **_limits(config, slowest),
     }
+
+
+def _of_turns(config: PlanConfig) -> list[str]:
+    """What several turns were simulated with, as comments: the run's own tools decide."""
+    w = config.workload
+    if w.turns == 1:
+        return []
+    return [
+        "# Give environment.tools, factory, agent or verifiers too.",
+        f"# Simulated: up to {w.turns} turns, calls of {w.turn_seconds:g} s (median), sigma {w.turn_sigma:g} "
+        f"of the log, {w.turn_tokens} tokens after each.",
+    ]
+
+
+def _limits(config: PlanConfig, slowest: int) -> dict[str, dict[str, object]]:
+    """The limits on several turns that were simulated, and the batch's on the time of a trajectory."""
+    turns = config.workload.turns
+    if turns == 1:
+        return {}
+    limits = EnvironmentConfig(max_turns=turns, max_tool_calls=turns, max_seconds=float(slowest))
+    keys = ("max_turns", "max_tool_calls", "timeout_seconds", "max_seconds")
+    return {"environment": {key: getattr(limits, key) for key in keys}}
 
 
 def _over_wide_area(config: PlanConfig, candidate: Candidate, figures: dict) -> dict[str, object]:

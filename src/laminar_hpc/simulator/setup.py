@@ -11,11 +11,19 @@ from laminar_hpc.config.schema import EnvironmentConfig
 from laminar_hpc.policies.repack import saturation_batch
 from laminar_hpc.simulator.constants import Constants
 from laminar_hpc.simulator.cost import EngineCosts, chain_seconds, engine_costs, faster, kv_capacity
+from laminar_hpc.simulator.links import global_sync_seconds
 from laminar_hpc.simulator.request import EngineAdmission
 from laminar_hpc.simulator.rules import Rules
 from laminar_hpc.simulator.schema import PoolConfig, WorkloadConfig
 from laminar_hpc.simulator.tables import GPUS, Gpu, Model
-from laminar_hpc.simulator.trainer_cost import JobCosts, Layout, job_costs, offloaded_layout, trainer_layout
+from laminar_hpc.simulator.trainer_cost import (
+    JobCosts,
+    Layout,
+    colocated,
+    job_costs,
+    offloaded_layout,
+    trainer_layout,
+)
 from laminar_hpc.simulator.turns.course import Known
 from laminar_hpc.simulator.turns.environments import Environments
 from laminar_hpc.simulator.wide_area.link import Site, WanLink, chained
@@ -140,13 +148,17 @@ def setup(
     `layout`: the trainer's, None = that of a published system."""
     parts = [part for entry in rollouts if (part := Rollout(*entry)).gpus >= part.tensor_parallel]
     numbers = count(1)  # of the places
+    requests = settings.get("max_concurrent", SimulationSetup.max_concurrent)
     share = c.kv_memory_share_colocated if rules.placement == "colocated" else c.kv_memory_share
     kinds = tuple(
         Engines(
             count=part.gpus // part.tensor_parallel,
             gpus=part.tensor_parallel,
-            costs=engine_costs(model, part.gpu, part.tensor_parallel, c, cuda_graphs),
-            capacity=kv_capacity(model, part.gpu, part.tensor_parallel, share),
+            costs=dataclasses.replace(
+                engine_costs(model, part.gpu, part.tensor_parallel, c, cuda_graphs),
+                global_sync=global_sync_seconds(model, trainer_gpu, trainer_gpus, part.gpu, part.gpus, c),
+            ),
+            capacity=kv_capacity(model, part.gpu, part.tensor_parallel, share, requests),
             saturation=saturation_batch(part.gpu.flops, part.gpu.hbm),
             mtbf=part.mtbf,
             site=next(numbers) if part.link is not None else 0,
@@ -161,7 +173,7 @@ def setup(
     return SimulationSetup(
         rules,
         kinds,
-        job,
+        colocated(job, c) if rules.placement == "colocated" else job,
         trainer_gpus,
         layout,
         workload,

@@ -13,7 +13,7 @@ from laminar_hpc.simulator.settings import constants_of
 from laminar_hpc.simulator.setup import Rollout, rollout_of, setup
 from laminar_hpc.simulator.tables import GPUS, MODELS, Gpu
 from laminar_hpc.simulator.trainer_cost import layouts
-from laminar_hpc.simulator.uncertainty import Rates, draw, quantiles
+from laminar_hpc.simulator.uncertainty import Rates, draw, interval, spreads
 
 Told = Callable[[str], None]  # is told how far the work has come
 
@@ -137,6 +137,7 @@ def rate_range(
     model = MODELS[config.model]
     gpus_of: tuple[Gpu, ...] = (GPUS[config.trainer_gpu], GPUS[config.rollout_gpu])
     gpus_of += tuple(GPUS[site.gpu] for site in config.sites)
+    spread = spreads(model, gpus_of)
     of_tables = [dataclasses.asdict(model), *(dataclasses.asdict(gpu) for gpu in gpus_of)]
 
     def short(constants: dict[str, float]) -> float:
@@ -148,9 +149,9 @@ def rate_range(
 
     base, drawn = short({}), list[float]()
     for number in range(config.draws):
-        drawn.append(middle * short(draw(number, config.seed)) / base)
+        drawn.append(middle * short(draw(number, config.seed, spread)) / base)
         tried(f"{middle:,.0f} tokens/s; {number + 1} of {config.draws} draws for the range")
-    return quantiles(drawn, middle) if drawn else (middle, middle)
+    return interval(drawn, middle) if drawn else (middle, middle)
 
 
 def sweep(

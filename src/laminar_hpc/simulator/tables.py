@@ -15,8 +15,9 @@ import yaml
 from laminar_hpc.config.directories import conf_directory
 from laminar_hpc.config.errors import LaminarError, did_you_mean
 from laminar_hpc.config.families import is_tied
-from laminar_hpc.config.models import head_size, kv_heads, model_config
+from laminar_hpc.config.models import model_config
 from laminar_hpc.config.yaml_text import load_yaml
+from laminar_hpc.simulator.attention_layers import attention_of
 
 _GIGA, _TERA, _MICRO = 1e9, 1e12, 1e-6
 _WIDTH = 2  # bytes of a bfloat16
@@ -25,7 +26,9 @@ _WIDTH = 2  # bytes of a bfloat16
 @dataclass(frozen=True)
 class Gpu:
     """A GPU type: rates per GPU in bytes/s and dense bf16 FLOP/s, memory in bytes. `nvlink`: one direction.
-    `decode_layer`: seconds per layer of a decode step beyond its reads, None = that of constants.py. `price`
+    `nvlink_gpus`: those that NVLink joins, 0 = those of a machine. `decode_layer`: seconds per layer of a
+    decode step beyond its reads, None = that of constants.py. `reads`: bytes/s of weights in a decode step,
+    None = the usual share of `hbm`. `products`: share of the FLOP/s that large products alone reach. `price`
     in $ per hour is an assumption for examples only."""
 
     hbm: float
@@ -36,7 +39,15 @@ class Gpu:
     pcie: float
     price: float
     machine: int = 8
+    nvlink_gpus: int = 0
     decode_layer: float | None = None
+    reads: float | None = None
+    products: float = 0.72
+
+    @property
+    def domain(self) -> int:
+        """GPUs that NVLink joins."""
+        return self.nvlink_gpus or self.machine
 
 
 @dataclass(frozen=True)
@@ -55,6 +66,9 @@ class Model:
     kv_bytes: float  # per token over all layers
     kv_heads: int  # over which tensor parallelism divides a token's KV
     attention_width: float  # heads x head size, over which attention scores and sums
+    attention_layers: int  # with a KV cache
+    kv_flops: float  # of a decode step, for each cached token over all layers
+    state_bytes: float  # of a request in layers of linear attention
 
     @property
     def name(self) -> str:
@@ -79,6 +93,11 @@ class Model:
         return _experts(self.config)
 
     @property
+    def latent(self) -> bool:
+        """Attention is over one latent for all heads."""
+        return bool(self.config.get("kv_lora_rank"))
+
+    @property
     def expert_layers(self) -> int:
         """Layers with routed experts."""
         return self.layers - int(self.config.get("first_k_dense_replace", 0)) if self.experts else 0
@@ -87,20 +106,6 @@ class Model:
     def head_parameters(self) -> float:
         """Counts the parameters of the output layer."""
         return float(self.config["vocab_size"] * self.hidden)
-
-
-def _attention(c: dict[str, Any]) -> float:
-    """Parameters of a layer's attention, with multi-head latent attention where the model has it."""
-    hidden, heads = c["hidden_size"], c["num_attention_heads"]
-    if not c.get("kv_lora_rank"):
-        width = heads * head_size(c)
-        return 2.0 * hidden * (width + kv_heads(c) * head_size(c))
-    key = c["qk_nope_head_dim"] + c["qk_rope_head_dim"]
-    rank = c.get("q_lora_rank")
-    query = rank * (hidden + heads * key) if rank else hidden * heads * key
-    up = c["kv_lora_rank"] * heads * (c["qk_nope_head_dim"] + c["v_head_dim"])
-    down = hidden * (c["kv_lora_rank"] + c["qk_rope_head_dim"])
-    return float(query + up + down + heads * c["v_head_dim"] * hidden)
 
 
 def _experts(c: dict[str, Any]) -> int:
@@ -112,24 +117,18 @@ def _experts(c: dict[str, Any]) -> int:
 
 def model_of(path: str, config: dict[str, Any], tensor_parallel: int | None = None) -> Model:
     """A model from its config.json. Raises KeyError for what is missing."""
-    c, experts = config, _experts(config)
+    c, experts, attention = config, _experts(config), attention_of(config)
     layers, hidden = c["num_hidden_layers"], c["hidden_size"]
     embedding = float(c["vocab_size"] * hidden)
     expert = 3.0 * hidden * (c.get("moe_intermediate_size") or c["intermediate_size"])
     dense_layers = c.get("first_k_dense_replace", 0) if experts else layers
     routed = (layers - dense_layers) * experts * expert
     shared = (layers - dense_layers) * (c.get("n_shared_experts") or 0) * expert
+    shared += (layers - dense_layers) * 3.0 * hidden * (c.get("shared_expert_intermediate_size") or 0)
     dense = dense_layers * 3.0 * hidden * c["intermediate_size"] + shared
-    read = layers * _attention(c) + dense + embedding
+    read = attention.parameters + dense + embedding
     total = read + routed + (0.0 if is_tied(c) else embedding)
     share = c["num_experts_per_tok"] / experts if experts else 0.0
-    latent = c.get("kv_lora_rank")
-    kv = (latent + c["qk_rope_head_dim"]) if latent else 2 * kv_heads(c) * head_size(c)
-    width = (
-        c["num_attention_heads"] * (c["qk_nope_head_dim"] + c["qk_rope_head_dim"] + c["v_head_dim"]) / 2
-        if latent
-        else c["num_attention_heads"] * head_size(c)
-    )
     return Model(
         path=path,
         config=config,
@@ -139,9 +138,12 @@ def model_of(path: str, config: dict[str, Any], tensor_parallel: int | None = No
         read_parameters=read,
         expert_parameters=routed,
         expert_share=share,
-        kv_bytes=float(layers * kv * _WIDTH),
-        kv_heads=1 if latent else kv_heads(c),
-        attention_width=float(width),
+        kv_bytes=float(attention.full * attention.kv_values * _WIDTH),
+        kv_heads=attention.kv_heads,
+        attention_width=attention.width,
+        attention_layers=attention.full,
+        kv_flops=attention.full * attention.kv_flops,
+        state_bytes=attention.state_bytes,
     )
 
 
@@ -154,13 +156,16 @@ def _replica_size(parameters: float, config: dict[str, Any]) -> int:
 
 
 def _gpu_of(entry: dict[str, Any]) -> Gpu:
-    layer = entry.get("decode_layer_microseconds")
+    layer, reads = entry.get("decode_layer_microseconds"), entry.get("decode_reads")
     return Gpu(
         **{key: float(entry[key]) * _GIGA for key in ("hbm", "memory", "nvlink", "nic", "pcie")},
         flops=float(entry["tflops"]) * _TERA,
         price=float(entry["price"]),
         machine=int(entry.get("machine", 8)),
+        nvlink_gpus=int(entry.get("nvlink_gpus", 0)),
         decode_layer=None if layer is None else float(layer) * _MICRO,
+        reads=None if reads is None else float(reads) * _GIGA,
+        products=float(entry.get("products", Gpu.products)),
     )
 
 
@@ -190,6 +195,7 @@ def _check_whole(key: str, value: object) -> None:
 
 
 _GPU_NEEDS = ("hbm", "tflops", "memory", "nvlink", "nic", "pcie", "price")
+_GPU_TAKES = ("machine", "nvlink_gpus", "decode_layer_microseconds", "decode_reads", "products")
 
 
 def _gpus(file: Path) -> dict[str, Gpu]:
@@ -199,8 +205,11 @@ def _gpus(file: Path) -> dict[str, Gpu]:
         for key, value in entry.items():
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e9:
                 raise LaminarError(f"{where}.{key}={value}: must be a number above 0")
-        _check_keys(where, entry, _GPU_NEEDS, ("machine", "decode_layer_microseconds"))
-        _check_whole(f"{where}.machine", entry.get("machine", 8))
+        _check_keys(where, entry, _GPU_NEEDS, _GPU_TAKES)
+        for key in ("machine", "nvlink_gpus"):
+            _check_whole(f"{where}.{key}", entry.get(key, 8))
+        if entry.get("products", 0) > 1:
+            raise LaminarError(f"{where}.products={entry['products']}: must be a share, at most 1")
         made[name] = _gpu_of(entry)
     return made
 

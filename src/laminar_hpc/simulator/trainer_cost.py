@@ -9,8 +9,10 @@ import numpy as np
 
 from laminar_hpc.config.models import head_size, kv_heads, state_bytes
 from laminar_hpc.simulator.constants import Constants
-from laminar_hpc.simulator.cost import attention_share, chain_seconds, exchange_seconds
+from laminar_hpc.simulator.cost import attention_share, chain_seconds
 from laminar_hpc.simulator.experts import expert_costs
+from laminar_hpc.simulator.kernels import logits_seconds, train_efficiency
+from laminar_hpc.simulator.links import exchange_seconds, gather_seconds
 from laminar_hpc.simulator.schema import WorkloadConfig
 from laminar_hpc.simulator.tables import Gpu, Model
 from laminar_hpc.simulator.workload import Workload
@@ -72,6 +74,13 @@ class JobCosts:
     score: float = 0.0  # from the last token of a group to its last reward
 
 
+def colocated(costs: JobCosts, c: Constants) -> JobCosts:
+    """The same of a trainer that shares its GPUs with engines: less memory for its micro-batches, and states
+    that come and go."""
+    names = ("train_token", "train_attention", "logprob_token", "logprob_attention")
+    return replace(costs, **{name: getattr(costs, name) / c.colocated_train_rate for name in names})
+
+
 def only_training(token: float) -> JobCosts:
     """Costs of nothing but `token` seconds for each token, over all ranks."""
     return JobCosts(train_token=token, repack_period=1.0)
@@ -82,33 +91,37 @@ def job_costs(
 ) -> JobCosts:
     """`gpu`, `gpus`: the trainer's; `cap`: tokens of the longest response allowed.
 
-    A token's forward pass takes its matrix products and two all-reduces per layer; backward twice the
-    products and as many all-reduces; recomputation another forward pass (Korthikanti et al., arXiv
-    2205.05198, sections 4 and 5). A layer with experts has one all-reduce and what experts.py says. Context
-    parallelism divides all of it, and adds two all-to-alls per layer (`context_exchange_seconds`); chunks of
-    a stage hand on more often (`chunk_exchange_seconds`).
+    A token's forward pass takes its matrix products, two all-reduces per layer and a pass over its logits;
+    backward twice the products and as much of the others; recomputation another forward pass (Korthikanti et
+    al., arXiv 2205.05198, sections 4 and 5). A layer with experts has one all-reduce and what experts.py
+    says. Context parallelism divides all of it, and adds two all-to-alls per layer
+    (`context_exchange_seconds`); chunks of a stage hand on more often (`chunk_exchange_seconds`).
     """
     expert = expert_costs(model, gpu, layout.tensor * layout.context, layout.experts, c)
-    flops = c.train_kernel_efficiency * gpu.flops * layout.tensor * layout.stages * layout.context
+    efficiency = train_efficiency(model, gpu, c) / c.training_error
+    flops = efficiency * gpu.flops * layout.tensor * layout.stages * layout.context
     attention = 2.0 * model.active_parameters / flops * attention_share(model)
     products = 2.0 * (model.active_parameters + expert.work) / flops * layout.slowest_stage(model)
     reduces = (2.0 * model.layers - model.expert_layers) / layout.stages
     exchanges = reduces * exchange_seconds(model, gpu, layout.tensor, c) / layout.context
     exchanges += expert.token / layout.stages + context_exchange_seconds(model, gpu, layout, c)
     exchanges += chunk_exchange_seconds(model, gpu, layout, c)
+    exchanges *= c.training_error
+    logits = logits_seconds(model, gpu, layout.tensor * layout.context, c) * c.training_error
+    logits /= layout.stages if layout.even else 1
     again = layout.recompute
     padding = c.batch_handling * cap
     return JobCosts(
-        train_token=((3.0 + again) * products + (2.0 + again) * exchanges) / layout.ranks,
+        train_token=((3.0 + again) * products + (2.0 + again) * exchanges + 2.0 * logits) / layout.ranks,
         train_attention=(3.0 + again) * attention / layout.ranks,
-        logprob_token=c.logprob_passes * (products + exchanges) / layout.ranks,
+        logprob_token=c.logprob_passes * (products + exchanges + logits) / layout.ranks,
         logprob_attention=c.logprob_passes * attention / layout.ranks,
         handling=(1.0 + c.logprob_passes) * padding,
         overlapped_handling=c.overlapped_handling * cap,
         update=c.update_overhead + gradient_seconds(model, gpu, gpus, layout, c),
         publish_stall=2.0 * model.parameters / c.publish_bytes_per_second,
         chain=chain_seconds(2.0 * model.parameters, math.ceil(rollout_gpus / gpu.machine), c),
-        switch=c.colocated_switch,
+        switch=c.colocated_switch + gather_seconds(model, gpu, gpus, c),
         checkpoint=c.checkpoint_stall,
         job_restart=c.job_restart,
         repack_period=c.repack_period,
@@ -125,7 +138,7 @@ def context_exchange_seconds(model: Model, gpu: Gpu, layout: Layout, c: Constant
     shape = model.config
     values = 2 * (shape["num_attention_heads"] + kv_heads(shape)) * head_size(shape)
     sent = 2.0 * values * (layout.context - 1) / layout.context / (layout.tensor * layout.context)
-    inside = layout.tensor * layout.context <= gpu.machine
+    inside = layout.tensor * layout.context <= gpu.domain
     return model.layers / layout.stages * sent / (c.nvlink_efficiency * gpu.nvlink if inside else gpu.nic)
 
 
@@ -134,7 +147,7 @@ def chunk_exchange_seconds(model: Model, gpu: Gpu, layout: Layout, c: Constants)
     of one, whose hand-over counts as nothing; over NVLink where one machine has all stages."""
     gpus = layout.tensor * layout.context
     sent = 2.0 * model.hidden / gpus * (layout.chunks - 1)
-    inside = gpus * layout.stages <= gpu.machine
+    inside = gpus * layout.stages <= gpu.domain
     return sent / (c.nvlink_efficiency * gpu.nvlink if inside else gpu.nic)
 
 
@@ -150,7 +163,7 @@ def gradient_seconds(model: Model, gpu: Gpu, gpus: int, layout: Layout, c: Const
     seconds = 0.0
     for parameters, spread, holders in parts:
         size = c.gradient_bytes_per_parameter * parameters * (holders - 1) / holders
-        if gpus <= gpu.machine:
+        if gpus <= gpu.domain:
             seconds += size / (spread * c.nvlink_efficiency * gpu.nvlink)
         else:
             seconds += size / (max(gpu.machine, spread) * gpu.nic)
