@@ -34,9 +34,10 @@ from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.launch import cli
 from laminar_hpc.machine.files import jsonl
 from laminar_hpc.simulator import plan_command
+from laminar_hpc.simulator.divisions import Candidate, describe
 from laminar_hpc.simulator.emulated.responses import response_length
 from laminar_hpc.simulator.emulation.launch import Emulation, prepare
-from laminar_hpc.simulator.plan import Candidate, Plan, describe, search
+from laminar_hpc.simulator.plan import Plan, search
 from laminar_hpc.simulator.schema import PlanConfig
 from laminar_hpc.simulator.settings import load_plan
 from laminar_hpc.simulator.workload import mu_of_mean

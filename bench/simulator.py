@@ -46,9 +46,10 @@ from simulator_scale import scale
 from simulator_sensitivity import sensitivity
 
 from laminar_hpc.simulator.constants import DEFAULT
+from laminar_hpc.simulator.divisions import Candidate, describe
 from laminar_hpc.simulator.finished.measured import SPLIT, Figures, measure
 from laminar_hpc.simulator.finished.prediction import predict
-from laminar_hpc.simulator.plan import Candidate, describe, evaluate, search
+from laminar_hpc.simulator.plan import evaluate, search
 from laminar_hpc.simulator.rules import PIPELINES
 from laminar_hpc.simulator.run import SimulationOutcome, simulate
 from laminar_hpc.simulator.schema import WorkloadConfig

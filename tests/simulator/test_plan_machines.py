@@ -5,7 +5,7 @@ import yaml
 
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.simulator import plan, plan_command
-from laminar_hpc.simulator.plan import Candidate, candidates
+from laminar_hpc.simulator.divisions import Candidate, candidates, trainer_settings
 from laminar_hpc.simulator.plan_files import experiment, rollout_machines, trainer_machines
 from laminar_hpc.simulator.settings import load_plan
 
@@ -18,15 +18,18 @@ SMALL = [
 ]
 
 
-def test_machines_of_four_gpus(tmp_path, monkeypatch):
+def test_machines_of_four_gpus(tmp_path):
     """Promise: no part of a plan asks a machine for more GPUs than the table gives it, whole or divided."""
-    monkeypatch.setattr(plan, "_SIMULATED", 1)
     config = load_plan("node", [*SMALL, "pools=[{gpu: GB200, count: 8}]"])
     for candidate in candidates(config):
-        machines = [trainer_machines(config, candidate), *rollout_machines(config, candidate)]
-        assert all(part.gpus <= 4 for part in machines)
-        assert sum(part.count for part in machines) == 2
-    lines = plan_command.write(config, plan.search(config), tmp_path)
+        trainers, rollouts = trainer_machines(config, candidate), rollout_machines(config, candidate)
+        assert all(part.gpus <= 4 for part in (trainers, *rollouts))
+        beside = [part for part in rollouts if part.beside]
+        assert all(trainers.gpus + part.gpus <= 4 and part.count <= trainers.count for part in beside)
+        assert trainers.count + sum(part.count for part in rollouts if not part.beside) <= 2
+    whole = next(candidate for candidate in candidates(config) if candidate.trainer_gpus == 4)
+    planned = plan.RatedCandidate(whole, 0.0, figures=plan.evaluate(config, whole))
+    lines = plan_command.write(config, plan.Plan(planned, None, 1, 1), tmp_path)
     assert any("trainer machine N = 0" in line for line in lines), "they are two machines, not one"
     assert (tmp_path / "node.sbatch").read_text().count("--gpus-per-node=gb200:4") == 2
     with pytest.raises(LaminarError, match=r"count=6: machines have 4 GPUs: give a multiple"):
@@ -40,11 +43,15 @@ def test_replicas_stay_inside_a_machine(tmp_path):
     (tmp_path / "tables" / "gpus.yaml").write_text(entry)
     config = load_plan("node", [*SMALL, "--config-dir", str(tmp_path), "pools=[{gpu: X6, count: 12}]"])
     found = list(candidates(config))
-    assert {candidate.trainer_gpus for candidate in found} == {6}
+    assert {candidate.trainer_gpus for candidate in found} == {4, 6, 8, 10}  # the last two as 4 and 5 on each
     assert {candidate.tensor_parallel for candidate in found} == {1, 2}
     for candidate in found:
-        assert [sum(part.processes) for part in rollout_machines(config, candidate)] == [candidate.replicas]
-        assert sum(part.count for part in rollout_machines(config, candidate)) == 1
+        machines, trainers = rollout_machines(config, candidate), trainer_machines(config, candidate)
+        assert sum(sum(part.processes) for part in machines) == candidate.replicas
+        assert trainers.gpus % trainer_settings(config, candidate).tensor_parallel == 0
+        for part in machines:
+            free = 6 - trainers.gpus if part.beside else 6
+            assert all(n * candidate.tensor_parallel <= free for n in part.processes)
 
 
 def test_a_plan_of_several_turns_writes_their_limits():

@@ -12,7 +12,8 @@ import pytest
 from helpers.runs import assert_clean
 from helpers.small_plans import SMALL, WORK
 from laminar_hpc.simulator import plan_command
-from laminar_hpc.simulator.plan import Plan, RatedCandidate, candidates, evaluate
+from laminar_hpc.simulator.divisions import candidates
+from laminar_hpc.simulator.plan import Plan, RatedCandidate, evaluate
 from laminar_hpc.simulator.plan_files import rollout_machines
 from laminar_hpc.simulator.settings import load_plan
 

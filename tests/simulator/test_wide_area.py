@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from laminar_hpc.launch import cli
+from laminar_hpc.simulator import plan
 from laminar_hpc.simulator.clock import Clock
 from laminar_hpc.simulator.constants import DEFAULT
 from laminar_hpc.simulator.plan import search
@@ -116,9 +117,10 @@ def test_a_notice_saves_prefill():
     assert with_["prefilled_tokens"] < without["prefilled_tokens"]
 
 
-def test_the_cheapest_far_rollouts_that_keep_the_trainer_busy(tmp_path, capsys):
+def test_the_cheapest_far_rollouts_that_keep_the_trainer_busy(tmp_path, capsys, monkeypatch):
     """Promise: cheap GPUs elsewhere are bought where their link lets them keep the trainer busy, and not
     where it does not; the files say what was simulated, one line what all places must share."""
+    monkeypatch.setattr(plan, "_THOROUGH_SECONDS", 0.0)
     pools = "pools=[{{gpu: H800, count: 16}}, {{gpu: H800, count: 8, price: 0.5, wan_gbps: {}}}]"
     words = ["model=7B", *SMALL, "trainer_busy=0.1", "max_staleness=1", "steps=4", "warmup_steps=1"]
     config = load_plan("wide_area", [*words, pools.format(100)])

@@ -11,7 +11,8 @@ import pytest
 from helpers.runs import assert_clean
 from helpers.small_plans import SMALL, WORK
 from laminar_hpc.simulator import plan_command
-from laminar_hpc.simulator.plan import Plan, RatedCandidate, candidates, evaluate
+from laminar_hpc.simulator.divisions import candidates
+from laminar_hpc.simulator.plan import Plan, RatedCandidate, evaluate
 from laminar_hpc.simulator.settings import load_plan
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(900)]

@@ -1,5 +1,5 @@
 """`laminar sim EXPERIMENT [key=value ...] [--json]`: a table across pipelines and scales, result.json and
-report.html. `laminar sim RUN_DIR`: finished/."""
+report.html. With --without or --staleness: worth.py. `laminar sim RUN_DIR`: finished/."""
 
 import dataclasses
 import json
@@ -7,8 +7,10 @@ import time
 from argparse import Namespace
 from collections.abc import Callable
 
-from laminar_hpc.simulator import report
+from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.simulator import report, worth
 from laminar_hpc.simulator.finished import command as finished
+from laminar_hpc.simulator.schema import SimulationConfig
 from laminar_hpc.simulator.settings import experiments, load_simulation, output_folder, say
 from laminar_hpc.simulator.sweep import sweep
 
@@ -31,13 +33,29 @@ def _progress() -> Callable[[str], None]:
 def main(options: Namespace) -> int:
     """`laminar sim EXPERIMENT`: simulates, writes the page and result.json, prints the table. Returns 0."""
     name, *overrides = options.words
+    if options.without and options.staleness:
+        raise LaminarError("--without and --staleness are two tables: ask for one of them")
     if finished.is_run(name, experiments()):
         return finished.sim(name, overrides, options.json)
     config = load_simulation(name, overrides)
+    if options.without or options.staleness:
+        return _worth(config, options)
     folder = output_folder(config, f"runs/sim-{config.name}")
     rows = sweep(config, say, folder / "ranges.json", _progress())
     report.write(folder / "report.html", config.name, dataclasses.asdict(config), rows)
     result = json.dumps({"settings": dataclasses.asdict(config), "rows": report.as_json(rows)}, indent=1)
     (folder / "result.json").write_text(result + "\n")
     print(result if options.json else f"{report.table(rows)}\n\nreport       {folder}/report.html")
+    return 0
+
+
+def _worth(config: SimulationConfig, options: Namespace) -> int:
+    """What mechanisms, or staleness bounds, are worth. Returns 0."""
+    if options.without:
+        rows = worth.without(config, worth.names_of(options.without), say)
+    else:
+        rows = worth.at_bounds(config, worth.bounds_of(options.staleness), say)
+    print(
+        json.dumps([dataclasses.asdict(row) for row in rows], indent=1) if options.json else worth.table(rows)
+    )
     return 0

@@ -1,215 +1,192 @@
-"""`laminar plan`: how to divide a cluster between trainer, relays and rollouts, by best-first search over the
-simulator.
+"""`laminar plan`: the best of all divisions of a cluster (divisions.py), by simulation, the most promising
+first.
 
-Each candidate has an optimistic score from closed forms (no rate of the simulation can exceed it); candidates
-are simulated in its order, and the search ends when the best simulated score is above all that is left.
-Candidates are what one experiment file can say and `laminar train` can start: the trainer on one pool that is
-not preemptible, in whole machines, or on a part of the only machine; replicas of one TP, KV cache and local
-batch on what is left of each pool, on all of it or none, with `objective=cost` also on a part of it.
+Two numbers order and end the search, and neither is taken for the other:
+
+    estimate    closed forms of both sides with full batches, times what the nearest division that was
+                simulated reached of its own. It says which is simulated next, and proves nothing.
+    bound       what the trainer alone would do if it never waited. No simulation of the division exceeds it
+                (`trainer_bound`), so one whose bound is below the best score need not be simulated.
+
+The search ends when all are simulated or excluded by their bound, or when `budget_seconds` are over; without
+that key also when, after some seconds, no estimate is above the best score. `Plan.rest` says what was left.
 """
 
 import dataclasses
-import itertools
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import islice
 
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.config.system_schema import TrainerConfig
-from laminar_hpc.simulator.constants import DEFAULT, Constants
-from laminar_hpc.simulator.cost import engine_costs, kv_capacity
+from laminar_hpc.simulator.constants import DEFAULT
+from laminar_hpc.simulator.divisions import (
+    Candidate,
+    candidates,
+    describe,
+    kv_cache_tokens,
+    price,
+    repack_of,
+    trainer_gpu,
+    trainer_settings,
+    why_nothing_fits,
+)
 from laminar_hpc.simulator.rules import PIPELINES
 from laminar_hpc.simulator.run import simulate
-from laminar_hpc.simulator.schema import PlanConfig, PoolConfig
-from laminar_hpc.simulator.setup import rollout_of, setup
-from laminar_hpc.simulator.tables import GPUS, MODELS
-from laminar_hpc.simulator.trainer_cost import job_costs
-from laminar_hpc.simulator.trainer_fit import fitting_trainer, layout_of, serves
+from laminar_hpc.simulator.schema import PlanConfig
+from laminar_hpc.simulator.setup import SimulationSetup, rollout_of, setup
+from laminar_hpc.simulator.tables import MODELS
+from laminar_hpc.simulator.trainer_cost import JobCosts
+from laminar_hpc.simulator.trainer_fit import layout_of
 from laminar_hpc.simulator.workload import Workload
 
-_GROUPS = 256  # whose lengths the closed forms use
-_SLACK = 1.05  # the closed forms use mean lengths; a short simulation may see shorter ones
-_PARTS = 4  # with objective=cost a pool's rollouts are taken by quarters
-_CANDIDATES = 100_000  # whose bounds are computed in a few seconds
-_SIMULATED = 200  # candidates, of a second or so each
+_GROUPS = 50_000  # whose lengths are looked at in a second or so
+_REACHED = 0.95  # of its estimate is what a simulation reaches at most, as a rule
+_FAILED = 0.5  # the same of one that is too slow or leaves the trainer idle, for its neighbours
+_CANDIDATES = 100_000  # whose estimates are computed in a few seconds
+_SIMULATED = 400  # candidates, of a second or so each
+_THOROUGH_SECONDS = 10.0  # of search through all divisions, before estimates end it
+_SECONDS = 90.0  # of search where budget_seconds does not say
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """`rollouts`: (pool index, GPUs, tensor parallel), of one tensor parallel size."""
+class PlannedLengths:
+    """Of the responses that a plan's run trains, in tokens. `mean`, `context`: of a trajectory, and before a
+    generated token, with the prompt. `least`, `most`: between which the mean of those lies that are trained
+    after the warm-up, prompts included, whichever they are. `longest`: of each group, in ascending order."""
 
-    trainer_pool: int
-    trainer_gpus: int
-    rollouts: tuple[tuple[int, int, int], ...]
+    mean: float
+    context: float
+    least: float
+    most: float
+    longest: list[int]
 
-    @property
-    def tensor_parallel(self) -> int:
-        return self.rollouts[0][2]
-
-    @property
-    def replicas(self) -> int:
-        return sum(gpus // tp for _, gpus, tp in self.rollouts)
+    def longest_of(self, groups: int) -> float:
+        """The longest response among so many groups, in the middle of the cases."""
+        return self.longest[int(len(self.longest) * 0.5 ** (1.0 / groups))]
 
 
-@dataclass
+@dataclass(eq=False)
 class RatedCandidate:
-    """`score`: tokens/s, or tokens per $ with objective=cost. `bound`: what it could be at most. `figures`:
-    None before it is simulated."""
+    """`score`: tokens/s, or tokens per $ with objective=cost. `bound`: what it can be at most; `estimate`:
+    what it may be. `figures`: None before it is simulated."""
 
     candidate: Candidate
     bound: float
+    estimate: float = 0.0
     score: float = -math.inf
     price: float = 0.0
     figures: dict | None = None
     why_not: str = ""
 
+    @property
+    def reached(self) -> float:
+        """Score of one that was simulated over its estimate."""
+        return _FAILED if self.score == -math.inf else self.score / self.estimate
+
 
 @dataclass
 class Plan:
+    """`excluded`: not simulated, as their bounds are below the best score. `cut_off`: why the others were not
+    simulated."""
+
     best: RatedCandidate
     runner_up: RatedCandidate | None
     simulated: int
     candidates: int
-    ended: bool = True  # no other candidate can be better; false: the search was cut off
+    excluded: int = 0
+    cut_off: str = ""
+
+    @property
+    def ended(self) -> bool:
+        """No other division is better: each was simulated or is excluded by its bound."""
+        return self.simulated + self.excluded == self.candidates
+
+    @property
+    def rest(self) -> str:
+        """What was simulated, and what is known of the others."""
+        text = f"{self.simulated} of {self.candidates} divisions simulated"
+        parts = [f"the trainer alone of {self.excluded} others is slower than this"] if self.excluded else []
+        if left := self.candidates - self.simulated - self.excluded:
+            parts.append(f"{left} left out: {self.cut_off}")
+        return "; ".join([text, *parts])
 
 
-def price(config: PlanConfig, candidate: Candidate) -> float:
-    """$ per hour of all GPUs in use."""
-    per_gpu = [pool.price if pool.price is not None else GPUS[pool.gpu].price for pool in config.pools]
-    return candidate.trainer_gpus * per_gpu[candidate.trainer_pool] + sum(
-        gpus * per_gpu[pool] for pool, gpus, _ in candidate.rollouts
+def planned_lengths(config: PlanConfig) -> PlannedLengths:
+    """Of the groups that a run trains: after the warm-up these are `steps - warmup_steps` batches of all that
+    are granted until then, which the staleness bound makes at most `steps + max_staleness` batches. The mean
+    of the shortest groups, so many of them, is the least that theirs can have. Of more groups than can be
+    looked at nothing is known but the limits of a response."""
+    w, groups = config.workload, config.workload.prompts_per_step
+    granted = (config.steps + config.max_staleness) * groups
+    step = max(1, -(-granted // _GROUPS))
+    work = Workload(w, config.seed, config.steps * groups)
+    found = [work.lengths(index) for index in range(0, granted, step)]
+    kept = found[config.warmup_steps * groups // step : config.steps * groups // step]
+    shown = [n for of in kept for n in of]
+    least, most = 1.0, float(w.max_response_tokens)
+    if step == 1:
+        means = sorted(sum(of) / len(of) for of in found)
+        trained = (config.steps - config.warmup_steps) * groups
+        least, most = (sum(part) / trained for part in (means[:trained], means[-trained:]))
+    return PlannedLengths(
+        sum(shown) / len(shown),
+        w.prompt_tokens + sum(n * n for n in shown) / (2 * sum(shown)),
+        w.prompt_tokens + least,
+        w.prompt_tokens + most + (w.turns - 1) * w.turn_tokens,
+        sorted(max(of) for of in kept),
     )
 
 
-def tensor_parallels(config: PlanConfig, pool: PoolConfig) -> list[int]:
-    """The smallest three TPs within a machine at which model and longest trajectory fit."""
-    model, tokens_min = MODELS[config.model], 2 * config.workload.longest
-    machine = min(pool.count, GPUS[pool.gpu].machine)
-    return [
-        tp
-        for tp in (1, 2, 4, 8)
-        if tp <= machine
-        and (machine == pool.count or machine % tp == 0)
-        and serves(model, tp)
-        and kv_capacity(model, GPUS[pool.gpu], tp, DEFAULT.kv_memory_share) >= tokens_min
-    ][:3]
+def trainer_bound(job: JobCosts, config: PlanConfig, lengths: PlannedLengths) -> float:
+    """Tokens/s that no simulated run exceeds: those of a trainer that never waits, has no pipeline bubble and
+    ranks with equal work.
 
-
-def trainer_sizes(config: PlanConfig, pool: PoolConfig) -> list[int]:
-    """GPUs of `pool` that a trainer may take: whole machines. A part of a machine only where there is no
-    other one: a rollout beside the trainer needs one world with both."""
-    machine = GPUS[pool.gpu].machine
-    if pool.count > machine:
-        return list(range(machine, pool.count + 1, machine))
-    return list(range(1, pool.count)) if len(config.pools) == 1 else [pool.count]
-
-
-def trainer_of(config: PlanConfig, pool: int, gpus: int) -> TrainerConfig | None:
-    """The trainer's settings on `gpus` of the pool; None where the model does not fit."""
-    return fitting_trainer(MODELS[config.model], GPUS[config.pools[pool].gpu], gpus, config.workload)
-
-
-def trainer_settings(config: PlanConfig, candidate: Candidate) -> TrainerConfig:
-    """Raises LaminarError when the model cannot be trained on the candidate's GPUs."""
-    trainer = trainer_of(config, candidate.trainer_pool, candidate.trainer_gpus)
-    if trainer is None:
-        gpu = config.pools[candidate.trainer_pool].gpu
-        raise LaminarError(f"plan: {config.model} cannot be trained on {candidate.trainer_gpus} {gpu}")
-    return trainer
-
-
-def kv_cache_tokens(config: PlanConfig, candidate: Candidate) -> int:
-    """KV tokens of every replica: one experiment file has one number, so that of the smallest GPUs."""
-    model = MODELS[config.model]
-    return min(
-        kv_capacity(model, GPUS[config.pools[pool].gpu], tp, DEFAULT.kv_memory_share)
-        for pool, _, tp in candidate.rollouts
-    )
-
-
-def away(config: PlanConfig, candidate: Candidate) -> list[PoolConfig]:
-    """Pools of the candidate's rollouts that are in other places than the trainer."""
-    pools = [config.pools[pool] for pool, *_ in candidate.rollouts]
-    return [pool for pool in pools if pool.wan_gbps is not None]
-
-
-def repack_of(config: PlanConfig, candidate: Candidate) -> str:
-    """How repack moves a request: with its KV cache, if there is another replica to move it to. A run knows
-    nothing of places, so there is no repack where KV caches would cross wide-area links."""
-    places = len(away(config, candidate)) + (len(candidate.rollouts) > len(away(config, candidate)))
-    return "off" if candidate.replicas == 1 or places > 1 else "kv"
-
-
-def candidates(config: PlanConfig) -> Iterator[Candidate]:
-    """Every placement that fits: trainer's pool and size, and the replicas of each pool."""
-    parallel = [tensor_parallels(config, pool) for pool in config.pools]
-    for index, pool in enumerate(config.pools):
-        for trainer in [] if pool.only_generates else trainer_sizes(config, pool):
-            if trainer_of(config, index, trainer) is None:
-                continue
-            for tp in sorted({tp for sizes in parallel for tp in sizes}):
-                choices = [
-                    sorted(_amounts(config, other.count - (trainer if i == index else 0), tp))
-                    if tp in parallel[i]
-                    else [0]
-                    for i, other in enumerate(config.pools)
-                ]
-                for chosen in itertools.product(*choices):
-                    if rollouts := tuple((i, gpus, tp) for i, gpus in enumerate(chosen) if gpus):
-                        yield Candidate(index, trainer, rollouts)
-
-
-def _amounts(config: PlanConfig, left: int, tp: int) -> set[int]:
-    """GPUs of a pool with `left` ones that replicas may take."""
-    parts = range(_PARTS + 1) if config.objective == "cost" else (0, _PARTS)
-    return {left * part // _PARTS // tp * tp for part in parts}
-
-
-def bound(
-    config: PlanConfig, candidate: Candidate, mean: float, context: float, c: Constants = DEFAULT
-) -> float:
-    """Tokens/s (prompts included) that neither side can exceed: the trainer's FLOPs, and decoding with full
-    batches all the time.
-
-    `mean`: response tokens; `context`: mean tokens before a generated token.
+    A batch of B trajectories with n tokens each takes at least sum(a n + b n^2 + h) + c seconds, with costs
+    for a token, a squared token, a trajectory and a step. With their mean x, sum(n^2) >= B x^2 (Cauchy), so
+    that the rate is at most 1 / (a + b x + (h + c / B) / x), and x is between `least` and `most`. Several
+    batches have the same bound with x as the mean of all.
     """
-    model, w = MODELS[config.model], config.workload
-    rollout_gpus = sum(gpus for _, gpus, _ in candidate.rollouts)
-    gpu = GPUS[config.pools[candidate.trainer_pool].gpu]
-    layout = layout_of(trainer_settings(config, candidate))
-    job = job_costs(model, gpu, candidate.trainer_gpus, layout, rollout_gpus, w.max_response_tokens, DEFAULT)
-    # Attention of the mean length: no more than that of the lengths (mean of squares), so the bound stays
-    # one.
-    mean_tokens = mean + w.prompt_tokens
-    train = 1.0 / (
-        job.train_token
-        + job.logprob_token
-        + (job.train_attention + job.logprob_attention) * mean_tokens
-        + job.overlapped_handling / mean_tokens
-    )
-    generate, capacity = 0.0, kv_cache_tokens(config, candidate)
-    for pool, gpus, tp in candidate.rollouts:
-        gpu = GPUS[config.pools[pool].gpu]
-        costs = engine_costs(model, gpu, tp, DEFAULT)
-        batch = min(config.max_concurrent, capacity / context)
-        generate += gpus // tp * batch / costs.step(batch, batch * context)
-    generate *= 1.0 + 2.0 * DEFAULT.replica_speed_spread  # of a few replicas all may be fast ones
-    return _SLACK * min(train, generate * (mean + w.prompt_tokens) / mean)
+    w = config.workload
+    token, attention = job.train_token + job.logprob_token, job.train_attention + job.logprob_attention
+    step = w.updates_per_step * job.update + job.publish_stall
+    fixed = job.overlapped_handling + step / (w.prompts_per_step * w.samples_per_prompt)
+    x = math.sqrt(fixed / attention) if attention else lengths.most  # where the seconds per token are least
+    x = min(lengths.most, max(lengths.least, x))
+    return 1.0 / (token + attention * x + fixed / x)
 
 
-def evaluate(config: PlanConfig, candidate: Candidate) -> dict:
-    """Figures of a simulated run of it."""
+def rates(config: PlanConfig, candidate: Candidate, lengths: PlannedLengths) -> tuple[float, float]:
+    """Tokens/s, prompts included: the bound, and the estimate, which decodes with full batches all the
+    time."""
+    made, w = setup_of(config, candidate), config.workload
+    bound = trainer_bound(made.job, config, lengths)
+    groups = -(-w.prompts_per_step // candidate.replicas)
+    granted, longest, generate = groups * w.samples_per_prompt, lengths.longest_of(groups), 0.0
+    for kind in made.engines:  # a local batch takes as long as its longest response, or as all in turn
+        batch = min(config.max_concurrent, granted, kind.capacity / lengths.context)
+        together = kind.costs.step(batch, batch * lengths.context) / batch
+        seconds = max(granted * lengths.mean * together, longest * kind.costs.step(1, lengths.context))
+        generate += kind.count * granted * lengths.mean / seconds
+    return bound, min(bound, generate * (lengths.mean + w.prompt_tokens) / lengths.mean)
+
+
+def setup_of(config: PlanConfig, candidate: Candidate) -> SimulationSetup:
+    """The run that is simulated of it."""
     rollouts = [rollout_of(config.pools[pool], gpus, tp) for pool, gpus, tp in candidate.rollouts]
-    pool = config.pools[candidate.trainer_pool]
-    hours, machines = pool.mtbf_hours, max(1, candidate.trainer_gpus // GPUS[pool.gpu].machine)
-    trainer_mtbf = hours and hours * 3600 / machines
+    pool, gpu = (
+        config.pools[candidate.trainer_pool],
+        trainer_gpu(config, candidate.trainer_pool, candidate.trainer_gpus),
+    )
+    hours, machines = pool.mtbf_hours, max(1, candidate.trainer_gpus // gpu.machine)
     rules = dataclasses.replace(
         PIPELINES["laminar"], max_staleness=config.max_staleness, repack=repack_of(config, candidate)
     )
     run = setup(
         rules,
         MODELS[config.model],
-        GPUS[pool.gpu],
+        gpu,
         candidate.trainer_gpus,
         rollouts,
         config.workload,
@@ -218,13 +195,18 @@ def evaluate(config: PlanConfig, candidate: Candidate) -> dict:
         warmup_steps=config.warmup_steps,
         seed=config.seed,
         max_concurrent=config.max_concurrent,
-        trainer_mtbf=trainer_mtbf,
+        trainer_mtbf=hours and hours * 3600 / machines,
         layout=layout_of(trainer_settings(config, candidate)),
         equal_batches=True,
     )
     capacity = kv_cache_tokens(config, candidate)
     kinds = tuple(dataclasses.replace(kind, capacity=capacity) for kind in run.engines)
-    return simulate(dataclasses.replace(run, engines=kinds)).figures
+    return dataclasses.replace(run, engines=kinds)
+
+
+def evaluate(config: PlanConfig, candidate: Candidate) -> dict:
+    """Figures of a simulated run of it."""
+    return simulate(setup_of(config, candidate)).figures
 
 
 def judge(config: PlanConfig, planned: RatedCandidate) -> None:
@@ -242,99 +224,123 @@ def judge(config: PlanConfig, planned: RatedCandidate) -> None:
         planned.score = -math.inf
 
 
-def search(
-    config: PlanConfig, say: Callable[[str], None] = lambda line: None, c: Constants = DEFAULT
-) -> Plan:
-    """Raises LaminarError when nothing fits or nothing keeps the trainer busy."""
-    lengths = _lengths(config)
-    mean = sum(lengths) / len(lengths)
-    context = config.workload.prompt_tokens + sum(n * n for n in lengths) / (2 * sum(lengths))
-    options = []
-    for candidate in itertools.islice(candidates(config), _CANDIDATES + 1):
-        rate, cost = bound(config, candidate, mean, context), price(config, candidate)
-        options.append(
-            RatedCandidate(
-                candidate, rate if config.objective == "throughput" else rate * 3600 / cost, price=cost
-            )
-        )
+def options_of(config: PlanConfig) -> list[RatedCandidate]:
+    """All divisions with bound and estimate. Raises LaminarError when nothing fits."""
+    lengths, options = planned_lengths(config), list[RatedCandidate]()
+    for candidate in islice(candidates(config), _CANDIDATES + 1):
+        cost = price(config, candidate)
+        per = 1.0 if config.objective == "throughput" else 3600 / cost
+        bound, estimate = rates(config, candidate, lengths)
+        options.append(RatedCandidate(candidate, bound * per, estimate * per, price=cost))
     if not options:
         raise LaminarError(why_nothing_fits(config))
     if len(options) > _CANDIDATES:
         raise LaminarError(
             f"plan: more than {_CANDIDATES:,} ways to divide these pools; ask with fewer or smaller ones"
         )
-    options.sort(key=lambda planned: -planned.bound)
+    return options
+
+
+@dataclass
+class Search:
+    """A search as it stands: what is left to try, what was tried, and the best of that."""
+
+    config: PlanConfig
+    left: list[RatedCandidate]
+    tried: list[RatedCandidate] = field(default_factory=list)
     best: RatedCandidate | None = None
-    tried: list[RatedCandidate] = []
-    for planned in options:
-        if (best is not None and planned.bound <= best.score) or len(tried) == _SIMULATED:
-            break
-        planned.figures = evaluate(config, planned.candidate)
-        judge(config, planned)
-        tried.append(planned)
-        say(
-            f"{describe(config, planned.candidate)}: "
-            f"{planned.figures['tokens_per_second']:,.0f} tokens/s {planned.why_not}"
-        )
-        if planned.score > (best.score if best else -math.inf):
-            best = planned
-    ended = len(tried) == len(options) or (best is not None and options[len(tried)].bound <= best.score)
-    if best is None or best.score == -math.inf:
+    excluded: int = 0
+    cut_off: str = ""
+    begun: float = field(default_factory=time.process_time)
+
+    def run(self, say: Callable[[str], None]) -> None:
+        """Until nothing is left that is worth it, the budget is over, or Ctrl-C."""
+        config, of = self.config, len(self.left)
+        budget = config.budget_seconds or _SECONDS
+        try:
+            while self.left and not self.cut_off:
+                planned = max(self.left, key=self.promise)
+                if self.worth(planned):
+                    self.left.remove(planned)
+                    planned.figures = evaluate(config, planned.candidate)
+                    judge(config, planned)
+                    self.take(planned)
+                    say(
+                        f"{len(self.tried)}/{of} {describe(config, planned.candidate)}: {self._said(planned)}"
+                    )
+                if self.left and self.seconds > budget:
+                    self.cut_off = f"the {budget:g} s of budget_seconds are over, and one may be better"
+                elif self.left and len(self.tried) >= _SIMULATED:
+                    self.cut_off = f"{_SIMULATED} are simulated at most, and one may be better"
+        except KeyboardInterrupt:
+            if self.best is None:
+                raise
+            self.cut_off = "Ctrl-C, and one may be better"
+
+    @property
+    def seconds(self) -> float:
+        """Of a core, so that a busy machine finds the same plan."""
+        return time.process_time() - self.begun
+
+    def promise(self, planned: RatedCandidate) -> float:
+        """Its estimate, times what the nearest of its kind that was simulated reached of its own."""
+        near = [other for other in self.tried if _kind(other) == _kind(planned)]
+        if not near:
+            return planned.estimate
+        return planned.estimate * min(near, key=lambda other: _distance(other, planned)).reached
+
+    def worth(self, planned: RatedCandidate) -> bool:
+        """Whether the most promising one is to be simulated; with false it is excluded by its bound, or the
+        search has ended."""
+        score = self.best.score if self.best else -math.inf
+        before = len(self.left)
+        self.left = [other for other in self.left if other.bound > score]
+        self.excluded += before - len(self.left)
+        if planned not in self.left:
+            return False
+        by_estimate = self.config.budget_seconds is None and self.seconds > _THOROUGH_SECONDS
+        if by_estimate and _REACHED * max(other.estimate for other in self.left) < score:
+            self.cut_off = "estimates, which may be wrong, say they are slower; budget_seconds=N tries them"
+        return not self.cut_off
+
+    def take(self, planned: RatedCandidate) -> None:
+        self.tried.append(planned)
+        if planned.score > (self.best.score if self.best else -math.inf):
+            self.best = planned
+
+    def _said(self, planned: RatedCandidate) -> str:
+        assert planned.figures is not None
+        rate = f"{planned.figures['tokens_per_second']:,.0f} tokens/s"
+        return f"{rate}, the best so far" if planned is self.best else f"{rate} {planned.why_not}".rstrip()
+
+
+def _kind(planned: RatedCandidate) -> tuple[int, int, tuple[int, ...]]:
+    candidate = planned.candidate
+    return candidate.trainer_pool, candidate.tensor_parallel, tuple(pool for pool, *_ in candidate.rollouts)
+
+
+def _distance(a: RatedCandidate, b: RatedCandidate) -> float:
+    """How differently two of a kind use their GPUs."""
+    sizes = zip(_sizes(a.candidate), _sizes(b.candidate), strict=True)
+    return sum(abs(math.log(x / y)) for x, y in sizes)
+
+
+def _sizes(candidate: Candidate) -> list[int]:
+    return [candidate.trainer_gpus, *(gpus for _, gpus, _ in candidate.rollouts)]
+
+
+def search(config: PlanConfig, say: Callable[[str], None] = lambda line: None) -> Plan:
+    """Raises LaminarError when nothing fits or nothing keeps the trainer busy."""
+    options = options_of(config)
+    found = Search(config, list(options))
+    found.run(say)
+    best, tried = found.best, found.tried
+    if best is None:
         least = f" and reaches {config.least_throughput:,.0f} tokens/s" if config.least_throughput else ""
+        cut = f" ({found.cut_off})" if found.left else ""
         raise LaminarError(
-            f"plan: no part of the pools keeps the trainer busy for {config.trainer_busy:.0%}{least}; lower "
-            f"trainer_busy{' or least_throughput' if least else ''} or add rollout GPUs"
+            f"plan: no part of the pools keeps the trainer busy for {config.trainer_busy:.0%}{least}{cut}; "
+            f"lower trainer_busy{' or least_throughput' if least else ''} or add rollout GPUs"
         )
     others = sorted((planned for planned in tried if planned is not best), key=lambda planned: -planned.score)
-    return Plan(best, others[0] if others else None, len(tried), len(options), ended)
-
-
-def _lengths(config: PlanConfig) -> list[int]:
-    """Response tokens of groups that the figures are of, evenly spread: a run's may grow or shrink."""
-    groups = config.workload.prompts_per_step
-    first, end = config.warmup_steps * groups, config.steps * groups
-    work = Workload(config.workload, config.seed, end)
-    return [n for index in range(first, end, -(-(end - first) // _GROUPS)) for n in work.lengths(index)]
-
-
-def why_nothing_fits(config: PlanConfig) -> str:
-    """What the pools lack: GPUs to train on, GPUs to generate on, or both at the same time."""
-    cure = "add GPUs, take a smaller model, or lower workload.max_response_tokens"
-    model, pools = config.model, ", ".join(f"{pool.count} {pool.gpu}" for pool in config.pools)
-    trains = {
-        pool.gpu: n for pool in config.pools if not pool.only_generates and (n := _min_trainer(config, pool))
-    }
-    generates = {pool.gpu: min(sizes) for pool in config.pools if (sizes := tensor_parallels(config, pool))}
-    if trains and generates:
-        to_train, to_generate = (
-            " or ".join(f"{n} {gpu}" for gpu, n in needed.items()) for needed in (trains, generates)
-        )
-        return (
-            f"plan: {model} fits on no division of {pools}: it needs at least {to_train} to train and "
-            f"{to_generate} beside to generate; {cure}"
-        )
-    what = "generate" if trains else "train" if generates else "train or generate"
-    kind = "pool"
-    if what == "train" and any(pool.preemptible for pool in config.pools):
-        kind = "pool that is not preemptible"
-    elif what == "train" and any(pool.only_generates for pool in config.pools):
-        kind = "pool without wan_gbps, which is where the trainer is,"
-    return f"plan: {model} fits on no {kind} to {what} ({pools}); {cure}"
-
-
-def _min_trainer(config: PlanConfig, pool: PoolConfig) -> int | None:
-    """GPUs of the pool's type that train the model, looked for up to 64 machines."""
-    machine = GPUS[pool.gpu].machine
-    sizes = [*range(1, machine), *(n * machine for n in (1, 2, 4, 8, 16, 32, 64))]
-    return next(
-        (n for n in sizes if fitting_trainer(MODELS[config.model], GPUS[pool.gpu], n, config.workload)), None
-    )
-
-
-def describe(config: PlanConfig, candidate: Candidate) -> str:
-    """A placement in one line."""
-    rollouts = ", ".join(
-        f"{gpus // tp} replica{'s' if gpus > tp else ''} of TP{tp} on {gpus} {config.pools[pool].gpu}"
-        for pool, gpus, tp in candidate.rollouts
-    )
-    return f"train on {candidate.trainer_gpus} {config.pools[candidate.trainer_pool].gpu}; {rollouts}"
+    return Plan(best, others[0] if others else None, len(tried), len(options), found.excluded, found.cut_off)

@@ -12,21 +12,15 @@ from laminar_hpc.config.check import check
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.load import load_config
 from laminar_hpc.config.system_schema import TrainerConfig
+from laminar_hpc.simulator.divisions import away, describe, kv_cache_tokens, repack_of, trainer_settings
 from laminar_hpc.simulator.finished import command as finished
-from laminar_hpc.simulator.plan import (
-    Plan,
-    RatedCandidate,
-    away,
-    describe,
-    kv_cache_tokens,
-    repack_of,
-    search,
-    trainer_settings,
-)
+from laminar_hpc.simulator.plan import Plan, RatedCandidate, search
 from laminar_hpc.simulator.plan_files import (
+    beside_trainers,
     experiment,
     lanes,
     launch_script,
+    numbers,
     on_one_machine,
     rollout_machines,
     sbatch,
@@ -60,8 +54,7 @@ def expectations(config: PlanConfig, plan: Plan) -> list[str]:
             f"runner-up    {describe(config, plan.runner_up.candidate)}",
             f"             {explain(plan)}",
         ]
-    others = "no other can be better" if plan.ended else "cut off there: another may be better"
-    return [*lines, f"search       {plan.simulated} of {plan.candidates} candidates simulated; {others}"]
+    return [*lines, f"search       {plan.rest}"]
 
 
 def layout_text(t: TrainerConfig) -> str:
@@ -78,7 +71,7 @@ def explain(plan: Plan) -> str:
     """Why the runner-up is second."""
     best, second = plan.best, plan.runner_up
     if second is None or best.figures is None or second.figures is None:
-        return "no other candidate could be better"
+        return "no other was simulated"
     if second.why_not:
         return second.why_not
     a, b = best.figures, second.figures
@@ -117,18 +110,24 @@ def write(config: PlanConfig, plan: Plan, folder: Path) -> list[str]:
     script = folder / f"{name}.sh"
     script.write_text(launch_script(config, candidate))
     script.chmod(0o755)
-    machines = [n for part in rollout_machines(config, candidate) for n in part.processes]
+    rollouts = rollout_machines(config, candidate)
+    counts = {
+        "trainer": trainer_machines(config, candidate).count,
+        "rollout": sum(part.count for part in rollouts),
+    }
     shown = shlex.quote(str(script))
     lines += [
         f"run          {shown} controller 0 {yours}   on the first trainer machine",
         *(
-            f"             {shown} {role} N {yours}   on {role} machine N = {numbers}"
-            for role, numbers in (
-                ("trainer", _numbers(trainer_machines(config, candidate).count)),
-                ("rollout", _numbers(len(machines))),
-            )
+            f"             {shown} {role} N {yours}   on {role} machine N = {numbers(range(count))}"
+            for role, count in counts.items()
         ),
     ]
+    if both := beside_trainers(rollouts):
+        trainers = numbers(range(len(both)))
+        lines.append(
+            f"             rollout machine {numbers(both)} is trainer machine {trainers}, on its other GPUs"
+        )
     if away(config, candidate):
         lines.append("needs        RUN_DIR on one file system that the machines of all places mount")
     else:  # one Slurm job reaches all machines
@@ -136,10 +135,6 @@ def write(config: PlanConfig, plan: Plan, folder: Path) -> list[str]:
         job.write_text(sbatch(config, candidate))
         lines.append(f"or           cd {shlex.quote(str(folder))} && sbatch {job.name} {yours}")
     return lines
-
-
-def _numbers(count: int) -> str:
-    return "0" if count == 1 else f"0 to {count - 1}"
 
 
 def _as_dict(planned: RatedCandidate) -> dict[str, object]:
@@ -160,6 +155,7 @@ def main(options: Namespace) -> int:
     if options.json:
         second = plan.runner_up and _as_dict(plan.runner_up)
         answer = {"best": _as_dict(plan.best), "runner_up": second, "simulated": plan.simulated}
+        answer |= {"divisions": plan.candidates, "excluded": plan.excluded, "cut_off": plan.cut_off}
         print(json.dumps(answer, indent=1))
     else:
         print("\n".join([*expectations(config, plan), *lines]))

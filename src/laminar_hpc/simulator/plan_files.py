@@ -10,7 +10,17 @@ from laminar_hpc.config.directories import conf_directory
 from laminar_hpc.config.schema import EnvironmentConfig
 from laminar_hpc.config.yaml_text import load_yaml
 from laminar_hpc.simulator.constants import DEFAULT
-from laminar_hpc.simulator.plan import Candidate, away, describe, kv_cache_tokens, repack_of, trainer_settings
+from laminar_hpc.simulator.divisions import (
+    Candidate,
+    away,
+    describe,
+    kv_cache_tokens,
+    machine_size,
+    repack_of,
+    rooms,
+    trainer_settings,
+    trainer_spread,
+)
 from laminar_hpc.simulator.schema import PlanConfig
 from laminar_hpc.simulator.tables import GPUS, MODELS
 
@@ -24,38 +34,58 @@ _PATIENCE = 4  # time limits of requests and batches, over the longest that was 
 
 @dataclass(frozen=True)
 class Machines:
-    """Machines of one pool that do the same: `gpus` used and processes on each."""
+    """Machines of one pool that do the same: `gpus` used and processes on each. `beside`: they are the
+    trainer's, which uses the others of their GPUs."""
 
     pool: int
     gpus: int
     processes: tuple[int, ...]
+    beside: bool = False
 
     @property
     def count(self) -> int:
         return len(self.processes)
 
 
-def _machine(config: PlanConfig, pool: int) -> int:
-    """GPUs of one machine of the pool."""
-    return min(GPUS[config.pools[pool].gpu].machine, config.pools[pool].count)
-
-
 def trainer_machines(config: PlanConfig, candidate: Candidate) -> Machines:
-    """The machines that the trainer fills, and its GPUs on each."""
-    each = min(_machine(config, candidate.trainer_pool), candidate.trainer_gpus)
-    return Machines(candidate.trainer_pool, each, (each,) * (candidate.trainer_gpus // each))
+    """The trainer's machines, and its GPUs on each."""
+    count, each = trainer_spread(config.pools[candidate.trainer_pool], candidate.trainer_gpus)
+    return Machines(candidate.trainer_pool, each, (each,) * count)
 
 
 def rollout_machines(config: PlanConfig, candidate: Candidate) -> list[Machines]:
-    """Of each pool; `processes` are replicas, and the last machine may have fewer."""
-    machines = []
+    """Of each pool, those without a trainer first; `processes` are replicas, and the last machine may have
+    fewer."""
+    found, trainers = list[Machines](), trainer_machines(config, candidate)
     for pool, gpus, tp in candidate.rollouts:
-        machine = _machine(config, pool)
-        each = machine // tp
-        replicas = gpus // tp
-        counts = tuple(min(each, replicas - begin) for begin in range(0, replicas, each))
-        machines.append(Machines(pool, min(machine, gpus), counts))
-    return machines
+        trains = pool == candidate.trainer_pool
+        room, left = rooms(config.pools[pool], trains * candidate.trainer_gpus, tp), gpus // tp
+        whole = len(room) - trains * trainers.count
+        for beside, part in ((False, room[:whole]), (True, room[whole:])):
+            counts = list[int]()
+            for free in part:
+                counts.append(min(free // tp, left))
+                left -= counts[-1]
+            if counts := [n for n in counts if n]:
+                size = machine_size(config.pools[pool])
+                taken = counts[0] * tp if beside else min(size, gpus)
+                found.append(Machines(pool, taken, tuple(counts), beside))
+    return found
+
+
+def beside_trainers(machines: list[Machines]) -> range:
+    """Which of the rollout machines, as they are numbered, are trainer machines 0, 1, ... too."""
+    first = 0
+    for part in machines:
+        if part.beside:
+            return range(first, first + part.count)
+        first += part.count
+    return range(0)
+
+
+def numbers(machines: range) -> str:
+    """As `0 to 3`."""
+    return f"{machines[0]} to {machines[-1]}" if len(machines) > 1 else str(machines[0])
 
 
 def on_one_machine(config: PlanConfig) -> bool:
@@ -170,6 +200,7 @@ def launch_script(config: PlanConfig, candidate: Candidate) -> str:
     """NAME.sh: what one machine starts. Machines of a role are numbered from 0, across pools in order."""
     trainers, rollouts = trainer_machines(config, candidate), rollout_machines(config, candidate)
     counts = [n for machines in rollouts for n in machines.processes]
+    beside = beside_trainers(rollouts)
     return _LAUNCH.format(
         name=config.name,
         what=describe(config, candidate),
@@ -180,6 +211,9 @@ def launch_script(config: PlanConfig, candidate: Candidate) -> str:
         last_trainer=trainers.count - 1,
         last_rollout=len(counts) - 1,
         replicas=" ".join(map(str, counts)),
+        beside=f"\n#                              N = {numbers(beside)}: on trainer machines"
+        if beside
+        else "",
     )
 
 
@@ -188,7 +222,7 @@ _LAUNCH = r"""#!/usr/bin/env bash
 #
 #   {name}.sh controller 0     once, first, on the first trainer machine
 #   {name}.sh trainer N        on each trainer machine, N = 0 to {last_trainer}
-#   {name}.sh rollout N        on each rollout machine, N = 0 to {last_rollout}: its relays and its replicas
+#   {name}.sh rollout N        on each rollout machine, N = 0 to {last_rollout}: relays and replicas{beside}
 #   {name}.sh stop 0           anywhere: the step is finished, a checkpoint written, exit code 0
 #
 # Run it in the same folder on all machines, one that they share. Environment:

@@ -155,4 +155,6 @@ class PlanConfig:
     # left out of the figures: where rollouts are the narrower side, the first steps are faster than all later
     # ones, as they train what ends first
     warmup_steps: int = number(6, at_least=0, at_most=999)
+    # of a core, for a search through all divisions; null = until no other promises more, at most 90
+    budget_seconds: float | None = number(None, above=0, at_most=1e6)
     workload: WorkloadConfig = field(default_factory=WorkloadConfig)

@@ -73,7 +73,7 @@ def _names(folder: str) -> list[str]:
 
 def load_simulation(name: str, overrides: list[str]) -> SimulationConfig:
     """The experiment `name` of conf/simulation/experiment with overrides, `--config-dir DIR` among them for
-    tables of one's own. Raises LaminarError that names what is wrong."""
+    tables and experiments of one's own. Raises LaminarError that names what is wrong."""
     config = _load(SimulationConfig, "simulation", "experiment", name, overrides)
     check(config)
     return config
@@ -89,20 +89,23 @@ def load_plan(name: str, overrides: list[str]) -> PlanConfig:
 def _load(schema: type[Config], what: str, folder: str, name: str, overrides: list[str]) -> Config:
     """`name`: a file of `folder`; its schema and those of its group's folder are composed with it."""
     own, words = take_config_dir(overrides)
-    if own is not None:
-        tables.add(own / "tables")
     shipped, known = conf_directory() / "simulation", _names(folder)
-    if name not in known:
-        there = f"{', '.join(known)} in {shipped}/{folder}"
-        raise LaminarError(f"no {what} '{name}'{did_you_mean(name, known)}: there are {there}")
+    parent, _, group = folder.rpartition("/")
+    there, yours = f"{', '.join(known)} in {shipped}/{folder}", list[str]()
+    if own is not None:
+        yours = sorted(path.stem for path in (own / group).glob("*.yaml"))
+        there += f"; {', '.join(yours) or 'none'} in {own / group}"
+    if own is not None and ((own / "tables").exists() or not yours):
+        tables.add(own / "tables")
+    if name not in (*known, *yours):
+        raise LaminarError(f"no {what} '{name}'{did_you_mean(name, [*known, *yours])}: there are {there}")
     keys = Keys(schema, {}, key_names(schema), _INSTEAD if schema is PlanConfig else {})
     read: Words = keys.read(words)
     if read.broken:
         raise Refused(read.wrong)
-    parent, _, group = folder.rpartition("/")
     read.groups = {group: name}
     node = "plan_schema" if parent else "schema"
-    config: Config = compose_config(schema, node, shipped / parent, keys, read)
+    config: Config = compose_config(schema, node, shipped / parent, keys, read, own)
     if read.wrong:
         raise Refused([*read.wrong, *wrong_values(config)])
     if config.model not in MODELS and (Path(config.model) / "config.json").exists():

@@ -10,7 +10,7 @@ from laminar_hpc.simulator.rules import PIPELINES, Rules
 from laminar_hpc.simulator.run import SimulationOutcome, simulate
 from laminar_hpc.simulator.schema import SimulationConfig
 from laminar_hpc.simulator.settings import constants_of
-from laminar_hpc.simulator.setup import Rollout, rollout_of, setup
+from laminar_hpc.simulator.setup import Rollout, SimulationSetup, rollout_of, setup
 from laminar_hpc.simulator.tables import GPUS, MODELS, Gpu
 from laminar_hpc.simulator.trainer_cost import layouts
 from laminar_hpc.simulator.uncertainty import Rates, draw, interval, spreads
@@ -40,26 +40,20 @@ def rollouts_of(config: SimulationConfig, gpus: int) -> list[Rollout]:
     ]
 
 
-def point(
-    config: SimulationConfig,
-    pipeline: str,
-    gpus: int,
-    trainer_gpus: int,
-    steps: int,
-    watch: bool = False,
-    groups: int = 1,
-) -> SimulationOutcome:
-    """One simulated run. `gpus`, `trainer_gpus`: of one of `groups` trainer groups."""
-    model, rules, c = MODELS[config.model], rules_of(config, pipeline), constants_of(config)
+def setup_of(
+    config: SimulationConfig, pipeline: str, gpus: int, trainer_gpus: int, steps: int, watch: bool = False
+) -> SimulationSetup:
+    """One run. `gpus`, `trainer_gpus`: of one trainer group."""
+    rules = rules_of(config, pipeline)
     rollout_gpus = gpus if rules.placement == "colocated" else gpus - trainer_gpus
-    made = setup(
+    return setup(
         rules,
-        model,
+        MODELS[config.model],
         GPUS[config.trainer_gpu],
         trainer_gpus,
         rollouts_of(config, rollout_gpus),
         config.workload,
-        c,
+        constants_of(config),
         engine=config.engine,
         cuda_graphs=config.cuda_graphs,
         steps=steps,
@@ -70,9 +64,27 @@ def point(
         watch=watch,
         trainer_mtbf=config.trainer_mtbf_hours and config.trainer_mtbf_hours * 3600,
     )
+
+
+def point(
+    config: SimulationConfig,
+    pipeline: str,
+    gpus: int,
+    trainer_gpus: int,
+    steps: int,
+    watch: bool = False,
+    groups: int = 1,
+) -> SimulationOutcome:
+    """One simulated run. `gpus`, `trainer_gpus`: of one of `groups` trainer groups."""
+    return simulated(config, setup_of(config, pipeline, gpus, trainer_gpus, steps, watch), groups)
+
+
+def simulated(config: SimulationConfig, made: SimulationSetup, groups: int) -> SimulationOutcome:
+    """`made`, of one of `groups` trainer groups."""
     if groups == 1:
         return simulate(made)
-    return simulate_groups(made, groups, exchange_seconds(model, groups, c))
+    exchange = exchange_seconds(MODELS[config.model], groups, constants_of(config))
+    return simulate_groups(made, groups, exchange)
 
 
 def _silence(line: str) -> None:

@@ -85,7 +85,8 @@ def _fits(
     model: Model, gpu: Gpu, gpus: int, context: int, tensor_max: int, w: WorkloadConfig
 ) -> list[TrainerConfig]:
     heads = model.config["num_attention_heads"]
-    able = [n for n in _TENSOR if n <= tensor_max and gpus % (n * context) == 0]
+    inside = min(gpus, gpu.machine)  # a tensor-parallel group is on one machine
+    able = [n for n in _TENSOR if n <= tensor_max and gpus % (n * context) == 0 and inside % n == 0]
     sizes = [n for n in able if shards(model, n) and heads % (n * context) == 0]
     return [found for n in sizes for found in _fewest_stages(model, gpu, gpus, n, context, w)]
 

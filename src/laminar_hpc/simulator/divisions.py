@@ -1,0 +1,199 @@
+"""How a cluster can be divided between trainer and rollouts: what one experiment file can say and `laminar
+train` can start.
+
+The trainer is on one pool that is not preemptible, on as few machines as hold it and as many GPUs on each;
+replicas of one TP, KV cache and local batch are on what is left of each pool, beside the trainer too, on all
+of it or none, with `objective=cost` also on a part of it.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.config.system_schema import TrainerConfig
+from laminar_hpc.simulator.constants import DEFAULT
+from laminar_hpc.simulator.cost import kv_capacity
+from laminar_hpc.simulator.schema import PlanConfig, PoolConfig
+from laminar_hpc.simulator.tables import GPUS, MODELS, Gpu
+from laminar_hpc.simulator.trainer_fit import fitting_trainer, serves
+
+_PARTS = 4  # with objective=cost a pool's rollouts are taken by quarters
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """`rollouts`: (pool index, GPUs, tensor parallel), of one tensor parallel size."""
+
+    trainer_pool: int
+    trainer_gpus: int
+    rollouts: tuple[tuple[int, int, int], ...]
+
+    @property
+    def tensor_parallel(self) -> int:
+        return self.rollouts[0][2]
+
+    @property
+    def replicas(self) -> int:
+        return sum(gpus // tp for _, gpus, tp in self.rollouts)
+
+
+def price(config: PlanConfig, candidate: Candidate) -> float:
+    """$ per hour of all GPUs in use."""
+    per_gpu = [pool.price if pool.price is not None else GPUS[pool.gpu].price for pool in config.pools]
+    return candidate.trainer_gpus * per_gpu[candidate.trainer_pool] + sum(
+        gpus * per_gpu[pool] for pool, gpus, _ in candidate.rollouts
+    )
+
+
+def tensor_parallels(config: PlanConfig, pool: PoolConfig) -> list[int]:
+    """The smallest three TPs within a machine at which model and longest trajectory fit."""
+    model, tokens_min = MODELS[config.model], 2 * config.workload.longest
+    machine = machine_size(pool)
+    return [
+        tp
+        for tp in (1, 2, 4, 8)
+        if tp <= machine
+        and (machine == pool.count or machine % tp == 0)
+        and serves(model, tp)
+        and kv_capacity(model, GPUS[pool.gpu], tp, DEFAULT.kv_memory_share) >= tokens_min
+    ][:3]
+
+
+def machine_size(pool: PoolConfig) -> int:
+    """GPUs of one machine of the pool."""
+    return min(GPUS[pool.gpu].machine, pool.count)
+
+
+def trainer_spread(pool: PoolConfig, gpus: int) -> tuple[int, int]:
+    """The fewest machines of the pool that hold a trainer of so many GPUs, and its GPUs on each of them."""
+    machines = -(-gpus // machine_size(pool))
+    return machines, gpus // machines
+
+
+def trainer_sizes(pool: PoolConfig) -> list[int]:
+    """GPUs of the pool that a trainer may take: as many on each of its machines, as a run starts them."""
+    sizes = range(1, pool.count + 1)
+    return [n for n in sizes if n == math.prod(trainer_spread(pool, n))]
+
+
+def trainer_gpu(config: PlanConfig, pool: int, gpus: int) -> Gpu:
+    """The GPU type of a trainer of so many GPUs: a machine of it has those that the trainer uses."""
+    machines, each = trainer_spread(config.pools[pool], gpus)
+    gpu = GPUS[config.pools[pool].gpu]
+    return dataclasses.replace(gpu, machine=each) if machines > 1 else gpu
+
+
+def trainer_of(config: PlanConfig, pool: int, gpus: int) -> TrainerConfig | None:
+    """The trainer's settings on `gpus` of the pool; None where the model does not fit."""
+    return fitting_trainer(MODELS[config.model], trainer_gpu(config, pool, gpus), gpus, config.workload)
+
+
+def trainer_settings(config: PlanConfig, candidate: Candidate) -> TrainerConfig:
+    """Raises LaminarError when the model cannot be trained on the candidate's GPUs."""
+    trainer = trainer_of(config, candidate.trainer_pool, candidate.trainer_gpus)
+    if trainer is None:
+        gpu = config.pools[candidate.trainer_pool].gpu
+        raise LaminarError(f"plan: {config.model} cannot be trained on {candidate.trainer_gpus} {gpu}")
+    return trainer
+
+
+def kv_cache_tokens(config: PlanConfig, candidate: Candidate) -> int:
+    """KV tokens of every replica: one experiment file has one number, so that of the smallest GPUs."""
+    model = MODELS[config.model]
+    return min(
+        kv_capacity(model, GPUS[config.pools[pool].gpu], tp, DEFAULT.kv_memory_share)
+        for pool, _, tp in candidate.rollouts
+    )
+
+
+def away(config: PlanConfig, candidate: Candidate) -> list[PoolConfig]:
+    """Pools of the candidate's rollouts that are in other places than the trainer."""
+    pools = [config.pools[pool] for pool, *_ in candidate.rollouts]
+    return [pool for pool in pools if pool.wan_gbps is not None]
+
+
+def repack_of(config: PlanConfig, candidate: Candidate) -> str:
+    """How repack moves a request: with its KV cache, if there is another replica to move it to. A run knows
+    nothing of places, so there is no repack where KV caches would cross wide-area links."""
+    places = len(away(config, candidate)) + (len(candidate.rollouts) > len(away(config, candidate)))
+    return "off" if candidate.replicas == 1 or places > 1 else "kv"
+
+
+def candidates(config: PlanConfig) -> Iterator[Candidate]:
+    """Every placement that fits: trainer's pool and size, and the replicas of each pool."""
+    parallel = [tensor_parallels(config, pool) for pool in config.pools]
+    for index, pool in enumerate(config.pools):
+        for trainer in [] if pool.only_generates else trainer_sizes(pool):
+            if trainer_of(config, index, trainer) is None:
+                continue
+            for tp in sorted({tp for sizes in parallel for tp in sizes}):
+                choices = [
+                    sorted(_amounts(config, sum(rooms(other, trainer if i == index else 0, tp)), tp))
+                    if tp in parallel[i]
+                    else [0]
+                    for i, other in enumerate(config.pools)
+                ]
+                for chosen in itertools.product(*choices):
+                    if rollouts := tuple((i, gpus, tp) for i, gpus in enumerate(chosen) if gpus):
+                        yield Candidate(index, trainer, rollouts)
+
+
+def rooms(pool: PoolConfig, trainer: int, tp: int) -> list[int]:
+    """GPUs of each machine of the pool that replicas of `tp` may take beside a trainer of so many GPUs: whole
+    machines first, then those of the trainer."""
+    machine = machine_size(pool)
+    machines, each = trainer_spread(pool, trainer) if trainer else (0, 0)
+    whole = [machine // tp * tp] * (pool.count // machine - machines)
+    return [*whole, *[(machine - each) // tp * tp] * machines]
+
+
+def _amounts(config: PlanConfig, room: int, tp: int) -> set[int]:
+    """GPUs of a pool with room for so many that replicas may take."""
+    parts = range(_PARTS + 1) if config.objective == "cost" else (0, _PARTS)
+    return {room * part // _PARTS // tp * tp for part in parts}
+
+
+def why_nothing_fits(config: PlanConfig) -> str:
+    """What the pools lack: GPUs to train on, GPUs to generate on, or both at the same time."""
+    cure = "add GPUs, take a smaller model, or lower workload.max_response_tokens"
+    model, pools = config.model, ", ".join(f"{pool.count} {pool.gpu}" for pool in config.pools)
+    trains = {
+        pool.gpu: n for pool in config.pools if not pool.only_generates and (n := _min_trainer(config, pool))
+    }
+    generates = {pool.gpu: min(sizes) for pool in config.pools if (sizes := tensor_parallels(config, pool))}
+    if trains and generates:
+        to_train, to_generate = (
+            " or ".join(f"{n} {gpu}" for gpu, n in needed.items()) for needed in (trains, generates)
+        )
+        return (
+            f"plan: {model} fits on no division of {pools}: it needs at least {to_train} to train and "
+            f"{to_generate} beside to generate; {cure}"
+        )
+    what = "generate" if trains else "train" if generates else "train or generate"
+    kind = "pool"
+    if what == "train" and any(pool.preemptible for pool in config.pools):
+        kind = "pool that is not preemptible"
+    elif what == "train" and any(pool.only_generates for pool in config.pools):
+        kind = "pool without wan_gbps, which is where the trainer is,"
+    return f"plan: {model} fits on no {kind} to {what} ({pools}); {cure}"
+
+
+def _min_trainer(config: PlanConfig, pool: PoolConfig) -> int | None:
+    """GPUs of the pool's type that train the model, looked for up to 64 machines."""
+    machine = GPUS[pool.gpu].machine
+    sizes = [*range(1, machine), *(n * machine for n in (1, 2, 4, 8, 16, 32, 64))]
+    return next(
+        (n for n in sizes if fitting_trainer(MODELS[config.model], GPUS[pool.gpu], n, config.workload)), None
+    )
+
+
+def describe(config: PlanConfig, candidate: Candidate) -> str:
+    """A placement in one line."""
+    rollouts = ", ".join(
+        f"{gpus // tp} replica{'s' if gpus > tp else ''} of TP{tp} on {gpus} {config.pools[pool].gpu}"
+        for pool, gpus, tp in candidate.rollouts
+    )
+    return f"train on {candidate.trainer_gpus} {config.pools[candidate.trainer_pool].gpu}; {rollouts}"
