@@ -1,19 +1,20 @@
-"""What staleness costs and what it brings: tokens/s by the simulator at the Laminar paper's setting, and accuracy
-at equal trajectories in real runs of the example whose data are as stale as each bound allows.
+"""What staleness costs and what it brings: tokens/s by the simulator at the Laminar paper's setting, and
+accuracy at equal trajectories in real runs of the example whose data are as stale as each bound allows.
 
-    python bench/staleness.py --json staleness.json      both: an hour on two cores; --only simulator 10 minutes
+    python bench/staleness.py --json staleness.json      both: two hours on two cores
+    python bench/staleness.py --only simulator           ten minutes
     python bench/staleness.py --only learning --bounds 0,8 --repeats 1
 
-Simulator: 72B on 1,024 H800, three quarters of which train, lengths as the paper's (bench/simulator_headline.py),
-60 steps of which 40 count. `auto` is pipeline.max_staleness=auto.
+Simulator: 72B on 1,024 H800, three quarters of which train, lengths as the paper's
+(bench/simulator_headline.py), 60 steps of which 40 count. `auto` is pipeline.max_staleness=auto.
 
-Learning: one replica whose local batch is as many steps as bound + 1, so that data are as stale as the bound
-allows where they are not in a usual run of the example; 128 trajectories a step. `accuracy` is the mean over the
-last quarter of the trained trajectories, `heldout` greedy after the run, medians over the seeds.
+Learning: one replica whose local batch is bound + 1 steps long, so that data are as stale as the bound
+allows, which they are not in a usual run of the example; 128 trajectories a step. `accuracy` is the mean over
+the last quarter of the trained trajectories, `heldout` greedy after the run.
 
-Figures: `auto_over_best_fixed`, `auto_over_2` of tokens/s; `accuracy_lost_at_N`, accuracy of bound 0 less that
-of N. The time to accuracy of a bound is in proportion to its trajectories to the goal over its tokens/s: the
-goal is 0.9 of the accuracy that bound 0 ends with.
+Figures: `auto_over_best_fixed`, `auto_over_N` of tokens/s; `accuracy_lost_at_N`, the accuracy of bound 0 less
+that of N; `time_to_goal_at_N`, trajectories to the goal over tokens/s, to be compared with each other: the
+goal is 0.9 of the accuracy that bound 0 ends with. Medians over the seeds.
 """
 
 import argparse
@@ -29,7 +30,7 @@ from laminar_hpc.simulator.schema import WorkloadConfig
 from laminar_hpc.simulator.sweep import point, split
 
 GROUPS = 16  # prompts a step of a learning run
-STEPS = 80
+STEPS = 48  # of a learning run, unless --steps says otherwise
 GOAL = 0.9
 SIMULATED = 60
 WARMUP = 20
@@ -65,7 +66,6 @@ def learned(options: argparse.Namespace, folder: Path, bound: int, seed: int) ->
     """A row of accuracy, and the accuracy of each step under `course`."""
     settings = {
         "seed": seed,
-        "steps": STEPS,
         "algorithm.prompts_per_step": GROUPS,
         "algorithm.samples_per_prompt": 8,
         "pipeline.max_staleness": bound,
@@ -120,6 +120,7 @@ def main() -> None:
         "--bounds", type=common.words(int), default=["0", "2", "4", "8"], help="default 0,2,4,8"
     )
     options = options.parse_args()
+    options.steps = options.steps or STEPS
     bounds = [int(bound) for bound in options.bounds]
     rates = [simulated(bound) for bound in [*bounds, None]] if options.only != "learning" else []
     runs: list[dict] = []

@@ -30,7 +30,7 @@ def held_back(control: StalenessControl, step: int, now: float, seconds: float) 
     for number in range(1, 17):
         live.put(GroupView(number, number, 0, finished=True, finish_order=number))
     control.trainer_waits(now, step, live, 16, 16)
-    control.trainer_goes_on(now + seconds)
+    control.trainer_takes(now + seconds, step, live, 0)
     control.step_done(now + seconds + 10.0, step + 1)
 
 

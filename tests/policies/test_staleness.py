@@ -5,20 +5,20 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from laminar_hpc.policies.admission import bound_holds_back
+from laminar_hpc.policies.admission import bound_holds_back, bound_to_spare
 from laminar_hpc.policies.live_groups import GroupView, LiveGroups
 from laminar_hpc.policies.staleness import (
     PATIENCE,
-    SETTLE_STEPS,
     AdaptiveBound,
     StepBounds,
     StepWaits,
     WaitWatch,
 )
 
-QUIET = StepWaits(seconds=10.0, waited=0.0, held_back=0.0)
-HELD = StepWaits(seconds=10.0, waited=2.0, held_back=2.0)
-STARVED = StepWaits(seconds=10.0, waited=5.0, held_back=0.0)
+QUIET = StepWaits(seconds=10.0, waited=0.0, held_back=0.0, spare=True)
+BUSY = StepWaits(seconds=10.0, waited=0.0, held_back=0.0, spare=False)
+HELD = StepWaits(seconds=10.0, waited=2.0, held_back=2.0, spare=False)
+STARVED = StepWaits(seconds=10.0, waited=5.0, held_back=0.0, spare=False)
 
 
 @settings(deadline=None)
@@ -50,14 +50,16 @@ def test_no_promise_changes_and_due_steps_keep_the_order_of_weights(first, known
 @settings(deadline=None)
 @given(
     maximum=st.integers(1, 9),
-    waits=st.lists(st.tuples(st.floats(0.1, 100), st.floats(0, 1), st.floats(0, 1)), max_size=200),
+    waits=st.lists(
+        st.tuples(st.floats(0.1, 100), st.floats(0, 1), st.floats(0, 1), st.booleans()), max_size=200
+    ),
 )
 def test_never_above_the_maximum_and_never_two_down(maximum, waits):
     """For any waits the bound is from 1 to the maximum, and falls by one at most."""
     policy = AdaptiveBound(2, maximum)
     before = policy.bound
-    for seconds, waited, held in waits:
-        now = policy.after(StepWaits(seconds, waited * seconds, waited * held * seconds))
+    for seconds, waited, held, spare in waits:
+        now = policy.after(StepWaits(seconds, waited * seconds, waited * held * seconds, spare))
         assert 1 <= now <= maximum and now >= before - 1
         before = now
 
@@ -68,20 +70,22 @@ def test_it_rises_where_the_bound_is_in_the_way_only():
     policy = AdaptiveBound(2, 8)
     assert [policy.after(STARVED) for _ in range(50)] == [2] * 50
     assert policy.after(HELD) == 3
-    assert AdaptiveBound(2, 8).after(StepWaits(40.0, 30.0, 30.0)) == 5
-    assert AdaptiveBound(2, 4).after(StepWaits(40.0, 30.0, 30.0)) == 4
+    assert AdaptiveBound(2, 8).after(StepWaits(40.0, 30.0, 30.0, False)) == 5
+    assert AdaptiveBound(2, 4).after(StepWaits(40.0, 30.0, 30.0, False)) == 4
 
 
-def test_it_falls_when_nobody_waits_and_comes_to_rest():
-    """Where 3 is enough and 2 is not, the bound comes down from 6 and then tries 2 ever more rarely."""
+def test_it_falls_when_a_batch_only_ages_and_comes_to_rest():
+    """Where 3 is enough and 2 is not, the bound comes down from 6 and then tries 2 ever more rarely; where
+    a smaller one would not have done it does not fall."""
     policy, tried = AdaptiveBound(6, 8), list[int]()
+    assert [policy.after(BUSY) for _ in range(50)] == [6] * 50
     for step in range(400):
         before = policy.bound
         policy.after(HELD if policy.bound < 3 else QUIET)
         if policy.bound < 3 <= before:
             tried.append(step)
     gaps = [later - earlier for earlier, later in pairwise(tried)]
-    assert tried[0] <= 5 * (PATIENCE + SETTLE_STEPS)
+    assert tried[0] <= 5 * PATIENCE
     assert gaps == sorted(gaps) and gaps[0] > PATIENCE and gaps[-1] >= 8 * PATIENCE
 
 
@@ -92,9 +96,28 @@ def test_a_wait_counts_as_it_was_seen():
     assert watch.step_done(5.0) is None
     watch.look(6.0, waits=True)
     watch.look(7.0, waits=True, held=True)
-    watch.look(9.0, waits=False)
-    assert watch.step_done(15.0) == StepWaits(seconds=10.0, waited=3.0, held_back=2.0)
-    assert watch.step_done(18.0) == StepWaits(seconds=3.0, waited=0.0, held_back=0.0)
+    watch.taken(9.0, spare=True)
+    assert watch.step_done(15.0) == StepWaits(seconds=10.0, waited=3.0, held_back=2.0, spare=True)
+    watch.taken(15.0, spare=False)
+    watch.taken(16.0, spare=True)
+    assert watch.step_done(18.0) == StepWaits(seconds=3.0, waited=0.0, held_back=0.0, spare=False)
+
+
+def test_when_a_smaller_bound_would_have_done():
+    """Two groups a step, bound 2, after the batch of step 3: not while one of step 1 is unfinished, which
+    would be late; not without a batch that is finished."""
+    bounds = StepBounds(2)
+
+    def rest(*finished: bool) -> LiveGroups:
+        live = LiveGroups()
+        for number, (step, done) in enumerate(zip((2, 2, 3, 3), finished, strict=True)):
+            live.put(GroupView(number, number, step, finished=done, finish_order=number))
+        return live
+
+    assert bound_to_spare(3, rest(True, True, False, False), 2, bounds, 0)
+    assert not bound_to_spare(3, rest(True, False, True, False), 2, bounds, 0)
+    assert not bound_to_spare(3, rest(True, False, False, False), 2, bounds, 0)
+    assert bound_to_spare(3, rest(True, False, True, False), 2, StepBounds(3), 0)
 
 
 def test_when_the_bound_is_in_the_way():

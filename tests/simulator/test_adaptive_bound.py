@@ -1,5 +1,5 @@
-"""The staleness bound that follows who waits, in the simulator: it ends where a fixed one would have to be set
-by hand, on either side."""
+"""The staleness bound that follows who waits, in the simulator: it ends where a fixed one would have to be
+set by hand, on either side."""
 
 import dataclasses
 
@@ -58,11 +58,11 @@ def test_it_rises_where_long_responses_hold_the_trainer_back():
 
 
 def test_it_falls_where_data_only_age():
-    """A slow trainer: a large bound lets the buffer fill and brings nothing; the one that adapts comes down to
-    fresher data at the same speed."""
+    """A slow trainer: a large bound lets the buffer fill and brings nothing; the one that adapts comes down
+    to fresher data at the same speed."""
     most, _ = simulated(made(1, adaptive=False, max_staleness=8))
     auto, _ = simulated(made(1))
-    assert auto["tokens_per_second"] > 0.95 * most["tokens_per_second"]
+    assert auto["tokens_per_second"] > 0.98 * most["tokens_per_second"]
     assert auto["staleness_training_mean"] < most["staleness_training_mean"] - 2
 
 

@@ -44,9 +44,11 @@ class StalenessControl:
             held = admission.bound_holds_back(step, groups, size, counted, self._size, self.bounds)
             self._watch.look(now, waits=True, held=held)
 
-    def trainer_goes_on(self, now: float) -> None:
-        """It has its groups."""
-        self._watch.look(now, waits=False)
+    def trainer_takes(self, now: float, step: int, groups: LiveGroups, left: int) -> None:
+        """It has its groups, which are `groups` no more; `left` are still to come for its step."""
+        if self._policy and self.bounds:
+            spare = admission.bound_to_spare(step, groups, self._size, self.bounds, left)
+            self._watch.taken(now, spare)
 
     def step_done(self, now: float, step: int) -> None:
         """The trainer begins `step`, whose weights are on their way."""

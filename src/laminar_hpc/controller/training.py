@@ -238,10 +238,11 @@ class Training:
         if not choice.group_ids:
             staleness.trainer_waits(time.monotonic(), step, live, size, self._tracker.counted)
             return [], choice.reason
-        staleness.trainer_goes_on(time.monotonic())
         groups = sorted(choice.group_ids)
         self._continuation.sent(step, request.part, groups)
-        return self._tracker.consume(groups, step), ""
+        batch = self._tracker.consume(groups, step)
+        staleness.trainer_takes(time.monotonic(), step, live, whole - taken - size)
+        return batch, ""
 
     # ---- steps ---------------------------------------------------------------------------------------------
 

@@ -87,6 +87,20 @@ def bound_holds_back(
     return groups.finished >= size or counted >= groups_per_step * (bound.due(step) + 1)
 
 
+def bound_to_spare(step: int, groups: LiveGroups, groups_per_step: int, bound: StepBounds, left: int) -> bool:
+    """Whether a bound smaller by one would have let the trainer go on as well when it took what it just took
+    for `step`, which `left` groups are still to come for. The groups granted last would not be there, as many
+    as a step takes: finished ones are left without them, and nothing unfinished would be due too soon."""
+    there, rest, unfinished = len(groups) - groups_per_step, 0, 0
+    for weight_step, count, finished in groups.by_step():
+        rest += count
+        unfinished += count - finished
+        room = groups_per_step * (bound.due(weight_step) - 1 - step) + left
+        if unfinished and min(rest, there) > room:
+            return False
+    return groups.finished >= groups_per_step
+
+
 def may_go_on(
     group: GroupView,
     weight_step: int,

@@ -12,8 +12,9 @@ admission.py needs two things of b, which `StepBounds` holds:
 finished, and one that is unfinished is due too soon; or admission grants nothing more on the newest weights,
 so that replicas idle or keep a tail that repack could move. It rises by as many steps as could have been
 trained meanwhile, at least one, since a bound larger by so many would have spared the wait. It falls by one
-when the trainer has not waited for a while: what lies in the buffer then only ages. A fall that is taken back
-doubles the number of quiet steps before the next one, so that the bound comes to rest.
+when for a while the trainer has not waited and would not have waited with a bound smaller by one: what that
+step adds to the buffer only ages there. A fall that is taken back doubles the number of such steps before the
+next one, so that the bound comes to rest.
 
     >>> bounds = StepBounds(2)
     >>> bounds.decide(1, 5), bounds.decide(2, 0)
@@ -29,7 +30,6 @@ from dataclasses import dataclass
 FIRST = 2  # the bound at the beginning of a run
 HELD_SHARE = 0.05  # of a step that the bound may cost the trainer
 QUIET_SHARE = 0.02  # of a step: a shorter wait is the way of a batch to the trainer, not a lack of data
-SETTLE_STEPS = 2  # from one change to the next: the first grants of the new bound are under way by then
 PATIENCE = 8  # quiet steps before the bound is lowered
 PATIENCE_MAX = 128  # of them, after lowerings that were taken back
 _LEAST = 1  # with a bound of 0 the trainer always waits
@@ -74,11 +74,13 @@ class StepBounds:
 
 @dataclass(frozen=True)
 class StepWaits:
-    """Seconds of one trainer step; of these it waited for data, and of these with the bound in the way."""
+    """Seconds of one trainer step; of these it waited for data, and of these with the bound in the way.
+    `spare`: a bound smaller by one would have let it take its groups as well, each time."""
 
     seconds: float
     waited: float
     held_back: float
+    spare: bool
 
 
 class WaitWatch:
@@ -91,6 +93,7 @@ class WaitWatch:
         self._held = False
         self._waited = 0.0
         self._held_back = 0.0
+        self._spare = True
 
     def look(self, now: float, waits: bool, held: bool = False) -> None:
         """From `now` on the trainer waits or does not, with the bound in the way or without."""
@@ -102,13 +105,21 @@ class WaitWatch:
         self._waits = waits
         self._held = held
 
+    def taken(self, now: float, spare: bool) -> None:
+        """The trainer has its groups. `spare`: as in StepWaits."""
+        self.look(now, waits=False)
+        self._spare = self._spare and spare
+
     def step_done(self, now: float) -> StepWaits | None:
         """What was seen since the step before; None for the first one, which begins with an empty buffer."""
         self.look(now, waits=False)
-        seen, since = StepWaits(0.0, self._waited, self._held_back), self._since
+        since = now if self._since is None else self._since
+        seen = StepWaits(now - since, self._waited, self._held_back, self._spare)
+        first = self._since is None
         self._since = now
         self._waited = self._held_back = 0.0
-        return None if since is None else StepWaits(now - since, seen.waited, seen.held_back)
+        self._spare = True
+        return None if first else seen
 
 
 class AdaptiveBound:
@@ -125,7 +136,8 @@ class AdaptiveBound:
     def after(self, seen: StepWaits) -> int:
         """The bound after one more step."""
         self._settling = max(0, self._settling - 1)
-        self._quiet = self._quiet + 1 if seen.waited <= QUIET_SHARE * seen.seconds else 0
+        quiet = seen.waited <= QUIET_SHARE * seen.seconds and seen.spare
+        self._quiet = self._quiet + 1 if quiet else 0
         if self._settling:
             return self.bound
         if seen.held_back > HELD_SHARE * seen.seconds and self.bound < self._maximum:
@@ -141,5 +153,6 @@ class AdaptiveBound:
     def _change(self, by: int) -> None:
         self.bound += by
         self._lowered = by < 0
-        self._settling = SETTLE_STEPS
+        # after a rise, until what was granted by the bound before it is trained
+        self._settling = self.bound if by > 0 else 0
         self._quiet = 0

@@ -46,10 +46,11 @@ class SimulatedBound:
             held = admission.bound_holds_back(step, groups, size, counted, self.groups_per_step, self.steps)
             self.watch.look(now, waits=True, held=held)
 
-    def begins(self, now: float) -> None:
-        """The trainer has its groups."""
+    def taken(self, now: float, step: int, groups: LiveGroups, left: int) -> None:
+        """The trainer has its groups, which are `groups` no more; `left` are still to come for its step."""
         if self.steps is not None:
-            self.watch.look(now, waits=False)
+            size = self.groups_per_step
+            self.watch.taken(now, admission.bound_to_spare(step, groups, size, self.steps, left))
 
     def step_done(self, now: float, step: int) -> None:
         """`step` is the one that begins; its weights are not published yet."""

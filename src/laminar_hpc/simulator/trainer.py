@@ -74,11 +74,11 @@ class Trainer:
         choice = admission.choose(self.step, views, self.groups_per_step, bound.of_choice, self.taken, size)
         if not choice.group_ids:
             return bound.waits(now, self.step, views, size, self.tracker.counted)
-        bound.begins(now)
         self.book("wait", self.waiting_since, now)
         self.waiting_since = None
         tokens = self.tracker.consume(choice.group_ids, self.step)
         self.taken += len(choice.group_ids)
+        bound.taken(now, self.step, views, self.groups_per_step - self.taken)
         self.part += 1
         self.tokens += sum(tokens)
         handling = self.costs.overlapped_handling if self.rules.overlapped else self.costs.handling
