@@ -289,6 +289,8 @@ BAD = [
     ("rollout.kv_cache_tokens=100", "cannot hold one response"),
     ("rollout.replicas_min=2", "is more than rollout.replicas=1"),
     ("pipeline.refresh=barrier pipeline.max_staleness=null", "needs a pipeline.max_staleness"),
+    ("pipeline.max_staleness=car", "must be a whole number, at least 0, auto or auto:N, or null"),
+    ("pipeline.max_staleness=auto:-1", "must be a whole number, at least 0, auto or auto:N, or null"),
     ("pipeline=sync pipeline.repack=kv", "needs pipeline.refresh=drained"),
     ("pipeline.keep_kv=true", "needs pipeline.refresh=interrupt"),
     ("pipeline=versions", "model.lora.rank=0 has none: set model.lora.rank"),

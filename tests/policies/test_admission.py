@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from laminar_hpc.policies.admission import choose, may_go_on, quota
 from laminar_hpc.policies.live_groups import GroupView, LiveGroups
 from laminar_hpc.policies.refill import held
+from laminar_hpc.policies.staleness import StepBounds
 
 
 class Groups(dict[int, GroupView]):
@@ -48,18 +49,21 @@ def live(groups: Iterable[GroupView]) -> LiveGroups:
     more_rounds=st.sampled_from([0.0, 0.5]),
     parts=st.integers(1, 3),
     several=st.booleans(),
+    adapts=st.booleans(),
     seed=st.integers(0, 2**32),
 )
 def test_bound_holds_for_any_order_of_events(
-    groups_per_step, bound, replicas, filtered, more_rounds, parts, several, seed
+    groups_per_step, bound, replicas, filtered, more_rounds, parts, several, adapts, seed
 ):
     """docs/promises.md#no-barrier and the proof in policies/admission.py: replicas on any old weights,
     any order of finishing, groups given up when they are complete, sampled in several rounds, lost and redone
     on other weights, steps that take their groups in several parts, and restores to an earlier step, out of
     the middle of one too. None is late, no group is taken twice, nobody starves. With `several` a replica
     asks on any of the weights that it holds beside those that it generates with; what is not trained is on
-    the newest refill.held(bound) at all times."""
+    the newest refill.held(bound) at all times. With `adapts` each step's weights have a bound of their own,
+    of any size up to `bound`, and each trajectory is trained within that of its weights."""
     random_ = random.Random(seed)
+    bounds = StepBounds(random_.randint(0, bound) if adapts else bound)
     steps, trained = 25, 0
     ends = [
         groups_per_step * (i + 1) // parts for i in range(parts)
@@ -76,11 +80,11 @@ def test_bound_holds_for_any_order_of_events(
     idle_turns = restores = 0
 
     def allowed(group, weight_step):
-        return may_go_on(group, weight_step, trained, groups.live, groups_per_step, bound, len(batch))
+        return may_go_on(group, weight_step, trained, groups.live, groups_per_step, bounds, len(batch))
 
     def next_part():
         size = next(end for end in ends if end > len(batch)) - len(batch)
-        return size, choose(trained, groups.live, groups_per_step, bound, len(batch), size)
+        return size, choose(trained, groups.live, groups_per_step, bounds, len(batch), size)
 
     def running():
         return [g for g in groups.values() if not g.finished and g.group_id not in idle]
@@ -96,7 +100,7 @@ def test_bound_holds_for_any_order_of_events(
                     age = step if idle.pop(group_id) else min(step, groups[group_id].weight_step)
                     groups[group_id] = GroupView(group_id, groups[group_id].number, age, finished=False)
                     progress = True
-            quota_left = quota(step, counted, groups_per_step, steps, bound)
+            quota_left = quota(step, counted, groups_per_step, steps, bounds.at(step))
             for _ in range(min(quota_left, random_.randint(1, groups_per_step))):
                 counted += 1
                 groups[next_id] = GroupView(next_id, counted, step, finished=False)
@@ -136,11 +140,14 @@ def test_bound_holds_for_any_order_of_events(
             if choice.group_ids:
                 assert len(choice.group_ids) == len(set(choice.group_ids)) == size
                 batch += [groups.pop(group_id) for group_id in choice.group_ids]
-                assert all(trained - group.weight_step <= bound and group.finished for group in batch)
+                assert all(trained <= bounds.due(group.weight_step) and group.finished for group in batch)
+                assert all(bounds.at(group.weight_step) <= bound for group in batch)
                 progress = True
             if len(batch) == groups_per_step:
                 history.append(batch)
                 trained, batch = trained + 1, []
+                if adapts:  # before there are weights of that step
+                    bounds.decide(trained + 1, random_.randint(0, bound))
                 assert all(trained + 1 - g.weight_step < held(bound) for g in groups.values())
         idle_turns = 0 if progress else idle_turns + 1
         if idle_turns > 200:  # nobody could move for long: see whether anybody can at all
@@ -148,7 +155,7 @@ def test_bound_holds_for_any_order_of_events(
             assert (
                 running()
                 or any(allowed(groups[i], trained) for i in idle)
-                or quota(trained, counted, groups_per_step, steps, bound) > 0
+                or quota(trained, counted, groups_per_step, steps, bounds.at(trained)) > 0
                 or next_part()[1].group_ids
             )
             idle_turns = 0

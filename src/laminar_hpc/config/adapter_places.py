@@ -10,7 +10,7 @@ _UNBOUNDED = 2  # taken for pipeline.max_staleness where there is none
 def adapters_at_once(pipeline: PipelineConfig) -> int:
     """The number of adapters that an engine has places for: those that a trajectory may still be of, the
     newest, and one that arrives."""
-    return (_UNBOUNDED if pipeline.max_staleness is None else pipeline.max_staleness) + 3
+    return (_UNBOUNDED if pipeline.staleness_max is None else pipeline.staleness_max) + 3
 
 
 def slots_of(config: RunConfig) -> int:

@@ -3,6 +3,7 @@ Imports no torch.
 
     steps: int = number(60, at_least=1)
     lr: float = number(1e-4, above=0, at_most=1)
+    most: int | str = number(2, at_least=0, word="auto")   # or auto, or auto:N with N within the bounds
     loss: str = choice("clip", "gspo")            # the first is the default
 
 Every number has to be finite, and every whole number below 2**31. A list of numbers has its bounds for each
@@ -27,15 +28,20 @@ _NAME = "laminar"  # of our entry in a field's metadata
 
 @dataclass(frozen=True)
 class Bounds:
-    """What a number may be; None = no bound on that side. `why`: what is wrong beyond them, if not plain."""
+    """What a number may be; None = no bound on that side. `why`: what is wrong beyond them, if not plain.
+    `word`: may stand in place of the number, or before it as `word:number`."""
 
     at_least: float | None = None
     above: float | None = None
     at_most: float | None = None
     below: float | None = None
     why: str = ""
+    word: str = ""
 
-    def hold(self, value: float) -> bool:
+    def hold(self, value: float | str) -> bool:
+        if isinstance(value, str):
+            word, colon, most = value.partition(":")
+            return word == self.word and (not colon or (most.isdecimal() and self.hold(int(most))))
         return (
             math.isfinite(value)
             and not (isinstance(value, int) and abs(value) > LARGEST_INTEGER)
@@ -45,8 +51,10 @@ class Bounds:
             and (self.below is None or value < self.below)
         )
 
-    def words_for(self, value: float) -> str:
+    def words_for(self, value: float | str) -> str:
         """The bound that a value breaks."""
+        if isinstance(value, str):
+            return f"a whole number, {self.words()}"
         if not math.isfinite(value):
             return "a finite number" + (f", {self.words()}" if self != Bounds() else "")
         too_large = isinstance(value, int) and value > (LARGEST_INTEGER if self.at_most is None else math.inf)
@@ -59,9 +67,10 @@ class Bounds:
         parts = [
             f"{field.name.replace('_', ' ')} {bound:{',.0f' if float(bound).is_integer() else 'g'}}"
             for field in dataclasses.fields(self)
-            if field.name != "why" and (bound := getattr(self, field.name)) is not None
+            if field.name not in ("why", "word") and (bound := getattr(self, field.name)) is not None
         ]
-        return " and ".join(parts) or "finite"
+        text = " and ".join(parts) or "finite"
+        return f"{text}, {self.word} or {self.word}:N" if self.word else text
 
 
 @dataclass(frozen=True)
@@ -87,9 +96,10 @@ def bounds(
     at_most: float | None = None,
     below: float | None = None,
     why: str = "",
+    word: str = "",
 ) -> dict[str, Bounds]:
     """Metadata of a dataclass field that holds numbers."""
-    return {_NAME: Bounds(at_least, above, at_most, below, why)}
+    return {_NAME: Bounds(at_least, above, at_most, below, why, word)}
 
 
 def number(
@@ -100,9 +110,10 @@ def number(
     at_most: float | None = None,
     below: float | None = None,
     why: str = "",
+    word: str = "",
 ) -> T:
     """A field that holds a number, or a list of numbers. Without bounds it has to be finite only."""
-    return dataclasses.field(default=default, metadata=bounds(at_least, above, at_most, below, why))
+    return dataclasses.field(default=default, metadata=bounds(at_least, above, at_most, below, why, word))
 
 
 def seconds(default: float) -> float:
@@ -141,10 +152,9 @@ def allowed(field: "dataclasses.Field[Any]") -> Bounds | Choices | None:
 
 
 def plain_type(field: "dataclasses.Field[Any]") -> tuple[Any, bool]:
-    """(type without `| None`, whether None is a value of it)."""
+    """(type without `| None`, whether None is a value of it); where a word may stand for a number, int."""
     parts = typing.get_args(field.type) if isinstance(field.type, types.UnionType) else (field.type,)
-    (plain,) = (part for part in parts if part is not type(None))
-    return plain, len(parts) > 1
+    return parts[0], type(None) in parts
 
 
 def all_fields(schema: type, prefix: str = "") -> Iterator[tuple[str, "dataclasses.Field[Any]"]]:

@@ -123,7 +123,7 @@ def derive(config: RunConfig) -> Derived:
         rollout_gpu_memory_bytes=engine,
         kv_cache_tokens=r.kv_cache_tokens,
         responses_in_kv_cache=r.kv_cache_tokens // max(1, config.sampling.max_response_tokens),
-        max_staleness=config.pipeline.max_staleness,
+        max_staleness=config.pipeline.staleness_max,
     )
 
 
@@ -179,10 +179,12 @@ def transport_text(config: RunConfig) -> str:
 
 def pipeline_text(config: RunConfig) -> str:
     """What the pipeline does, for whoever wonders whether it is asynchronous."""
-    bound, name = config.pipeline.max_staleness, config.pipeline.name
+    bound, name = config.pipeline.staleness_max, config.pipeline.name
     if config.pipeline.refresh == "barrier" and bound == 0:
         return f"{name}: synchronous; trainer and replicas take turns, on-policy"
     limit = "staleness without a bound" if bound is None else f"at most {bound} steps stale"
+    if config.pipeline.adapts_staleness:
+        limit += ", by a bound that follows who waits"
     how = {
         "interrupt": "new weights come into running trajectories, whose tokens are of several policies",
         "versions": "replicas begin on the newest adapter while older trajectories go on on theirs",

@@ -7,6 +7,7 @@ from laminar_hpc.config.bounds import bounds, choice, number, seconds
 
 RANKS_MAX = 65_536  # a larger number of processes is a typing error
 THREADS_MAX = 1024
+_AUTO_STALENESS_MAX = 8  # of pipeline.max_staleness=auto: more than any setting on docs/staleness.md needs
 
 
 @dataclass
@@ -178,8 +179,9 @@ class PipelineConfig:
     refresh: str = choice("drained", "barrier", "interrupt", "versions")
     """drained: a replica pulls when its local batch is done; barrier: all together; interrupt: at once;
     versions: it holds several adapters at once, and each trajectory keeps its own (with model.lora.rank)"""
-    max_staleness: int | None = number(2, at_least=0)
-    """in trainer steps at training time; null = no bound, first finished first trained"""
+    max_staleness: int | str | None = number(2, at_least=0, word="auto")
+    """in trainer steps at training time; auto:N = follows who waits, at most N; auto = auto:8; null = no
+    bound, first finished first trained"""
     consumption: str = choice("batch", "stream")
     """batch: the trainer takes a whole batch; stream: each mini-batch as soon as its groups are finished"""
     local_batch_groups: int | None = number(None, at_least=1)
@@ -193,6 +195,18 @@ class PipelineConfig:
     """between two looks at the replicas; there is one more after each publication"""
     repack_requests: int | None = number(None, at_least=1)
     """maximum number of requests that a replica is filled to; null = from its measured decode curve"""
+
+    @property
+    def adapts_staleness(self) -> bool:
+        """Whether the bound follows who waits."""
+        return isinstance(self.max_staleness, str)
+
+    @property
+    def staleness_max(self) -> int | None:
+        """The bound, or the maximum of one that adapts; None = no bound."""
+        if not isinstance(self.max_staleness, str):
+            return self.max_staleness
+        return int(self.max_staleness.partition(":")[2] or _AUTO_STALENESS_MAX)
 
 
 @dataclass

@@ -27,6 +27,7 @@ from laminar_hpc.config.yaml_text import load_yaml
 
 _QUOTED = re.compile(r"'[^']*'|\"[^\"]*\"")
 _SCALAR = re.compile(r"true|false|null|-?\d+(\.\d+)?")  # of a table whose values may be anything
+_WHOLE = re.compile(r"-?\d+")
 _NUMBERS = (int, float, bool)
 _YAML = (".yaml", ".yml")
 _FILE = "for a file DIR/experiment/NAME.yaml write --config-dir DIR experiment=NAME"
@@ -196,6 +197,8 @@ class Keys:
             parsed.wrong.append(f"{key}={text}: {self.requirement(key)}{hint}")
         elif kind[0] in _NUMBERS and (cast := _parsed(word)) is not None:
             parsed.settings.append((key, cast.value()))
+        elif kind[0] is int and _WHOLE.fullmatch(text):  # before the library takes it for a word
+            parsed.settings.append((key, int(text)))
         elif self.table_of(key) and kind[0] is Any and _SCALAR.fullmatch(text):
             parsed.settings.append((key, load_yaml(text)))
         else:

@@ -28,6 +28,7 @@ from laminar_hpc.controller.fleet.replicas import Replicas
 from laminar_hpc.controller.fleet.trainer_generation import StopCutShort
 from laminar_hpc.controller.loop import Controller, make_controller
 from laminar_hpc.controller.shared import NUMBERS, Outbox, RunState
+from laminar_hpc.controller.staleness import StalenessControl
 from laminar_hpc.controller.standstill import Standstill
 from laminar_hpc.controller.tables import Tables
 from laminar_hpc.controller.trajectories.evaluations import Evaluations
@@ -109,6 +110,7 @@ def build(
         say=say,
         store=store,
         tracker=tracker,
+        staleness=StalenessControl(config, store),
         evaluations=evaluations,
         replay=replay,
         slots=slots,

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from laminar_hpc.controller.fleet.replicas import Replicas
 from laminar_hpc.controller.shared import Shared
+from laminar_hpc.controller.staleness import StalenessControl
 from laminar_hpc.controller.trajectories.evaluations import Evaluations
 from laminar_hpc.controller.trajectories.partial_responses import PartialResponsePool
 from laminar_hpc.controller.trajectories.tracker import TrajectoryTracker
@@ -16,6 +17,7 @@ class Tables(Shared):
 
     store: Store
     tracker: TrajectoryTracker
+    staleness: StalenessControl
     evaluations: Evaluations | None
     replay: Store | None
     slots: str

@@ -108,6 +108,7 @@ class Training:
         if self._archiving:
             self._archiving.put_back(step)
         groups = self._tracker.restore(step)
+        self._shared.staleness.trainers_start(step)
         first_id = self._weights.restored(step)
         if self._evaluations:
             self._evaluations.restore(step, first_id)
@@ -231,14 +232,17 @@ class Training:
     def _take(self, request: TakeBatch, size: int) -> tuple[list[BatchGroup], str]:
         """`size` groups, which count as consumed from here on; else none, and
         the reason to wait."""
-        whole, bound = self._config.algorithm.prompts_per_step, self._config.pipeline.max_staleness
-        step, taken = request.step, self._state.groups_taken
-        choice = admission.choose(step, self._tracker.groups.live, whole, bound, taken, size)
+        whole, staleness = self._config.algorithm.prompts_per_step, self._shared.staleness
+        step, taken, live = request.step, self._state.groups_taken, self._tracker.groups.live
+        choice = admission.choose(step, live, whole, staleness.bounds, taken, size)
         if not choice.group_ids:
+            staleness.trainer_waits(time.monotonic(), step, live, size, self._tracker.counted)
             return [], choice.reason
         groups = sorted(choice.group_ids)
         self._continuation.sent(step, request.part, groups)
-        return self._tracker.consume(groups, step), ""
+        batch = self._tracker.consume(groups, step)
+        staleness.trainer_takes(time.monotonic(), step, live, whole - taken - size)
+        return batch, ""
 
     # ---- steps ---------------------------------------------------------------------------------------------
 
@@ -248,6 +252,7 @@ class Training:
             return self._answer_step(member, done)
         self._state.trainer_step = done.step + 1
         self._state.groups_taken = 0
+        self._shared.staleness.step_done(time.monotonic(), done.step + 1)
         self._record(done)
         if done.diverged:
             self._shared.fail(f"{done.diverged}. {AFTER_DIVERGENCE}", "training diverges")
@@ -275,7 +280,7 @@ class Training:
         rows = (self._replay or self._store).rows
         fields["accuracy_by_weight_id"] = rows.accuracy_by_weight_id(done.step)
         if self._replay is None:
-            fields |= dataclasses.asdict(self._tracker.counts.take())
+            fields |= dataclasses.asdict(self._tracker.counts.take()) | self._shared.staleness.figures()
             self._store.rows.note_mismatches(done.mismatches)
             self._store.rows.note_left_out(done.mismatches, done.left_out)
         if state.steps_done:  # the first step holds the start-up of the engines

@@ -2,7 +2,9 @@
 live system and simulator use it.
 
 With G groups per step and a bound b, group number n (granted minus given up, itself included) may go to a
-replica whose weights are of step p only if floor((n - 1) / G) <= p + b; it is then due at step p + b. The
+replica whose weights are of step p only if floor((n - 1) / G) <= p + b; it is then due at step p + b. Where
+the bound adapts, b is that of step p (policies/staleness.py): decided before the first grant on p, and p + b
+never falls as p grows; nothing below uses more than that. The
 trainer takes finished groups by due step, oldest first, and waits at step s only if what would remain could
 no longer all be trained by its due step.
 
@@ -50,6 +52,7 @@ late. Hence the check of all t above.
 from dataclasses import dataclass
 
 from laminar_hpc.policies.live_groups import GroupView, LiveGroups
+from laminar_hpc.policies.staleness import StepBounds
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,10 @@ class Choice:
 
     group_ids: list[int]
     reason: str = ""
+
+
+def _due(weight_step: int, bound: int | StepBounds) -> int:
+    return bound.due(weight_step) if isinstance(bound, StepBounds) else weight_step + bound
 
 
 def quota(weight_step: int, counted: int, groups_per_step: int, steps: int, max_staleness: int | None) -> int:
@@ -72,13 +79,35 @@ def quota(weight_step: int, counted: int, groups_per_step: int, steps: int, max_
     return max(0, last - counted)
 
 
+def bound_holds_back(
+    step: int, groups: LiveGroups, size: int, counted: int, groups_per_step: int, bound: StepBounds
+) -> bool:
+    """Whether the bound is in the way of a trainer that waits at `step` for `size` groups: they are finished
+    and others are due too soon, or nothing more is granted, not even on the newest weights."""
+    return groups.finished >= size or counted >= groups_per_step * (bound.due(step) + 1)
+
+
+def bound_to_spare(step: int, groups: LiveGroups, groups_per_step: int, bound: StepBounds, left: int) -> bool:
+    """Whether a bound smaller by one would have let the trainer go on as well when it took what it just took
+    for `step`, which `left` groups are still to come for. The groups granted last would not be there, as many
+    as a step takes: finished ones are left without them, and nothing unfinished would be due too soon."""
+    there, rest, unfinished = len(groups) - groups_per_step, 0, 0
+    for weight_step, count, finished in groups.by_step():
+        rest += count
+        unfinished += count - finished
+        room = groups_per_step * (bound.due(weight_step) - 1 - step) + left
+        if unfinished and min(rest, there) > room:
+            return False
+    return groups.finished >= groups_per_step
+
+
 def may_go_on(
     group: GroupView,
     weight_step: int,
     step: int,
     groups: LiveGroups,
     groups_per_step: int,
-    bound: int | None,
+    bound: int | StepBounds | None,
     taken: int = 0,
 ) -> bool:
     """Whether samples of a granted group may be generated with weights of step `weight_step` while the
@@ -89,8 +118,8 @@ def may_go_on(
     # `group` itself is due behind all t below, so it is not among those that are counted
     rows, due_by_t = groups.by_step(), 0
     row = next(rows, None)
-    for t in range(weight_step + bound, group.weight_step + bound):
-        while row is not None and row[0] + bound <= t:
+    for t in range(_due(weight_step, bound), _due(group.weight_step, bound)):
+        while row is not None and _due(row[0], bound) <= t:
             due_by_t += row[1]
             row = next(rows, None)
         if 1 + due_by_t > groups_per_step * (t - step + 1) - taken:
@@ -102,7 +131,7 @@ def choose(
     step: int,
     groups: LiveGroups,
     groups_per_step: int,
-    max_staleness: int | None,
+    max_staleness: int | StepBounds | None,
     taken: int = 0,
     size: int | None = None,
 ) -> Choice:
@@ -123,7 +152,7 @@ def choose(
         to_choose -= chosen
         rest += count - chosen
         unfinished += count - finished
-        due = weight_step + max_staleness
+        due = _due(weight_step, max_staleness)
         if rest > groups_per_step * (due - step) + left and unfinished:
             which = f"{unfinished} unfinished groups of weight step {weight_step} or older"
             return Choice([], f"{which} are needed by step {due}")

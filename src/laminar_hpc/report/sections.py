@@ -79,7 +79,8 @@ def held_out(run: Run, file: str, place: Callable[[dict], float]) -> list[Series
 
 def staleness(run: Run) -> str:
     """Staleness in trainer steps: both distributions, and their means over the steps."""
-    bound = (run.config.get("pipeline") or {}).get("max_staleness")
+    setting = (run.config.get("pipeline") or {}).get("max_staleness")
+    bound = setting if isinstance(setting, int) else None  # one that adapts is no line of the chart
     generation = sorted(Counter(t.staleness_generation for t in run.consumed).items())
     training = sorted(Counter(t.staleness_training for t in run.consumed).items())
     over_time = [

@@ -90,7 +90,7 @@ class RolloutWorker:
         self.context = context
         self.config = context.config
         several = self.config.pipeline.refresh == "versions"
-        bound = self.config.pipeline.max_staleness or 0
+        bound = self.config.pipeline.staleness_max or 0
         self.state = HeldVersions(refill.held(bound)) if several else ReplicaState()
         self.own_pool = pool is None
         self.pool = pool or RewardPool(self.config.reward, self.config.data.prompt_field)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import accumulate
 
-from laminar_hpc.policies import admission, refill
+from laminar_hpc.policies import refill
 from laminar_hpc.policies.failover import Room
 from laminar_hpc.simulator.ahead import Appointments, decode_alone, may_end_group
 from laminar_hpc.simulator.clock import Clock
@@ -206,13 +206,8 @@ class Rollouts:
         self.give(replica, request)
 
     def quota(self, weight_step: int) -> int:
-        """Groups that a replica with weights of this step may be granted; a fractional bound adds a part of a
-        batch to the whole one below."""
-        bound, counted = self.rules.max_staleness, self.tracker.counted
-        whole = None if bound is None else math.floor(bound)
-        if bound is not None and whole is not None:
-            counted -= int((bound - whole) * self.groups_per_step)
-        return admission.quota(weight_step, counted, self.groups_per_step, self.granted_steps, whole)
+        """Groups that a replica with weights of this step may be granted."""
+        return self.trainer.bound.quota(weight_step, self.tracker.counted, self.granted_steps)
 
     def ask(self, replica: SimulatedReplica) -> None:
         """An idle replica pulls newer weights first, then asks for a local batch."""
@@ -255,7 +250,7 @@ class Rollouts:
         """Continuous filling: whole groups while there is room, up to the replica's share of what admission
         allows to be in flight."""
         samples = self.samples
-        batches = 1 + (self.rules.max_staleness or 0)
+        batches = 1 + self.trainer.bound.batches(self.newest)
         pending_max = math.ceil(self.local_batch[replica.index] * batches) * samples
         while not replica.waiting and replica.pending + samples <= min(pending_max, replica.max_concurrent):
             if self.tracker.lost:

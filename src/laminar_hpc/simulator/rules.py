@@ -23,6 +23,7 @@ class Rules:
     placement: str = "split"
     relays: bool = False  # weights through the relay tier; else a global synchronisation
     isolated: bool = False  # a failure stops one role; else it restarts the job
+    adaptive: bool = False  # the bound follows who waits, and max_staleness is its maximum
     overlapped: bool = False  # a batch is collected and padded while the one before is trained
 
     @property
@@ -56,6 +57,7 @@ PIPELINES = {
     "laminar": laminar(repack="kv"),
     "laminar_reprefill": laminar(repack="reprefill"),
     "laminar_no_repack": laminar(),
+    "laminar_auto": laminar(max_staleness=8, adaptive=True, repack="kv"),
     # As the paper: no bound on staleness, first finished first trained.
     "laminar_unbounded": laminar(max_staleness=None, repack="kv"),
     "laminar_unbounded_no_repack": laminar(max_staleness=None),

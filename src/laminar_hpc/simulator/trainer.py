@@ -12,6 +12,7 @@ from typing import Protocol
 import numpy as np
 
 from laminar_hpc.policies import admission
+from laminar_hpc.simulator.bounds import SimulatedBound
 from laminar_hpc.simulator.clock import Clock
 from laminar_hpc.simulator.setup import SimulationSetup
 from laminar_hpc.simulator.tracker import SimulatedTracker
@@ -36,6 +37,7 @@ class Trainer:
         self.costs = setup.job
         self.rules = setup.rules
         self.groups_per_step = setup.workload.prompts_per_step
+        self.bound = SimulatedBound(setup.rules, self.groups_per_step)
         updates = setup.workload.updates_per_step
         self.parts = updates if self.rules.consumption == "stream" else 1
         self.updates_per_part = updates // self.parts
@@ -68,19 +70,15 @@ class Trainer:
             return
         # the parts of a step add up to its groups
         size = (self.part + 1) * self.groups_per_step // self.parts - self.taken
-        # With the AReaL rule (interrupt) admission alone bounds staleness: the first finished is the first
-        # trained.
-        bound = None if self.rules.refresh == "interrupt" else self.rules.whole_staleness
-        choice = admission.choose(
-            self.step, self.tracker.views, self.groups_per_step, bound, self.taken, size
-        )
+        now, views, bound = self.clock.now, self.tracker.views, self.bound
+        choice = admission.choose(self.step, views, self.groups_per_step, bound.of_choice, self.taken, size)
         if not choice.group_ids:
-            return
-        now = self.clock.now
+            return bound.waits(now, self.step, views, size, self.tracker.counted)
         self.book("wait", self.waiting_since, now)
         self.waiting_since = None
         tokens = self.tracker.consume(choice.group_ids, self.step)
         self.taken += len(choice.group_ids)
+        bound.taken(now, self.step, views, self.groups_per_step - self.taken)
         self.part += 1
         self.tokens += sum(tokens)
         handling = self.costs.overlapped_handling if self.rules.overlapped else self.costs.handling
@@ -135,6 +133,7 @@ class Trainer:
     def end_step(self) -> None:
         now = self.clock.now
         self.step += 1
+        self.bound.step_done(now, self.step)
         self.taken = self.part = 0
         self.step_ends.append(now)
         self.step_tokens.append(self.tokens)

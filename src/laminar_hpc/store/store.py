@@ -33,7 +33,7 @@ from laminar_hpc.store.recovery import move_aside
 from laminar_hpc.store.rows import Rows
 from laminar_hpc.store.seals import ALL_SEALED, Seals
 from laminar_hpc.store.store_check import damage_of
-from laminar_hpc.store.store_layout import LAYOUT, SCHEMA, has_tables, meta
+from laminar_hpc.store.store_layout import BOUND, LAYOUT, SCHEMA, bounds_in, has_tables, meta
 
 log = logging.getLogger(__name__)
 _CHECK_SECONDS = 5.0  # of a turn, for a look at the whole file
@@ -280,6 +280,16 @@ class Store:
         """All of them, as (first_id, step) in order."""
         rows = self._db.execute("SELECT key, value FROM meta WHERE key LIKE 'restored %'")
         return sorted((int(key.removeprefix("restored ")), int(step)) for key, step in rows)
+
+    # ---- staleness -----------------------------------------------------------------------------------------
+
+    def note_bound(self, step: int, bound: int) -> None:
+        """The staleness bound of the weights of step `step`, before anything is granted on them."""
+        self.put(f"{BOUND}{step}", bound)
+
+    def bounds(self) -> dict[int, int]:
+        """All of them, by the step of the weights."""
+        return bounds_in(self._db.execute("SELECT key, value FROM meta WHERE key LIKE ?", (f"{BOUND}%",)))
 
     # ---- archive -------------------------------------------------------------------------------------------
 

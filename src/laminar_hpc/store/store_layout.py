@@ -2,11 +2,13 @@
 a store is opened only to be read."""
 
 import sqlite3
+from collections.abc import Iterable
 from pathlib import Path
 
 from laminar_hpc.config.errors import LaminarError
 
 LAYOUT = "3"  # in the table meta, which tells stores of other versions apart
+BOUND = "bound of step "  # in the table meta, before a step: the staleness bound of its weights, if it adapts
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta(key TEXT PRIMARY KEY, value TEXT) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS weights(
@@ -59,6 +61,11 @@ def meta(db: sqlite3.Connection, key: str) -> str:
     """A value of the table meta; "" where there is none."""
     row = db.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
     return str(row[0]) if row else ""
+
+
+def bounds_in(rows: Iterable[tuple[str, str]]) -> dict[int, int]:
+    """The staleness bounds among rows of the table meta, by the step of the weights."""
+    return {int(key.removeprefix(BOUND)): int(value) for key, value in rows if key.startswith(BOUND)}
 
 
 def connect_read_only(path: Path, seconds: float = 5.0) -> sqlite3.Connection:

@@ -185,13 +185,13 @@ class Dispatcher:
     def _quota(self, step: int) -> int:
         """New groups that a replica on weights of trainer step `step` may have."""
         config = self._config
-        size, bound = config.algorithm.prompts_per_step, config.pipeline.max_staleness
+        size, bound = config.algorithm.prompts_per_step, self._shared.staleness.of_weights(step)
         return admission.quota(step, self._tracker.counted, size, config.steps, bound)
 
     def _may_go_on(self, group: GroupView, step: int) -> bool:
         """Whether samples of a group may be generated with weights of trainer step `step`."""
         config, state, live = self._config, self._state, self._tracker.groups.live
-        size, bound = config.algorithm.prompts_per_step, config.pipeline.max_staleness
+        size, bound = config.algorithm.prompts_per_step, self._shared.staleness.bounds
         return admission.may_go_on(group, step, state.trainer_step, live, size, bound, state.groups_taken)
 
     def _may_train(self, step: int, scores: bool) -> bool:

@@ -121,7 +121,7 @@ class Repacker:
         newest, config = self._weights.newest, self._config
         if self._shared.state.stopping or newest is None:
             return False
-        size, bound = config.algorithm.prompts_per_step, config.pipeline.max_staleness
+        size, bound = config.algorithm.prompts_per_step, self._shared.staleness.of_weights(newest.step)
         return admission.quota(newest.step, self._tracker.counted, size, config.steps, bound) > 0
 
     def _begin(self, merge: repack.Merge, report: ReplicaLoad, now: float) -> int:

@@ -130,7 +130,7 @@ def _pipelines(config: RunConfig) -> Iterator[tuple[str, ...]]:
 def _bounds(config: RunConfig) -> Iterator[tuple[str, ...]]:
     """Larger bounds on staleness, of pipelines that have one and are not synchronous."""
     bound = config.pipeline.max_staleness
-    if bound:
+    if isinstance(bound, int) and bound:
         for more in (1, 2, 4):
             if bound + more <= _STALENESS_MAX:
                 yield (f"pipeline.max_staleness={bound + more}",)

@@ -38,8 +38,8 @@ def setup_of(measured: Measured, config: RunConfig | None = None) -> SimulationS
     ]
     t, was, turns = config.trainer, measured.config, measured.turns
     repack = "off" if config.environment.stays else p.repack
-    live = (p.refresh, p.max_staleness, p.consumption, p.keep_kv, repack)
-    rules = Rules(*live, relays=True, isolated=True, overlapped=True)
+    live = (p.refresh, p.staleness_max, p.consumption, p.keep_kv, repack)
+    rules = Rules(*live, relays=True, isolated=True, overlapped=True, adaptive=p.adapts_staleness)
     workload = WorkloadConfig(
         prompts_per_step=was.algorithm.prompts_per_step,
         samples_per_prompt=was.algorithm.samples_per_prompt,

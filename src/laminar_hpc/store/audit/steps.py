@@ -17,6 +17,7 @@ from laminar_hpc.policies.metrics import batch_metrics
 from laminar_hpc.store import checkpoints
 from laminar_hpc.store.audit.records import Records, StoreRecords
 from laminar_hpc.store.signatures import key_path, objection, read_key
+from laminar_hpc.store.store_layout import bounds_in
 
 _FIGURES = (
     *("reward_mean", "accuracy_mean", "reward_error_count", "truncated_fraction"),
@@ -148,8 +149,9 @@ def figures_agree(records: Records, store: StoreRecords) -> Iterator[str | None]
 
 
 def staleness_is_bounded(records: Records, store: StoreRecords) -> Iterator[str | None]:
-    """By pipeline.max_staleness of the launch that trained it, or of an earlier one that granted it."""
-    bounds, bound = dict[int, float](), 0.0
+    """By pipeline.max_staleness of the launch that trained it, or of an earlier one that granted it; where
+    the bound adapts by that of its weights, which the store has."""
+    bounds, bound, decided = dict[int, float](), 0.0, bounds_in(store.meta.items())
     for launch in records.launches:
         if "max_staleness" not in launch.derived:  # of a version that did not say
             return
@@ -159,5 +161,6 @@ def staleness_is_bounded(records: Records, store: StoreRecords) -> Iterator[str 
     for t in store.trajectories:
         if t.consumed_step is not None and not records.is_replay:
             staleness, most = t.consumed_step - t.weight_step, bounds.get(t.consumed_step, bound)
+            most = min(most, decided.get(t.weight_step, most)) if most < math.inf else most
             wrong = staleness > most
             yield f"trajectory {t.id}: staleness {staleness}, at most {most:.0f}" if wrong else None

@@ -1,0 +1,234 @@
+"""What the system itself costs: rollout and trainer of a live run against their bare parts on the same work.
+
+    python bench/tax.py --json tax.json                 3 repeats of 12 steps: 15 minutes on two cores
+    python bench/tax.py --repeats 1 --steps 6
+
+A live run of the example first, its processes on the cores of --cores; then the same work on the same cores:
+SGLang's server driven directly (the same prompts, as many tokens of each response, a local batch at once),
+and the trainer's step on each batch without anything around it. A repeat is one of each, one after the other.
+
+Shares are bare over live: in CPU seconds per token of all processes of a role (of the rollout the worker, the
+engine and the rewards), which other work on the machine changes little; and as `wall` in tokens per second of
+the time in which the role was at work, which it spoils. The live window begins behind step SKIP: compilation
+and first batches are not the system's. The controller's CPU seconds are per 1,000 trajectories.
+
+Figures: `engine_share` and `trainer_share`, medians of the CPU shares, each with a goal of 0.95; `..._wall`;
+`controller_seconds_per_1000`.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import common
+import psutil
+
+from laminar_hpc.config.load import read_config
+from laminar_hpc.config.schema import RunConfig
+from laminar_hpc.engine.interface import sampling_parameters
+from laminar_hpc.engine.sglang.server import SglangServer
+from laminar_hpc.machine.files import jsonl
+from laminar_hpc.machine.roles import assign_roles
+from laminar_hpc.report import rundata
+from laminar_hpc.report.idle import busy, overlap
+from laminar_hpc.report.rundata import Run
+from laminar_hpc.store.payload.whole import Whole
+
+SKIP = 2  # steps
+STEPS = 12
+COLUMNS = ("repeat", "part", "ms of CPU per 1,000 tokens: live", "bare", "share", "wall share")
+Seconds = dict[str, float]  # CPU seconds by role
+
+
+def cpu_of(process: psutil.Process) -> float:
+    """Of a process and its descendants, those that have ended included."""
+    family = [process, *process.children(recursive=True)]
+    return sum(sum(each.cpu_times()[:4]) for each in family)
+
+
+class Watch(threading.Thread):
+    """CPU seconds by role at the end of each step of a run under way."""
+
+    def __init__(self, run_dir: Path) -> None:
+        super().__init__(daemon=True)
+        self.run_dir = run_dir
+        self.ended = threading.Event()
+        self.seen: dict[int, Seconds] = {}
+
+    def run(self) -> None:
+        while not self.ended.wait(0.1):
+            path = self.run_dir / "metrics.jsonl"
+            lines = jsonl.read(path) if path.exists() else []
+            steps = [line["step"] for line in lines if line["kind"] == "step"]
+            if steps and steps[-1] not in self.seen:
+                self.seen[steps[-1]] = self.roles()
+
+    def roles(self) -> Seconds:
+        roles, found = assign_roles(1, 1, 1, 4), Seconds()
+        for process in psutil.process_iter():
+            try:
+                here = f"run_dir={self.run_dir}" in process.cmdline()
+                rank = process.environ().get("RANK") if here else None
+                parent = process.parent()
+                if rank is not None and (parent is None or "RANK" not in parent.environ()):
+                    found[roles[int(rank)].role] = cpu_of(process)
+            except psutil.Error:  # it has ended meanwhile, or is not ours
+                continue
+        return found
+
+
+def live(options: argparse.Namespace, folder: Path, repeat: int) -> tuple[Run, Seconds, int, int]:
+    """A run, the CPU seconds of its window by role, and the window's first and last step."""
+    name = f"live-{repeat}"
+    watch = Watch(folder / name)
+    watch.start()
+    try:
+        run = common.train(options, folder, name, {"seed": repeat, "evaluation.files": "[]"})
+    finally:
+        watch.ended.set()
+        watch.join()
+    steps = sorted(step for step in watch.seen if step >= SKIP)
+    if len(steps) < 2:
+        raise SystemExit(f"{name} was too short to be watched: give it more --steps")
+    first, last = watch.seen[steps[0]], watch.seen[steps[-1]]
+    return run, {role: last[role] - first[role] for role in last}, steps[0], steps[-1]
+
+
+def batches_of(run: Run, first: int, last: int) -> list[list[Whole]]:
+    """What the steps behind `first` up to `last` have trained."""
+    by_step = [[t.id for t in run.consumed if t.consumed_step == step] for step in range(first, last)]
+    return [sorted(run.wholes(ids), key=lambda whole: whole.record.group_id) for ids in by_step]
+
+
+# ---- bare parts --------------------------------------------------------------------------------------------
+
+
+def trainer_alone(config: RunConfig, batches: list[list[Whole]]) -> tuple[float, float]:
+    """(CPU seconds, seconds) of the trainer's step on each batch; to be called in a process of its own."""
+    import torch
+    import torch.distributed as dist
+
+    import laminar_hpc.machine.compat.torchvision  # noqa: F401 (before transformers)
+    from laminar_hpc.trainer.megatron.policy import MegatronPolicy
+    from laminar_hpc.trainer.step.batch import in_memory
+    from laminar_hpc.trainer.step.learner import Learner
+
+    torch.set_num_threads(config.trainer.threads)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    learner = Learner(config, MegatronPolicy(config))
+    learner.train(in_memory(batches[0]), 0, lambda: None)  # warms up
+    spent, begun = time.process_time(), time.perf_counter()
+    for step, batch in enumerate(batches):
+        learner.train(in_memory(batch), step, lambda: None)
+    return time.process_time() - spent, time.perf_counter() - begun
+
+
+async def engine_alone(config: RunConfig, batches: list[list[Whole]], folder: Path) -> tuple[float, float]:
+    """(CPU seconds of server and driver, seconds) of generating each batch anew."""
+    server, me = SglangServer(config, 0, folder), psutil.Process()
+    try:
+        await server.start(Path(config.model.path), 0, seed=1)
+
+        async def one(whole: Whole, name: str) -> None:
+            drawn = sampling_parameters(config.sampling, 1.0, whole.record.length, [])
+            await server.generate(whole.prompt.tolist(), drawn | {"ignore_eos": True}, name, name)
+
+        async def all_of(batch: list[Whole], name: str) -> None:
+            await asyncio.gather(*(one(w, f"{name}-{w.record.trajectory_id}") for w in batch))
+
+        await all_of(batches[0], "warm")
+        spent, begun = cpu_of(me), time.perf_counter()
+        for number, batch in enumerate(batches):
+            await all_of(batch, str(number))
+        return cpu_of(me) - spent, time.perf_counter() - begun
+    finally:
+        await server.stop()
+
+
+def in_process(
+    options: argparse.Namespace, what: str, run_dir: Path, first: int, last: int
+) -> tuple[float, float]:
+    """A bare part in a process of its own."""
+    words = [sys.executable, __file__, "--child", what, str(run_dir), str(first), str(last)]
+    done = subprocess.run(words, stdout=subprocess.PIPE, timeout=options.run_seconds, check=True, text=True)
+    cpu, seconds = json.loads(done.stdout.splitlines()[-1])
+    return cpu, seconds
+
+
+def child(what: str, run_dir: Path, first: int, last: int) -> tuple[float, float]:
+    config, batches = read_config(run_dir / "config.yaml"), batches_of(rundata.load(run_dir), first, last)
+    if what == "trainer":
+        return trainer_alone(config, batches)
+    return asyncio.run(engine_alone(config, batches, run_dir))
+
+
+# ---- together ----------------------------------------------------------------------------------------------
+
+
+def repeat_of(options: argparse.Namespace, folder: Path, repeat: int) -> list[dict]:
+    run, spent, first, last = live(options, folder, repeat)
+    steps = [step for step in run.steps if first < step["step"] <= last]
+    responses = sum(step["response_tokens"] for step in steps)
+    whole = responses + sum(step["prompt_tokens"] for step in steps)
+    times = {step["step"]: step["time"] for step in run.steps}
+    window = [(times[first], times[last])]
+    rows = []
+    for part, role, kinds, tokens in (
+        ("engine", "rollout", ("generate",), responses),
+        ("trainer", "trainer", ("train",), whole),
+    ):
+        cpu, seconds = in_process(options, part, run.directory, first, last)
+        at_work = overlap(busy(run.spans[f"{role}0"], kinds), window)
+        rows.append(
+            {
+                "repeat": repeat,
+                "part": part,
+                COLUMNS[2]: spent[role] / tokens * 1e6,
+                "bare": cpu / tokens * 1e6,
+                "share": cpu / spent[role],
+                "wall share": seconds / at_work,
+            }
+        )
+    trained = sum(step["trajectories"] for step in steps)
+    rows.append({"repeat": repeat, "part": "controller", "per 1000": spent["controller"] / trained * 1000})
+    return rows
+
+
+def main() -> None:
+    options = common.parser(__doc__ or "")
+    options.add_argument("--cores", type=common.words(int), help="of all processes, as 0,1 (default: all)")
+    options.add_argument("--child", nargs=4, help=argparse.SUPPRESS)
+    options = options.parse_args()
+    if options.child:
+        what, run_dir, first, last = options.child
+        print(json.dumps(child(what, Path(run_dir), int(first), int(last))))
+        return
+    options.steps = options.steps or STEPS
+    if options.cores:
+        os.sched_setaffinity(0, {int(core) for core in options.cores})
+    rows = []
+    with common.run_folder(options) as folder:
+        for repeat in range(options.repeats):
+            rows += repeat_of(options, folder, repeat)
+
+    def middle(part: str, key: str) -> float | None:
+        return common.median([row.get(key) for row in rows if row["part"] == part])
+
+    figures = {
+        "engine_share": middle("engine", "share"),
+        "trainer_share": middle("trainer", "share"),
+        "engine_share_wall": middle("engine", "wall share"),
+        "trainer_share_wall": middle("trainer", "wall share"),
+        "controller_seconds_per_1000": middle("controller", "per 1000"),
+    }
+    common.finish(options, figures, rows, (*COLUMNS, "per 1000"))
+
+
+if __name__ == "__main__":
+    main()
