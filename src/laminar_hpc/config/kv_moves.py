@@ -7,7 +7,7 @@ _MOVED_DTYPES = ("auto", "bf16", "bfloat16")  # of KV caches that engine/kv/pool
 
 
 def keeps_cache(name: str, value: str) -> bool:
-    """With this entry of rollout.engine_arguments, a KV cache cannot leave its engine. `name`: with dashes."""
+    """This entry of rollout.engine_arguments, its name with dashes, keeps KV caches in their engine."""
     return (
         (name == "kv-cache-dtype" and value not in _MOVED_DTYPES)
         or (name == "page-size" and value.isdigit() and int(value) > MOVED_PAGE)
