@@ -39,7 +39,8 @@ LADDER = {  # name -> preset, and what differs from it
     "one_step": ("one_step", {}),
     "stream": ("stream", {}),
     "partial": ("partial", {}),
-    "laminar": ("laminar", {}),
+    "laminar": ("laminar", {"repack": "off"}),
+    "laminar auto": ("laminar", {}),
     "laminar reprefill": ("laminar", {"repack": "reprefill"}),
     "laminar kv": ("laminar", {"repack": "kv"}),
 }

@@ -88,18 +88,20 @@ def test_the_owner_is_lost_while_it_waits(moving: Moving, early: bool) -> None:
 
 
 def test_a_replica_that_only_waits_is_emptied(tmp_path: Path) -> None:
-    """Two replicas whose trajectories all wait for tools, with nothing in their engines' KV caches: one is
-    emptied into the other, as soon as they say so. While one still draws, its KV use has to fall first."""
+    """Two replicas whose trajectories wait for tools, with little or nothing in their engines' KV caches: one
+    is emptied into the other, as soon as there is work for it."""
     moving = Moving(tmp_path)
     script = moving.script
-    script.grants_nothing_new(False)  # there is work for whoever is emptied
+    script.grants_nothing_new()
 
     def report(replica: int, waiting: int) -> None:
-        engine = {"kv_capacity": 10_000, "kv_tokens": 0 if waiting == 4 else 100, "batch_max": 64}
+        engine = {"kv_capacity": 10_000, "kv_tokens": 0 if waiting == 4 else 100, "decode_curve": [(64, 1.0)]}
         load = ReplicaLoad("draining", 0, 4, 0, waiting=waiting, waiting_tokens=100 * waiting, **engine)
         script.hear("rollout", replica, Ping(load))
 
-    for waiting, begun in ((2, False), (3, False), (4, True)):
+    for waiting, begun in ((2, False), (4, False), (4, True)):
+        if begun:
+            script.grants_nothing_new(False)
         for replica in range(2):
             report(replica, waiting)
         script.controller.repacker.consolidate(time.monotonic())

@@ -37,7 +37,7 @@ SMALL = [
 
 def test_presets_are_those_of_the_live_run():
     """The same pipeline name means the same policy values in conf/pipeline and in the simulator, in every
-    field that both have; `laminar` adds repack, `laminar_no_repack` is the preset itself."""
+    field that both have; `laminar` is the preset itself, `laminar_no_repack` is without repack."""
     shared = {field.name for field in dataclasses.fields(Rules)} & {
         field.name for field in dataclasses.fields(PipelineConfig)
     }
@@ -46,11 +46,11 @@ def test_presets_are_those_of_the_live_run():
     assert len(names) >= 5
     for name in names:
         live = load_config([f"pipeline={name}"]).pipeline
-        rules = PIPELINES["laminar_no_repack" if name == "laminar" else name]
+        rules = PIPELINES[name]
         assert {key: getattr(rules, key) for key in shared} == {key: getattr(live, key) for key in shared}, (
             name
         )
-    assert PIPELINES["laminar"] == dataclasses.replace(PIPELINES["laminar_no_repack"], repack="kv")
+    assert PIPELINES["laminar_no_repack"] == dataclasses.replace(PIPELINES["laminar"], repack="off")
 
 
 def test_every_shipped_file_is_read():

@@ -131,7 +131,7 @@ def test_the_cheapest_far_rollouts_that_keep_the_trainer_busy(tmp_path, capsys, 
     cli.run(["plan", "wide_area", *words, pools.format(100), f"out_dir={tmp_path}"])
     written = yaml.safe_load((tmp_path / "experiment" / "wide_area.yaml").read_text())
     assert written["relay"]["delta"] == "auto" and written["relay"]["publish_timeout_seconds"] >= 60
-    assert written["pipeline"]["repack"] == "kv"  # all replicas are in one place
+    assert written["pipeline"]["repack"] == "auto"  # all replicas are in one place
     assert (
         sum(
             "one file system that the machines of all" in line

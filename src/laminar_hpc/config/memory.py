@@ -11,6 +11,7 @@ from typing import Any
 
 from laminar_hpc.config.adapters import rank_adapter_parameters
 from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.config.kv_moves import kv_moves
 from laminar_hpc.config.models import (
     count_parameters,
     kv_bytes_per_token,
@@ -53,7 +54,7 @@ def relay_bytes(config: RunConfig) -> int:
 
 def move_bytes(config: RunConfig) -> int:
     """What moves of KV caches take of an engine's GPU, beside the cache."""
-    return MOVE_BYTES if config.pipeline.repack == "kv" else 0
+    return MOVE_BYTES if kv_moves(config) else 0
 
 
 def shared_bytes(need: Need, engines: int) -> int:

@@ -173,7 +173,7 @@ def _pipeline(config: RunConfig) -> Iterator[str]:
             "@pipeline.refresh needs a pipeline.max_staleness, for example 2: an engine holds that many "
             "adapters and two more"
         )
-    if p.repack != "off" and p.refresh not in ("drained", "versions"):
+    if p.repack in ("kv", "reprefill") and p.refresh not in ("drained", "versions"):
         why = "only a replica that refreshes by itself gains by it"
         yield f"@pipeline.repack needs pipeline.refresh=drained or versions, not {p.refresh}: {why}"
     if p.keep_kv and p.refresh != "interrupt":

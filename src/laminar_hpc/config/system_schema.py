@@ -188,9 +188,10 @@ class PipelineConfig:
     """prompt groups per local batch; null = ceil(prompts_per_step / replicas)"""
     keep_kv: bool = False
     """of interrupt: go on with the KV cache of the earlier weights; false = prefill again"""
-    repack: str = choice("off", "reprefill", "kv")
-    """the tail of a local batch moves to another replica on the same weights, with its KV cache (kv) or
-    without (reprefill)"""
+    repack: str = choice("auto", "off", "reprefill", "kv")
+    """the tail of a local batch moves to other replicas on the same weights. auto: with its KV cache where
+    caches move, when that frees more seconds than it costs; kv, reprefill: with its KV cache or without,
+    whenever it fits"""
     repack_seconds: float = seconds(5.0)
     """between two looks at the replicas; there is one more after each publication"""
     repack_requests: int | None = number(None, at_least=1)
@@ -207,6 +208,11 @@ class PipelineConfig:
         if not isinstance(self.max_staleness, str):
             return self.max_staleness
         return int(self.max_staleness.partition(":")[2] or _AUTO_STALENESS_MAX)
+
+    @property
+    def empties(self) -> bool:
+        """Repack empties replicas: only one that refreshes by itself gains by it."""
+        return self.repack != "off" and self.refresh == "drained"
 
 
 @dataclass

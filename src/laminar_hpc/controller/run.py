@@ -140,7 +140,8 @@ def _tracker(config: RunConfig, store: Store, prompts: list[Prompt]) -> Trajecto
     samples = algorithm.samples_per_prompt
     size = GroupSize(algorithm.first_samples or samples, algorithm.more_samples, samples)
     order = partial(prompt_index, rows=len(prompts), seed=config.seed, shuffle=config.data.shuffle)
-    tracker = TrajectoryTracker(store, prompts, size, order, algorithm.zero_variance == "filter")
+    filters, longest = algorithm.zero_variance == "filter", config.sampling.max_response_tokens
+    tracker = TrajectoryTracker(store, prompts, size, order, filters, longest)
     tracker.recover()
     return tracker
 

@@ -1,43 +1,159 @@
-"""Dynamic repack (Laminar, section 4): empty replicas that only hold the tail of their local batch, so that
-they can take new weights.
+"""Dynamic repack (Laminar, section 4): replicas that hold the tail of their local batch are emptied into
+others on the same weights, where the seconds that this frees are more than what the moves cost.
 
-Pure: from what the replicas report to merges of whole replicas, inside one weight id, because a trajectory
-keeps its policy. Called about every five seconds and after each update; the caller carries the merges out
-(ships the KV cache, or prefills again).
+A decode step of n requests takes t(n) seconds, most of it the same whatever n is. A replica whose requests
+will decode W tokens in all, the longest of them S, is busy for
+
+    T = S' t(W / S'),   S' = max(S, W / n_max)
+
+seconds, n_max being the requests that it can run at a time. Moving requests leaves the sum of W and changes
+the sum of T over all replicas. That change is the gain, in seconds in which an emptied replica generates a
+new local batch; with t(n) = a + b n it is a times the steps that nobody has to take any more. Requests wait
+for no cost but theirs: a plan is carried out where gain > 2 x the measured seconds of a move, since the
+source is not free before its end and both replicas work for it.
+
+Requests that wait in a full engine have no KV yet; they go to replicas of the same weights that have room.
+
+Invariants: a trajectory stays on its weights and moves at most once in a plan; no replica is both emptied and
+filled; what a destination holds, grown as expected, stays within its KV cache and its requests; at most
+`emptied_max` replicas are emptied; each transfer lowers the sum of T by more than its cost, so plan after
+plan ends: nothing moves back and forth.
+
+Pure: controller and simulator call `plan` every few seconds and after each publication.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from itertools import accumulate
+import math
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from statistics import fmean
+from typing import NamedTuple
 
-# destinations looked at for one source when the request limit, not the KV limit, refuses the fullest ones
-_PROBES = 8
+FIRST_MOVE_SECONDS = 2.0  # what a move is taken to cost before the first one has been measured
+_DISTURBED = 2.0  # replicas that a move costs its time: source and destination
+_PROBES = 8  # destinations that are tried for one source
+_FULL = 0.98  # share of the KV limit at which a destination takes nothing more
+
+
+class RequestView(NamedTuple):
+    """A trajectory that is generated, or waits in its engine. `kv_tokens`: of its prompt and response so far;
+    `remaining`: response tokens that are still expected."""
+
+    trajectory_id: int
+    group_id: int
+    kv_tokens: float
+    remaining: float
+    queued: bool = False
 
 
 @dataclass(frozen=True)
 class ReplicaView:
-    """What the plan sees of a replica that generates. `kv_tokens` counts what its unfinished trajectories
-    hold or are about to hold, those too that wait for a tool, of which there are `waiting`."""
+    """What the plan sees of a replica: sums, and `details`, which gives its requests when they are needed.
+    `kv_tokens` counts what waits for a tool, too; `queued` requests wait in its engine."""
 
     replica: int
     weight_id: int
     kv_tokens: float
-    kv_tokens_before: float  # at the previous planning; more than now means that the ramp-down has begun
     requests: int
-    waiting: int = 0
-
-    @property
-    def ramps_down(self) -> bool:
-        """Its KV use falls, or stands still because all of its requests wait for tools."""
-        return 0 < self.requests == self.waiting or self.kv_tokens < self.kv_tokens_before
+    details: Callable[[], Sequence[RequestView]]
+    queued: int = 0
 
 
 @dataclass(frozen=True)
-class Merge:
-    """All unfinished trajectories of `source` go to `destination`."""
+class Transfer:
+    """These trajectories of `source` go to `destination`; `empties`: with the plan's other transfers all go
+    that it has."""
 
     source: int
     destination: int
+    trajectories: tuple[int, ...]
+    empties: bool = True
+
+
+@dataclass(slots=True)
+class Load:
+    """Sums over requests: KV tokens, tokens that they will still get in all, and those of the longest."""
+
+    requests: int = 0
+    kv_tokens: float = 0.0
+    work: float = 0.0
+    longest: float = 0.0
+
+    def __add__(self, other: "Load") -> "Load":
+        return Load(
+            self.requests + other.requests,
+            self.kv_tokens + other.kv_tokens,
+            self.work + other.work,
+            max(self.longest, other.longest),
+        )
+
+    @staticmethod
+    def of(requests: Sequence[RequestView]) -> "Load":
+        kv, remaining = [r.kv_tokens for r in requests], [r.remaining for r in requests]
+        return Load(len(requests), sum(kv), sum(remaining), max(remaining, default=0.0))
+
+    @property
+    def kv_peak(self) -> float:
+        """KV tokens at the expected maximum: of n requests with c tokens each and exponential remaining
+        lengths of mean m, n e^(-s/m) are left after s steps with c + s tokens each; most at s = m - c."""
+        if not self.requests:
+            return 0.0
+        held, grows = self.kv_tokens / self.requests, self.work / self.requests
+        return self.kv_tokens if grows <= held else self.requests * grows * math.exp(held / grows - 1)
+
+
+@dataclass(frozen=True)
+class EngineLimits:
+    """`curve`: (requests, seconds per decode step), ascending; () = every step takes one second. `kv_tokens`:
+    C_max; `requests`: B. `prefills`: what moves is prefilled again."""
+
+    kv_tokens: float
+    requests: int
+    curve: Sequence[tuple[int, float]] = ()
+    prefills: bool = False
+
+    def step(self, requests: float) -> float:
+        """Seconds of a decode step, by linear interpolation; beyond the curve it grows in proportion."""
+        curve = self.curve
+        if not curve:
+            return 1.0
+        place = bisect_left(curve, requests, key=lambda point: point[0])
+        if place == len(curve):
+            return curve[-1][1] * max(1.0, requests / curve[-1][0])
+        (n, seconds), (before, fast) = curve[place], curve[max(0, place - 1)]
+        return seconds if n == before else fast + (seconds - fast) * (requests - before) / (n - before)
+
+    def fits(self, load: Load) -> bool:
+        return load.requests <= self.requests and load.kv_peak <= self.kv_tokens
+
+    def drain(self, load: Load) -> float:
+        """T: seconds until the last of these requests has ended."""
+        if load.longest <= 0.0:
+            return 0.0
+        at_once = max(1.0, min(self.requests, self.kv_tokens * load.requests / max(1.0, load.kv_peak)))
+        steps = max(load.longest, load.work / at_once)
+        return steps * self.step(load.work / steps)
+
+
+class MoveCosts:
+    """What emptying a replica costs, from the run's own moves. Forced: nothing."""
+
+    def __init__(self, forced: bool = False) -> None:
+        self._forced = forced
+        self._newest: deque[float] = deque(maxlen=64)
+
+    def add(self, seconds: float) -> None:
+        """A move has taken so long, beside others."""
+        self._newest.append(seconds)
+
+    def seconds(self, load: Load, limits: EngineLimits) -> float:
+        """Of moving this load. A token that is prefilled again takes at most its share of a full step."""
+        if self._forced:
+            return 0.0
+        prefill = load.kv_tokens * limits.step(limits.requests) / limits.requests if limits.prefills else 0.0
+        return _DISTURBED * (fmean(self._newest) if self._newest else FIRST_MOVE_SECONDS) + prefill
 
 
 def saturation_batch(flops: float, memory_bytes_per_second: float) -> int:
@@ -46,64 +162,143 @@ def saturation_batch(flops: float, memory_bytes_per_second: float) -> int:
     return int(flops / memory_bytes_per_second)
 
 
-def plan(replicas: Iterable[ReplicaView], kv_tokens_max: float, requests_max: int) -> list[Merge]:
-    """Best-fit consolidation of every weight id's group, O(n log n).
-
-    Candidates are replicas whose KV use falls, below `kv_tokens_max` (C_max), with fewer than `requests_max`
-    (B) requests. Sources go from the emptiest up, each to the fullest candidate where both sums still fit. No
-    replica is both emptied and filled.
-    """
+def plan(
+    replicas: Iterable[ReplicaView], limits: EngineLimits, costs: MoveCosts, emptied_max: int
+) -> list[Transfer]:
+    """`emptied_max`: replicas that would find a new local batch."""
     groups: dict[int, list[ReplicaView]] = {}
     for each in replicas:
-        if 0 < each.requests < requests_max and each.kv_tokens < kv_tokens_max and each.ramps_down:
+        if each.requests:
             groups.setdefault(each.weight_id, []).append(each)
-    return [
-        merge
-        for weight_id in sorted(groups)
-        for merge in _plan_group(groups[weight_id], kv_tokens_max, requests_max)
-    ]
+    transfers: list[Transfer] = []
+    for weight_id in sorted(groups):
+        if len(groups[weight_id]) > 1:
+            group = _Group(groups[weight_id], limits, costs)
+            transfers += group.empty(emptied_max - len({t.source for t in transfers if t.empties}))
+            transfers += group.level()
+    return transfers
 
 
-def _plan_group(candidates: list[ReplicaView], kv_tokens_max: float, requests_max: int) -> list[Merge]:
-    """Sources come in order of KV, so a destination too full for one source is too full for all later ones
-    and leaves for good."""
-    order = sorted(candidates, key=lambda each: (each.kv_tokens, each.replica))
-    kv = [each.kv_tokens for each in order]
-    requests = [each.requests for each in order]
-    requests_min = list(accumulate(reversed(requests), min))[::-1]  # among this source and all later ones
-    # by KV, fullest last; what one receives keeps it the fullest that fits
-    destinations = list(range(len(order)))
-    merges: list[Merge] = []
-    filled: set[int] = set()
-    emptied: set[int] = set()
-    for source in range(len(order)):
-        if source in filled:
-            continue
-        while destinations and (
-            kv[destinations[-1]] + kv[source] > kv_tokens_max
-            or requests[destinations[-1]] + requests_min[source] > requests_max
-        ):
-            destinations.pop()
-        for place in range(len(destinations) - 1, max(-1, len(destinations) - 1 - _PROBES), -1):
-            destination = destinations[place]
-            if (
-                destination != source
-                and destination not in emptied
-                and requests[destination] + requests[source] <= requests_max
+@dataclass
+class _Place:
+    """A replica while a plan is made."""
+
+    view: ReplicaView
+    requests: list[RequestView] = field(default_factory=list)
+    load: Load | None = None
+    filled: bool = False
+
+    def open(self) -> Load:
+        """Its load; looks at its requests at the first call."""
+        if self.load is None:
+            self.requests = list(self.view.details())
+            self.load = Load.of(self.requests)
+        return self.load
+
+    @property
+    def kv_tokens(self) -> float:
+        return self.view.kv_tokens if self.load is None else self.load.kv_tokens
+
+
+_Part = tuple[_Place, list[RequestView]]  # what goes to a destination
+
+
+class _Group:
+    """All replicas on one weight id."""
+
+    def __init__(self, views: list[ReplicaView], limits: EngineLimits, costs: MoveCosts) -> None:
+        self._limits = limits
+        self._costs = costs
+        self._places = [_Place(v) for v in sorted(views, key=lambda v: (v.kv_tokens, v.replica))]
+        self._open = [place for place in self._places if not place.view.queued]  # fullest last
+
+    def empty(self, emptied_max: int) -> Iterator[Transfer]:
+        """Sources from the emptiest up."""
+        for source in list(self._open):
+            if emptied_max <= 0:
+                return
+            if source.filled or not self._roomy(source):
+                continue
+            parts = self._spread(source)
+            if parts and self._gain(source, parts) > self._costs.seconds(source.open(), self._limits):
+                emptied_max -= 1
+                self._open = [place for place in self._open if place is not source]
+                yield from self._fill(source, parts, empties=True)
+
+    def _roomy(self, source: _Place) -> bool:
+        """Whether the others could take it, by what is known without a look at the requests."""
+        limit, free, places = self._limits, 0.0, 0
+        for other in self._open:
+            if other is not source:
+                free += max(0.0, limit.kv_tokens - other.kv_tokens)
+                places += max(
+                    0, limit.requests - (other.load.requests if other.load else other.view.requests)
+                )
+            if free >= source.kv_tokens and places >= source.view.requests:
+                return True
+        return False
+
+    def _spread(self, source: _Place) -> list[_Part]:
+        """Where all of the source's requests go; [] where they don't fit. To one, the fullest, if it can take
+        all of them; else the samples of a prompt stay together where they can."""
+        whole, limits = source.open(), self._limits
+        probed = [place for place in self._open[: -_PROBES - 2 : -1] if place is not source][:_PROBES]
+        for place in probed:
+            if limits.fits(place.open() + whole):
+                return [(place, source.requests)]
+        if sum(max(0.0, limits.kv_tokens - place.open().kv_peak) for place in probed) < whole.kv_tokens:
+            return []
+        by_group = sorted(source.requests, key=lambda request: (request.group_id, request.trajectory_id))
+        left = [list(bundle) for _, bundle in groupby(by_group, key=lambda request: request.group_id)]
+        loads, taken = [place.open() for place in probed], [list[RequestView]() for _ in probed]
+        for bundles in (left, None):  # whole prompts first, then each sample of what is left
+            bundles = bundles or [[request] for bundle in left for request in bundle]
+            left = []
+            for load, bundle in sorted(
+                ((Load.of(b), b) for b in bundles), key=lambda item: -item[0].kv_tokens
             ):
-                kv[destination] += kv[source]
-                requests[destination] += requests[source]
-                filled.add(destination)
-                emptied.add(source)
-                merges.append(Merge(order[source].replica, order[destination].replica))
-                _raise_to_order(destinations, place, kv)
-                break
-    return merges
+                for at in range(len(probed)):
+                    if limits.fits(grown := loads[at] + load):
+                        loads[at] = grown
+                        taken[at] += bundle
+                        break
+                else:
+                    left.append(bundle)
+        return [] if left else [part for part in zip(probed, taken, strict=True) if part[1]]
 
+    def _gain(self, source: _Place, parts: list[_Part]) -> float:
+        """Seconds by which the sum of T falls."""
+        drain = self._limits.drain
+        gone = {request.trajectory_id for _, taken in parts for request in taken}
+        stays = [request for request in source.requests if request.trajectory_id not in gone]
+        gain = drain(source.open()) - drain(Load.of(stays))
+        for place, taken in parts:
+            gain -= drain(place.open() + Load.of(taken)) - drain(place.open())
+        return gain
 
-def _raise_to_order(destinations: list[int], place: int, kv: list[float]) -> None:
-    """Restores the order by KV after the destination at `place`, at most _PROBES from the end, has
-    received."""
-    while place + 1 < len(destinations) and kv[destinations[place]] > kv[destinations[place + 1]]:
-        destinations[place], destinations[place + 1] = destinations[place + 1], destinations[place]
-        place += 1
+    def _fill(self, source: _Place, parts: list[_Part], empties: bool) -> Iterator[Transfer]:
+        for place, taken in parts:
+            place.load = place.open() + Load.of(taken)
+            place.filled = True
+            ids = tuple(request.trajectory_id for request in taken)
+            yield Transfer(source.view.replica, place.view.replica, ids, empties)
+        limit = _FULL * self._limits.kv_tokens
+        self._open = [place for place in self._open if place.kv_tokens < limit]
+        self._open.sort(key=lambda place: (place.kv_tokens, place.view.replica))
+
+    def level(self) -> Iterator[Transfer]:
+        """Requests that wait in an engine go to replicas with room, the emptiest first."""
+        for source in sorted((p for p in self._places if p.view.queued), key=lambda p: -p.view.queued):
+            for place in list(self._open):
+                source.open()
+                queue = [request for request in source.requests if request.queued]
+                load, taken = place.open(), list[RequestView]()
+                while queue and self._limits.fits(grown := load + Load.of([queue[-1]])):
+                    load = grown
+                    taken.append(queue.pop())
+                parts = [(place, taken)]
+                if taken and self._gain(source, parts) > self._costs.seconds(Load(), self._limits):
+                    yield from self._fill(source, parts, empties=False)
+                    gone = {request.trajectory_id for request in taken}
+                    source.requests = [r for r in source.requests if r.trajectory_id not in gone]
+                    source.load = Load.of(source.requests)

@@ -35,24 +35,24 @@ class UtilizationReporter:
         self.batch = batch
         self._watch = EngineWatch()
         self._watched = batch.engines.current
-        self._saturation: int | None = None  # requests that saturate the engine
+        self._curve: list[tuple[int, float]] = []  # of decode steps
         self._finished: deque[tuple[float, int]] = deque()  # (when, response tokens)
 
     def finished(self, tokens: int) -> None:
         """A trajectory of so many response tokens has its last token."""
         self._finished.append((time.monotonic(), tokens))
 
-    async def measure_saturation(self) -> None:
-        """Once, on the idle engine, where the planner of moves needs it and the configuration is silent."""
+    async def measure_curve(self) -> None:
+        """Once, on the idle engine, where the planner of moves needs it."""
         config = self.context.config
-        given = config.pipeline.repack_requests is not None
-        if config.pipeline.repack == "off" or given or self._saturation is not None:
+        forced = config.pipeline.repack != "auto" and config.pipeline.repack_requests is not None
+        alone = config.rollout.replicas == 1 or config.environment.stays
+        if not config.pipeline.empties or alone or forced or self._curve:
             return
         limit = min(CURVE_MAX_REQUESTS, config.rollout.max_concurrent)
-        curve = await self.engines.current.decode_curve(limit, CURVE_CONTEXT)
-        self._saturation = saturation_requests(curve)
+        self._curve = await self.engines.current.decode_curve(limit, CURVE_CONTEXT)
         text = "decode curve (requests, seconds per step) %s: %d requests saturate the engine"
-        logger.info(text, curve, self._saturation)
+        logger.info(text, self._curve, saturation_requests(self._curve))
 
     async def run(self) -> None:
         """Until it is cancelled: once a second, or more often for repack, what the next ping will say."""
@@ -61,7 +61,7 @@ class UtilizationReporter:
             utilization = await self.engines.current.utilization()
             self._look(utilization)
             channel.load = self._report(utilization)
-            if pipeline.repack == "off":
+            if not pipeline.empties:
                 await asyncio.sleep(REPORT_SECONDS)
             else:  # the planner decides by what is reported
                 channel.send(Ping(channel.load))
@@ -90,7 +90,7 @@ class UtilizationReporter:
                 len(trajectory.group.prompt_tokens) + trajectory.partial.count for trajectory in waiting
             ),
             tokens_per_second=self._rate(),
-            batch_max=self._saturation,
+            decode_curve=self._curve,
             held=self.state.held,
             **(dataclasses.asdict(utilization) if utilization else {}),
         )

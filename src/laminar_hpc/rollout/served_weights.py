@@ -57,7 +57,7 @@ class ServedWeights:
         except SlotGone:
             self._state.failed()
             raise
-        await self._reporter.measure_saturation()
+        await self._reporter.measure_curve()
         self._state.verified(pulled.weight_id)
         self._state.open(pulled.weight_step)
         if pulled.weight_id != self._state.weight_id:

@@ -116,10 +116,10 @@ def away(config: PlanConfig, candidate: Candidate) -> list[PoolConfig]:
 
 
 def repack_of(config: PlanConfig, candidate: Candidate) -> str:
-    """How repack moves a request: with its KV cache, if there is another replica to move it to. A run knows
+    """Whether repack moves requests: where it pays, if there is another replica to move them to. A run knows
     nothing of places, so there is no repack where KV caches would cross wide-area links."""
     places = len(away(config, candidate)) + (len(candidate.rollouts) > len(away(config, candidate)))
-    return "off" if candidate.replicas == 1 or places > 1 else "kv"
+    return "off" if candidate.replicas == 1 or places > 1 else "auto"
 
 
 def candidates(config: PlanConfig) -> Iterator[Candidate]:

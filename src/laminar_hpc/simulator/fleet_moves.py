@@ -1,10 +1,20 @@
 """What moves trajectories between replicas: `policies.repack` on a timer and after updates,
 `policies.failover` after a death."""
 
+import math
 import random
+from itertools import groupby
 
 from laminar_hpc.policies.failover import Idle, Orphan, Room, plan_reloads, redirect
-from laminar_hpc.policies.repack import ReplicaView, plan
+from laminar_hpc.policies.remaining import RemainingLengths
+from laminar_hpc.policies.repack import (
+    EngineLimits,
+    MoveCosts,
+    ReplicaView,
+    RequestView,
+    Transfer,
+    plan,
+)
 from laminar_hpc.simulator.replica import SimulatedReplica
 from laminar_hpc.simulator.request import SimulatedRequest
 from laminar_hpc.simulator.rollouts import Rollouts
@@ -13,12 +23,24 @@ from laminar_hpc.simulator.wide_area.hand_over import HandOver
 
 
 class SimulatedRepacker:
-    """Empties replicas in ramp-down. `kv_max`: C_max in tokens, of the smallest; `requests_max`: B."""
+    """Empties replicas where that pays. `limits`: of the smallest engine."""
 
     def __init__(self, rollouts: Rollouts, setup: SimulationSetup) -> None:
         self.rollouts = rollouts
         self.requests_max = min(kind.saturation for kind in setup.engines)
-        self.kv_max = setup.repack_kv_share * min(replica.capacity for replica in rollouts.replicas)
+        auto, costs = setup.rules.repack == "auto", setup.engines[0].costs
+        powers = range(self.requests_max.bit_length() + 1)
+        points = sorted({min(1 << power, self.requests_max) for power in powers}) if auto else []
+        self.limits = EngineLimits(
+            setup.repack_kv_share * min(replica.capacity for replica in rollouts.replicas),
+            self.requests_max,
+            [(n, costs.step(n, 0.0)) for n in points],
+            prefills=setup.rules.repack == "reprefill",
+        )
+        self.costs = MoveCosts(forced=not auto)
+        self.lengths = RemainingLengths(setup.workload.max_response_tokens)
+        if setup.rules.empties:
+            rollouts.tracker.lengths = self.lengths
         self.replicas_emptied = 0
         self.trajectories_moved = 0
         self.move_seconds = 0.0
@@ -35,66 +57,85 @@ class SimulatedRepacker:
         clock.at(time, self.tick)
 
     def look(self) -> None:
-        now = self.rollouts.clock.now
         views: list[list[ReplicaView]] = [[] for _ in self.rollouts.slots]  # of each site
         for replica in self.rollouts.replicas:
-            on_the_way = len(replica.running) + len(replica.away) < replica.pending
-            if (
-                not replica.pending
-                or replica.waiting
-                or on_the_way
-                or self.rollouts.gone(replica)
-                or replica.state == "pull"
-            ):
-                replica.kv_before = 0.0  # not in ramp-down yet: it takes two looks to see a fall
-                continue
-            replica.advance(now)
-            kv, waiting = replica.kv, len(replica.away)
-            if waiting:
-                kv += sum(request.context for request in replica.away.values())
-            view = ReplicaView(
-                replica.index, replica.weight_id, kv, replica.kv_before, replica.pending, waiting
-            )
-            if view.ramps_down:  # `plan` looks at no other
-                views[replica.site].append(view)
-            replica.kv_before = kv
+            here = len(replica.running) + len(replica.away) + len(replica.waiting)
+            works = 0 < replica.pending <= replica.max_concurrent and replica.state != "pull"
+            if works and here == replica.pending and not replica.visitors and not self.rollouts.gone(replica):
+                replica.advance(self.rollouts.clock.now)
+                views[replica.site].append(self._view(replica))
         for site, slots in enumerate(self.rollouts.slots):
-            if not self.rollouts.quota(slots[-1]):
-                continue  # an emptied replica would find no work
-            for merge in plan(views[site], self.kv_max, self.requests_max):
-                source, destination = merge.source, merge.destination
-                self.carry_out(self.rollouts.replicas[source], self.rollouts.replicas[destination])
+            emptied_max = math.ceil(self.rollouts.quota(slots[-1]) / min(self.rollouts.local_batch))
+            if emptied_max > 0 and len(views[site]) > 1:
+                self.carry_out(plan(views[site], self.limits, self.costs, emptied_max))
 
-    def carry_out(self, source: SimulatedReplica, destination: SimulatedReplica) -> None:
-        """Empties the source. The destination is reserved at once; requests go on when they have arrived."""
-        ship = self.rollouts.rules.repack == "kv"
-        away, parked = list(source.away.values()), list(source.parked.values())
+    def _view(self, replica: SimulatedReplica) -> ReplicaView:
+        kv = replica.kv + sum(request.context for request in replica.away.values())
+        return ReplicaView(
+            replica.index,
+            replica.weight_id,
+            kv,
+            replica.pending,
+            lambda: self._requests(replica),
+            len(replica.waiting),
+        )
+
+    def _requests(self, replica: SimulatedReplica) -> list[RequestView]:
+        views, expected = [], self.lengths.expected
+        for request in replica.running.values():
+            context = request.offset + replica.steps
+            generated = context - request.group.prompt_tokens
+            views.append(
+                RequestView(request.trajectory_id, request.group.group_id, context, expected(generated))
+            )
+        for queued, requests in ((False, replica.away.values()), (True, replica.waiting)):
+            for request in requests:
+                generated = request.context - request.group.prompt_tokens
+                where = request.trajectory_id, request.group.group_id
+                views.append(RequestView(*where, request.context, expected(generated), queued))
+        return views
+
+    def carry_out(self, transfers: list[Transfer]) -> None:
+        for source, parts in groupby(transfers, key=lambda transfer: transfer.source):
+            self._move(self.rollouts.replicas[source], list(parts))
+
+    def _move(self, source: SimulatedReplica, transfers: list[Transfer]) -> None:
+        """Room is reserved at once; requests go on when they have arrived, and the source is free then."""
+        ship, replicas = self.rollouts.rules.repack != "reprefill", self.rollouts.replicas
+        to = {i: replicas[part.destination] for part in transfers for i in part.trajectories}
+        away = {i: request for i, request in source.away.items() if i in to}
+        parked = [request for i, request in source.parked.items() if i in to]
         for request in parked:
             source.unpark(request)
-        moved = source.take_all(keep_kv=ship)
-        source.away.clear()
-        kv = sum(request.context for request in [*moved, *parked])
-        for request in [*moved, *away]:
+        moved = source.take(to.keys(), keep_kv=ship)
+        kv = sum(request.context - request.uncached for request in [*moved, *parked])
+        seconds = source.costs.move_latency + (kv * source.costs.move_token if ship else 0.0)
+        for request in [*moved, *away.values()]:
+            destination = to[request.trajectory_id]
             request.home = destination
             request.moves += 1
-        if not ship:
-            for request in parked:
-                request.uncached = request.context
-        source.pending = 0
-        destination.pending += len(moved) + len(away)
-        destination.away |= {request.trajectory_id: request for request in away}
-        seconds = source.costs.move_latency + (kv * source.costs.move_token if ship else 0.0)
-        self.replicas_emptied += 1
-        self.trajectories_moved += len(moved) + len(away)
-        self.move_seconds += seconds
-        source.state = "move"
-        self.rollouts.schedule(source)
-        destination.visitors += 1
-        self.rollouts.clock.after(seconds, self.arrived, source, destination, moved)
-        # its KV is with the destination when the answer comes; waits are longer than moves
-        for request in parked:
+            source.pending -= 1
+            destination.pending += 1
+            if request.trajectory_id in away:
+                del source.away[request.trajectory_id]
+                destination.away[request.trajectory_id] = request
+        for request in parked:  # its KV is there when the answer comes: waits are longer than moves
             if ship:
-                destination.park(request)
+                to[request.trajectory_id].park(request)
+            else:
+                request.uncached = request.context
+        self.trajectories_moved += len(to)
+        self.move_seconds += seconds
+        if not source.pending:
+            self.replicas_emptied += 1
+            source.state = "move"
+        self.rollouts.schedule(source)
+        for part in transfers:
+            destination = replicas[part.destination]
+            destination.visitors += 1
+            mine = [request for request in moved if to[request.trajectory_id] is destination]
+            self.rollouts.clock.after(seconds, self.arrived, source, destination, mine)
+        self.costs.add(seconds)
 
     def arrived(
         self, source: SimulatedReplica, destination: SimulatedReplica, moved: list[SimulatedRequest]

@@ -10,6 +10,7 @@ closed forms. Steps are real numbers.
 import math
 from bisect import insort
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from laminar_hpc.simulator.cost import EngineCosts
@@ -38,7 +39,6 @@ class SimulatedReplica:
     clock: float = 0.0
     steps: float = 0.0
     kv: float = 0.0
-    kv_before: float = 0.0  # at repack's previous look
     parked_kv: float = 0.0
     running: dict[int, SimulatedRequest] = field(default_factory=dict)  # by ticket, in order of admission
     # (steps at its end, ticket) of each running request, in order; and of some that have left
@@ -284,6 +284,23 @@ class SimulatedReplica:
     def unpark(self, request: SimulatedRequest) -> None:
         if self.parked.pop(request.trajectory_id, None) is not None:
             self.parked_kv = self.parked_kv - request.context if self.parked else 0.0
+
+    def take(self, trajectories: Collection[int], keep_kv: bool) -> list[SimulatedRequest]:
+        """These trajectories, but parked ones, out of the replica, running first; without `keep_kv` they
+        prefill again."""
+        running, waiting = self.running.values(), self.waiting
+        taken = [request for request in running if request.trajectory_id in trajectories]
+        for request in taken:
+            self.stop(request)
+        taken += [request for request in waiting if request.trajectory_id in trajectories]
+        self.waiting = deque(request for request in waiting if request.trajectory_id not in trajectories)
+        if not keep_kv:
+            for request in taken:
+                request.uncached = request.context
+        if not self.running:
+            self.ends.clear()
+            self.prompts.clear()
+        return taken
 
     def take_all(self, keep_kv: bool) -> list[SimulatedRequest]:
         """All but parked requests out of the replica, running first; without `keep_kv` all prefill again."""

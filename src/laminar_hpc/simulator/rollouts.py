@@ -240,7 +240,6 @@ class Rollouts:
             self.turns.begun[replica.index] = len(given)
             self.waiting_replicas.pop(replica.index, None)
             replica.state = "generate"
-            replica.kv_before = 0.0
             self.settle(replica)
         else:
             replica.state = "admission"

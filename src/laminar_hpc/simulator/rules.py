@@ -27,6 +27,11 @@ class Rules:
     overlapped: bool = False  # a batch is collected and padded while the one before is trained
 
     @property
+    def empties(self) -> bool:
+        """As PipelineConfig.empties."""
+        return self.repack != "off" and self.refresh == "drained"
+
+    @property
     def whole_staleness(self) -> int | None:
         """Steps that a trajectory may be late at most: with a bound of 0.5 (verl's staleness_threshold) half
         a batch may be one step late."""
@@ -54,17 +59,17 @@ PIPELINES = {
     "partial_stale_kv": preset("partial", keep_kv=True, overlapped=True),
     # generation stops when a batch is full, the rest goes on later
     "partial_colocated": preset("partial", max_staleness=1, placement="colocated"),
-    "laminar": laminar(repack="kv"),
+    "laminar": laminar(),
     "laminar_reprefill": laminar(repack="reprefill"),
-    "laminar_no_repack": laminar(),
-    "laminar_auto": laminar(max_staleness=8, adaptive=True, repack="kv"),
+    "laminar_auto": laminar(max_staleness=8, adaptive=True),
+    "laminar_no_repack": laminar(repack="off"),
     # As the paper: no bound on staleness, first finished first trained.
-    "laminar_unbounded": laminar(max_staleness=None, repack="kv"),
-    "laminar_unbounded_no_repack": laminar(max_staleness=None),
+    "laminar_unbounded": laminar(max_staleness=None),
+    "laminar_unbounded_no_repack": laminar(max_staleness=None, repack="off"),
     # several adapters in one engine: as laminar, and a replica never drains
     "versions": preset("versions", relays=True, isolated=True, overlapped=True),
     # DORA (arXiv 2604.26256), K = 3. Section 4.2: at most K versions generate, and the next enters when all
     # of the oldest have been forwarded to training, so staleness is two steps at most; training begins as
     # soon as a batch is complete; KV moves between replicas of one version.
-    "dora": laminar(max_staleness=2, repack="kv"),
+    "dora": laminar(max_staleness=2),
 }

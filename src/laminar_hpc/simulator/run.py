@@ -126,7 +126,7 @@ class Simulation:
             for replica in self.replicas[:_SHOWN_REPLICAS]:
                 replica.spans = []
             self._sample_at(0.0)
-        if setup.rules.repack != "off":
+        if setup.rules.empties:
             self.repacker.look_again()
         self.rollouts.start()
 
@@ -140,7 +140,7 @@ class Simulation:
         self.clock.progress()
         if step == self.setup.warmup_steps:
             self.window = _Window(self)
-        if self.setup.rules.repack != "off" and step < self.setup.steps:
+        if self.setup.rules.empties and step < self.setup.steps:
             self.repacker.look()
 
     def _sample_at(self, time: float) -> None:

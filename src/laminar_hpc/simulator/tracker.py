@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from laminar_hpc.policies.live_groups import GroupView, LiveGroups
+from laminar_hpc.policies.remaining import RemainingLengths
 from laminar_hpc.simulator.request import SimulatedRequest
 from laminar_hpc.simulator.turns.course import Course
 from laminar_hpc.simulator.turns.environments import Play
@@ -43,6 +44,7 @@ class SimulatedTracker:
         self.workload = workload
         # of a trajectory with several turns: (group, sample, course) -> what it has with its environment
         self.play: Callable[[int, int, Course], Play]
+        self.lengths: RemainingLengths | None = None  # of repack, where there is any
         self.live: dict[int, SimulatedGroup] = {}
         self.views = LiveGroups()
         self.lost: list[SimulatedRequest] = []
@@ -115,6 +117,8 @@ class SimulatedTracker:
         group.finished[request.trajectory_id - group.first] = tokens, request.weight_step
         del group.requests[request.trajectory_id]
         self.finished_tokens += drawn
+        if self.lengths is not None:
+            self.lengths.add(tokens)
         late = trainer_step - request.weight_step
         staleness[late] = staleness[late] + 1 if late in staleness else 1
         if request.versions > self.versions:

@@ -16,6 +16,7 @@ from heapq import heappop, heappush
 
 import msgspec
 
+from laminar_hpc.config.kv_moves import kv_moves
 from laminar_hpc.controller.fleet.members import Member
 from laminar_hpc.controller.tables import Tables
 from laminar_hpc.line.messages.data import Message, Partial
@@ -31,6 +32,7 @@ from laminar_hpc.line.messages.moves import (
     Reserved,
 )
 from laminar_hpc.policies.moves import Action, Move, MovePhase
+from laminar_hpc.policies.repack import MoveCosts
 
 PHASE_SECONDS = 60.0  # a phase that takes longer is called off; KV caches of some GB move in seconds
 _REMEMBERED = 4096  # moves that are over and may still be asked about
@@ -55,6 +57,8 @@ class Migration:
         self._replicas = tables.replicas
         self._pool = tables.pool
         self._steps = steps
+        self.with_kv = kv_moves(tables.config)
+        self.costs = MoveCosts(forced=tables.config.pipeline.repack != "auto")
         self._moves: dict[str, _MoveProgress] = {}  # under way, and the last of those that are over
         self._over: deque[str] = deque()
         self.moving: dict[int, str] = {}  # trajectory -> its move under way
@@ -86,7 +90,7 @@ class Migration:
         partial: Partial | None = None,
     ) -> None:
         """`source`: the owner, None when it is dead; then `partial` is the response so far. `tokens`: room
-        for the KV cache at the destination. `now`: monotonic seconds."""
+        for the KV cache at the destination, 0 = it has none yet. `now`: monotonic seconds."""
         move_id, deadline = f"{trajectory_id}-{attempt}-{next(self._numbers)}", now + PHASE_SECONDS
         move = Move(move_id, trajectory_id, attempt, source, destination, weight_id, deadline)
         self._moves[move_id] = _MoveProgress(move, now, partial)
@@ -94,7 +98,7 @@ class Migration:
         heappush(self._late_at, (deadline, move_id))
         group, step = self._tracker.groups.bare(trajectory_id), self._steps[weight_id]
         config = self._shared.config
-        kv = config.pipeline.repack == "kv" and source is not None
+        kv = self.with_kv and source is not None and tokens > 0
         sampling = (config.sampling.temperature, config.sampling.max_response_tokens)
         reserve = Reserve(move_id, trajectory_id, group, weight_id, step, tokens, kv, *sampling)
         self._send(destination, reserve)
@@ -112,6 +116,7 @@ class Migration:
             move = progress.move
             if now > move.deadline:
                 reason = f"{move.phase.value} took longer than {PHASE_SECONDS:g} s"
+                self.costs.add(PHASE_SECONDS)
                 self._act(progress, move.call_off(reason))
             else:  # it has come to its next phase meanwhile
                 heappush(self._late_at, (move.deadline, move_id))
@@ -179,6 +184,8 @@ class Migration:
             move = progress.move
             if move.phase is MovePhase.RESERVE and move.source is None:
                 self._replicas.at(member.hello.index).report_is_outdated = True
+            elif move.phase is MovePhase.RESERVE:  # in vain: what never works is to cost too much
+                self.costs.add(PHASE_SECONDS)
             self._act(progress, move.call_off(message.reason))
 
     # ---- what to do about it -------------------------------------------------------------------------------
@@ -226,6 +233,7 @@ class Migration:
             self._call_off(move)
             return
         self._pool.put(move.trajectory_id, move.attempt + 1, moved(partial))
+        self.costs.add(now - progress.began)
         for replica in (move.source, move.destination):
             self._send(replica, _outcome(move))
         self._shared.metrics.write(

@@ -20,12 +20,14 @@ from laminar_hpc.line.messages.training import BatchGroup
 from laminar_hpc.policies import filtering
 from laminar_hpc.policies.live_groups import GroupView
 from laminar_hpc.policies.metrics import accuracy
+from laminar_hpc.policies.remaining import RemainingLengths
 from laminar_hpc.policies.sampling import GroupSize
 from laminar_hpc.store.store import Store
 
 
 class TrajectoryTracker:
-    """`groups`: those that are granted or finished; `owners`: whose their trajectories are."""
+    """`groups`: those that are granted or finished; `owners`: whose their trajectories are; `lengths`: of the
+    responses that have ended, none longer than `longest` tokens."""
 
     def __init__(
         self,
@@ -34,6 +36,7 @@ class TrajectoryTracker:
         size: GroupSize,
         prompt_of_draw: Callable[[int], int],
         filters: bool = False,
+        longest: int = 0,
     ) -> None:
         self._store = store
         self._rows = store.rows
@@ -46,6 +49,7 @@ class TrajectoryTracker:
         self._finished_count = store.get("groups_finished", 0)
         self.counted = self._rows.counted_groups()
         self.counts = Counts()
+        self.lengths = RemainingLengths(longest)
         self.groups = GroupTable(prompts)
         self.owners = Ownership(self.groups, self._rows, self.counts)
         self.filtered_in_a_row = self.ungraded_in_a_row = 0
@@ -191,6 +195,7 @@ class TrajectoryTracker:
         sample.replica = trajectory.replica
         sample.held = False
         sample.length = trajectory.length
+        self.lengths.add(trajectory.length)
         sample.weight_id = trajectory.weight_id
         self.groups.changed(trajectory.trajectory_id)
         return True

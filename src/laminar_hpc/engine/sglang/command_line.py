@@ -15,6 +15,7 @@ from laminar_hpc.config.adapters import TARGETS
 from laminar_hpc.config.check import derive, memory_need
 from laminar_hpc.config.errors import LaminarError, did_you_mean
 from laminar_hpc.config.experts import experts_of
+from laminar_hpc.config.kv_moves import MOVED_PAGE, keeps_cache
 from laminar_hpc.config.memory import USABLE, shared_bytes, shared_engines
 from laminar_hpc.config.models import head_size, model_config
 from laminar_hpc.config.routing import replayed_routes, replays, route_shape
@@ -59,8 +60,6 @@ _NOT_HERE = {
     "preferred-sampling-params": "responses are drawn as `sampling` says",
 }
 _NO_ROUTES = ("enable-hierarchical-cache", "enable-lmcache", "enable-hisparse")
-_MOVED_DTYPES = ("auto", "bf16", "bfloat16")  # of KV caches that engine/kv/pool.py moves
-_MOVED_PAGE = 64
 _FIELD = re.compile(r"^    ([a-z]\w+)\s*:", re.M)
 _FLAG = re.compile(r"[\"']--([a-z][\w-]+)[\"']")
 
@@ -114,15 +113,10 @@ def _refusal(config: RunConfig, name: str, value: str, names: set[str]) -> str:
             return f"{why}; leave it out"
     if (why := _without_routes(name, value)) and _brings_routes(config):
         return f"{why}; leave it out, or set algorithm.routing_replay=false"
-    unmoved = (
-        (name == "kv-cache-dtype" and value not in _MOVED_DTYPES)
-        or (name == "page-size" and value.isdigit() and int(value) > _MOVED_PAGE)
-        or name in ("disable-radix-cache", "enable-page-major-kv-layout")
-    )
-    if unmoved and config.pipeline.repack == "kv":
+    if keeps_cache(name, value) and config.pipeline.repack == "kv":
         return (
             "pipeline.repack=kv moves caches of 16 or 32 bits, by pages of at most "
-            f"{_MOVED_PAGE} tokens, from prefix cache to prefix cache; leave it out, or set "
+            f"{MOVED_PAGE} tokens, from prefix cache to prefix cache; leave it out, or set "
             "pipeline.repack=reprefill"
         )
     return ""

@@ -127,8 +127,8 @@ class ReplicaLoad(msgspec.Struct, omit_defaults=True):
     kv_tokens: int = 0  # of the KV cache in use
     kv_capacity: int = 0  # 0 = the engine has not said yet
     tokens_per_second: float = 0.0  # response tokens of the trajectories that ended in the last half minute
-    # requests at which decode stops being memory-bound (B of policies/repack.py); None = not measured
-    batch_max: int | None = None
+    # (requests, seconds per decode step) of policies/repack.py, ascending; [] = not measured
+    decode_curve: list[tuple[int, float]] = msgspec.field(default_factory=list)
     waiting: int = 0  # trajectories in flight that wait for a tool
     waiting_tokens: int = 0  # of their prompts and responses so far
     held: list[int] = msgspec.field(default_factory=list)  # refresh=versions: all ids that it generates with

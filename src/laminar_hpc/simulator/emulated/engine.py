@@ -89,7 +89,7 @@ class EmulatedEngine(EmulatedDecoding):
     async def decode_curve(self, max_requests: int, context: int) -> list[tuple[int, float]]:
         """The curve by the engine's costs; nothing has to be measured."""
         points = sorted({min(1 << power, max_requests) for power in range(max_requests.bit_length() + 1)})
-        return [(requests, self.costs.step(requests, requests * context)) for requests in points]
+        return [(n, self.costs.step(n, n * context) / self.scale) for n in points]
 
     async def profile(self, folder: Path) -> None:
         """Writes nothing: the engine computes nothing."""

@@ -149,7 +149,7 @@ def _local_batches(config: RunConfig) -> Iterator[tuple[str, ...]]:
 
 def _repacks(config: RunConfig) -> Iterator[tuple[str, ...]]:
     if config.pipeline.refresh == "drained" and config.rollout.replicas > 1:
-        for repack in {"off", "kv"} - {config.pipeline.repack}:
+        for repack in {"off", "auto"} - {config.pipeline.repack}:
             yield (f"pipeline.repack={repack}",)
 
 
