@@ -138,7 +138,8 @@ def _tracker(config: RunConfig, store: Store, prompts: list[Prompt]) -> Trajecto
     samples = algorithm.samples_per_prompt
     size = GroupSize(algorithm.first_samples or samples, algorithm.more_samples, samples)
     order = partial(prompt_index, rows=len(prompts), seed=config.seed, shuffle=config.data.shuffle)
-    tracker = TrajectoryTracker(store, prompts, size, order, algorithm.zero_variance == "filter")
+    block = algorithm.prompts_per_step if config.pipeline.dispatch == "longest_first" else 1
+    tracker = TrajectoryTracker(store, prompts, size, order, algorithm.zero_variance == "filter", block)
     tracker.recover()
     return tracker
 

@@ -122,6 +122,10 @@ class Constants:
     # assumption: export, import and acknowledgement
     kv_move_latency: float = number(0.05, at_least=0, at_most=1e6)
 
+    # Of the log-lengths that emulated engines invent, between the groups of one prompt in two passes over the
+    # data, at most GROUP_CORRELATION; 0 = a prompt's next group is as any other
+    prompt_correlation: float = number(0.0, at_least=0, at_most=0.5)
+
     # Policies.
     repack_period: float = number(5.0, at_least=0.01, at_most=1e6)  # Laminar, dynamic repack: about 5 s
     # C_max as a share of capacity; the paper gives no value: room for growth without preemption
