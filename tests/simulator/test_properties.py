@@ -27,11 +27,12 @@ SLOW = settings(max_examples=25, deadline=None, suppress_health_check=[HealthChe
 
 @st.composite
 def setups(draw, names=tuple(PIPELINES)) -> SimulationSetup:
-    """Small runs: 4 to 12 groups of 2 or 4, up to 6 replicas, tight or ample KV, with turns, failures and
-    replicas in another place now and then."""
+    """Small runs: 4 to 12 groups of 2 or 4, of prompts that come again or not, up to 6 replicas, tight or
+    ample KV, with turns, failures and replicas in another place now and then."""
     rules = PIPELINES[draw(st.sampled_from(names))]
     cap = draw(st.sampled_from([64, 2000]))
     work = WorkloadConfig(
+        prompts=draw(st.sampled_from([0, 7])),
         prompts_per_step=4 * draw(st.integers(1, 3)),
         samples_per_prompt=draw(st.sampled_from([2, 4])),
         updates_per_step=draw(st.sampled_from([1, 2, 4])),

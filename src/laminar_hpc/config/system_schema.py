@@ -186,6 +186,9 @@ class PipelineConfig:
     """batch: the trainer takes a whole batch; stream: each mini-batch as soon as its groups are finished"""
     local_batch_groups: int | None = number(None, at_least=1)
     """prompt groups per local batch; null = ceil(prompts_per_step / replicas)"""
+    dispatch: str = choice("longest_first", "in_order")
+    """of the prompts of a step, which go out first: longest_first: from the second pass over the data on each
+    local batch gets its share of those whose responses were long, and begins with them; in_order: as drawn"""
     keep_kv: bool = False
     """of interrupt: go on with the KV cache of the earlier weights; false = prefill again"""
     repack: str = choice("auto", "off", "reprefill", "kv")

@@ -141,7 +141,8 @@ def _tracker(config: RunConfig, store: Store, prompts: list[Prompt]) -> Trajecto
     size = GroupSize(algorithm.first_samples or samples, algorithm.more_samples, samples)
     order = partial(prompt_index, rows=len(prompts), seed=config.seed, shuffle=config.data.shuffle)
     filters, longest = algorithm.zero_variance == "filter", config.sampling.max_response_tokens
-    tracker = TrajectoryTracker(store, prompts, size, order, filters, longest)
+    block = algorithm.prompts_per_step if config.pipeline.dispatch == "longest_first" else 1
+    tracker = TrajectoryTracker(store, prompts, size, order, filters, longest, block)
     tracker.recover()
     return tracker
 

@@ -171,6 +171,9 @@ class Constants:
     # as uncertain as the published rows of the kind are off (uncertainty.py)
     generation_error: float = number(1.0, at_least=0.01, at_most=100)
     training_error: float = number(1.0, at_least=0.01, at_most=100)
+    # Of the log-lengths that emulated engines invent, between the groups of one prompt in two passes over the
+    # data, at most GROUP_CORRELATION; 0 = a prompt's next group is as any other
+    prompt_correlation: float = number(0.0, at_least=0, at_most=0.5)
 
     # Policies.
     repack_period: float = number(5.0, at_least=0.01, at_most=1e6)  # Laminar, dynamic repack: about 5 s

@@ -31,7 +31,7 @@ def refill_beside(r: "Rollouts", replica: SimulatedReplica) -> None:
             for request in lost:
                 r.give_anew(replica, request)
         elif r.quota(step) > 0:
-            for request in r.tracker.new_group(step).requests.values():
+            for request in r.tracker.new_group(step, r.local_batch[replica.index]).requests.values():
                 r.give(replica, request)
         else:
             break

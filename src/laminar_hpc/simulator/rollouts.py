@@ -232,7 +232,7 @@ class Rollouts:
             self.give_anew(replica, request)
         left = groups_max - len({request.group.group_id for request in given})
         for _ in range(min(left, self.quota(replica.weight_step))):
-            new = list(self.tracker.new_group(replica.weight_step).requests.values())
+            new = list(self.tracker.new_group(replica.weight_step, groups_max).requests.values())
             for request in new:
                 self.give(replica, request)
             given += new
@@ -255,7 +255,8 @@ class Rollouts:
             if self.tracker.lost:
                 self.give_anew(replica, self.tracker.lost.pop())
             elif self.quota(self.newest) > 0:
-                for request in self.tracker.new_group(self.newest).requests.values():
+                size = self.local_batch[replica.index]
+                for request in self.tracker.new_group(self.newest, size).requests.values():
                     self.give(replica, request)
             else:
                 self.waiting_replicas[replica.index] = None
@@ -282,7 +283,8 @@ class Rollouts:
                 replica.state = "train" if self.rules.placement == "colocated" else "weights"
             return
         self.barrier.clear()
-        groups = [self.tracker.new_group(self.newest) for _ in range(self.groups_per_step)]
+        size = max(self.local_batch)
+        groups = [self.tracker.new_group(self.newest, size) for _ in range(self.groups_per_step)]
         requests = [request for group in groups for request in group.requests.values()]
         edges = [0, *accumulate(self.local_batch)]
         each = [round(edge / edges[-1] * len(requests)) for edge in edges]

@@ -13,7 +13,8 @@ from laminar_hpc.config.yaml_text import load_yaml
 
 @dataclass(frozen=True)
 class Rules:
-    """The first five are PipelineConfig's. `placement`: split GPUs, or colocated (all do both in turns)."""
+    """The first five and `dispatch` are PipelineConfig's. `placement`: split GPUs, or colocated (all do both
+    in turns)."""
 
     refresh: str
     max_staleness: float | None
@@ -24,6 +25,7 @@ class Rules:
     relays: bool = False  # weights through the relay tier; else a global synchronisation
     isolated: bool = False  # a failure stops one role; else it restarts the job
     adaptive: bool = False  # the bound follows who waits, and max_staleness is its maximum
+    dispatch: str = "in_order"
     overlapped: bool = False  # a batch is collected and padded while the one before is trained
 
     @property

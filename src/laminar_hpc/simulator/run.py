@@ -110,7 +110,7 @@ class Simulation:
         w = setup.workload
         work = Workload(w, setup.seed, w.prompts_per_step * setup.steps, setup.lengths, setup.known)
         self.clock = Clock()
-        self.tracker = SimulatedTracker(work)
+        self.tracker = SimulatedTracker(work, setup.rules.dispatch)
         self.trainer = Trainer(self.clock, self.tracker, setup)
         self.replicas, shares = _replicas(setup)
         self.rollouts = Rollouts(self.clock, self.tracker, self.trainer, self.replicas, setup, shares)

@@ -31,6 +31,8 @@ class WorkloadConfig:
     # of the log-lengths inside a group
     group_correlation: float = number(GROUP_CORRELATION, at_least=0, at_most=1)
     growth: float = number(0.0, at_least=-0.99, at_most=100)  # the median grows by this share over the run
+    # rows of the data, over again in each pass; 0 = each group has a prompt of its own
+    prompts: int = number(0, at_least=0, at_most=100_000_000)
     # a run directory (its store is replayed), or lines of JSON lists: lengths of one group each
     lengths_file: str = ""
     turns: int = number(1, at_least=1, at_most=1000)  # maximum of a trajectory; evenly distributed from 1

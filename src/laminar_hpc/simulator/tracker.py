@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from laminar_hpc.policies.dispatch import DrawOrder, ExpectedLengths
 from laminar_hpc.policies.live_groups import GroupView, LiveGroups
 from laminar_hpc.policies.remaining import RemainingLengths
 from laminar_hpc.simulator.request import SimulatedRequest
@@ -40,8 +41,11 @@ class SimulatedGroup:
 class SimulatedTracker:
     """`counted` groups are granted, not given up. `lost`: of dead replicas, given out first."""
 
-    def __init__(self, workload: Workload) -> None:
+    def __init__(self, workload: Workload, dispatch: str = "in_order") -> None:
         self.workload = workload
+        config, self._lengths = workload.config, ExpectedLengths()
+        block = config.prompts_per_step if dispatch == "longest_first" and config.prompts else 1
+        self._draws = DrawOrder(self._lengths, workload.prompt, max(1, config.prompts), block)
         # of a trajectory with several turns: (group, sample, course) -> what it has with its environment
         self.play: Callable[[int, int, Course], Play]
         self.lengths: RemainingLengths | None = None  # of repack, where there is any
@@ -60,13 +64,12 @@ class SimulatedTracker:
         self.latencies = array("d")  # seconds from its grant to then
         self.admitted_latencies = array("d")  # the same from its first admission to an engine
 
-    def new_group(self, weight_step: int) -> SimulatedGroup:
-        draw = self.workload.group(self.counted)
+    def new_group(self, weight_step: int, local_batch: int = 1) -> SimulatedGroup:
+        index = self._draws.take(local_batch)
+        draw = self.workload.group(index)
         self.counted += 1
         number, prompt_tokens = self.trajectories, float(draw.prompt_tokens)
-        group = SimulatedGroup(
-            self.counted - 1, self.counted, weight_step, draw.prompt_tokens, number, len(draw.turns)
-        )
+        group = SimulatedGroup(index, self.counted, weight_step, draw.prompt_tokens, number, len(draw.turns))
         for sample, turns in enumerate(draw.turns):
             play = self.play(group.group_id, sample, draw.courses[sample]) if draw.courses else None
             group.requests[number] = SimulatedRequest(number, group, turns, prompt_tokens, weight_step, play)
@@ -92,6 +95,9 @@ class SimulatedTracker:
         self._count(request, trainer_step)
         if group.unfinished:
             return False
+        if self.workload.config.prompts:
+            lengths = [tokens for tokens, _ in group.finished]
+            self._lengths.finished(self.workload.prompt(group.group_id), lengths)
         self.order += 1
         group.order = self.order
         self.views.put(group.view())

@@ -2,7 +2,7 @@
 file of real lengths.
 
 A group's lengths depend on the seed and its index alone, never on who generates it or when, so pipelines are
-compared on the same work.
+compared on the same work. Where prompts come again, those of one prompt are as alike in all passes as in one.
 """
 
 import json
@@ -10,13 +10,14 @@ import math
 import sqlite3
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from statistics import NormalDist
 
 import numpy as np
 
 from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.policies.sampling import prompt_index
 from laminar_hpc.simulator.schema import WorkloadConfig
 from laminar_hpc.simulator.turns.course import Course, Known, even
 from laminar_hpc.store.run_files import config_of
@@ -77,6 +78,19 @@ class Workload:
             self._mu = mu_of_mean(config.mean_response_tokens, config.sigma, config.max_response_tokens)
         self._blocks: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
 
+    def prompt(self, index: int) -> int:
+        """Whose the samples of group `index` are: a row of the data, in a new order in each pass."""
+        return (
+            prompt_index(index, self.config.prompts, self.seed, shuffle=True)
+            if self.config.prompts
+            else index
+        )
+
+    @cached_property
+    def _of_prompts(self) -> np.ndarray:
+        """What the log-lengths of a prompt's samples have in common, in standard deviations: [prompts]."""
+        return np.random.default_rng([self.seed, 4]).standard_normal(self.config.prompts)
+
     def lengths(self, index: int) -> list[int]:
         """Response tokens (int, >= 1) of each sample of group `index`; environment tokens are not counted."""
         if self._known:
@@ -106,6 +120,9 @@ class Workload:
             c, samples = self.config, self.config.samples_per_prompt
             random = np.random.default_rng([self.seed, number])
             shared = random.standard_normal((_BLOCK, 1))
+            if c.prompts:
+                rows = [self.prompt(i) for i in range(number * _BLOCK, (number + 1) * _BLOCK)]
+                shared = self._of_prompts[rows, None]
             z = math.sqrt(c.group_correlation) * shared + math.sqrt(
                 1 - c.group_correlation
             ) * random.standard_normal((_BLOCK, samples))

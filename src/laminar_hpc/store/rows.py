@@ -2,7 +2,9 @@
 store/store.py, store_layout.py."""
 
 import sqlite3
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+from operator import itemgetter
 
 from laminar_hpc.line.messages.data import ResponsePlace, Sample, ScorePart, Trajectory
 from laminar_hpc.line.messages.training import BatchGroup
@@ -227,6 +229,18 @@ class Rows:
             "WHERE state IN ('granted', 'generated') AND replica IS NOT NULL "
             "AND group_id IN (SELECT id FROM groups WHERE state = 'granted') ORDER BY id"
         ).fetchall()
+
+    def lengths_of_groups(self) -> Iterator[tuple[int, list[int]]]:
+        """(prompt_index, response tokens of each sample) of the groups that are complete, in the order of
+        their grants; without those of which sums alone are left."""
+        rows = self._db.execute(
+            "SELECT group_id, prompt_index, response_length FROM groups "
+            "JOIN trajectories ON group_id = groups.id WHERE groups.state != 'granted' "
+            "AND response_length IS NOT NULL ORDER BY group_id"
+        )
+        for _, samples in groupby(rows, key=itemgetter(0)):
+            found = list(samples)
+            yield found[0][1], [length for *_, length in found]
 
     def counted_groups(self) -> int:
         """Groups granted and not given up."""

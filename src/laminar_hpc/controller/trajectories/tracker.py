@@ -18,6 +18,7 @@ from laminar_hpc.line.messages.data import PromptGroup, Sample, ScorePart, Traje
 from laminar_hpc.line.messages.rollouts import Lost
 from laminar_hpc.line.messages.training import BatchGroup
 from laminar_hpc.policies import filtering
+from laminar_hpc.policies.dispatch import DrawOrder, ExpectedLengths
 from laminar_hpc.policies.live_groups import GroupView
 from laminar_hpc.policies.metrics import accuracy
 from laminar_hpc.policies.remaining import RemainingLengths
@@ -37,7 +38,9 @@ class TrajectoryTracker:
         prompt_of_draw: Callable[[int], int],
         filters: bool = False,
         longest: int = 0,
+        block: int = 1,
     ) -> None:
+        """`block`: see policies/dispatch.py."""
         self._store = store
         self._rows = store.rows
         self._prompts = prompts
@@ -45,7 +48,8 @@ class TrajectoryTracker:
         self._prompt_of_draw = prompt_of_draw
         self._filters = filters
         _, self._next_group, self._next_trajectory = store.next_ids()
-        self.upcoming = Upcoming(store)
+        self._expected = ExpectedLengths()
+        self.upcoming = Upcoming(store, DrawOrder(self._expected, prompt_of_draw, len(prompts), block))
         self._finished_count = store.get("groups_finished", 0)
         self.counted = self._rows.counted_groups()
         self.counts = Counts()
@@ -60,6 +64,8 @@ class TrajectoryTracker:
         """When the controller starts: finished work is there again, complete responses wait for somebody to
         score them, and work in progress starts again from its prompt under a new attempt."""
         self._load(None)
+        for prompt_index, lengths in self._rows.lengths_of_groups():
+            self._expected.finished(prompt_index, lengths)
 
     def keep_owners(self) -> set[int]:
         """After `recover`, where replicas may have outlived the last controller: work in progress stays with
@@ -148,7 +154,7 @@ class TrajectoryTracker:
             self._rows.set_group_weights(group.group_id, group.view().weight_step)
             batch.append(self.groups.message(group, ids))
         new = range(min(-(-room // self._size.first), quota))
-        batch += [self._new_group(replica, weight_id, weight_step, now) for _ in new]
+        batch += [self._new_group(replica, weight_id, weight_step, now, groups_max) for _ in new]
         if new:
             self.upcoming.save()
         return batch
@@ -160,9 +166,11 @@ class TrajectoryTracker:
         rows = [self._prompts[self._prompt_of_draw(draw)].row for draw in draws]
         return [(row, self._size.first) for row in rows]
 
-    def _new_group(self, replica: int, weight_id: int, weight_step: int, now: float) -> PromptGroup:
+    def _new_group(
+        self, replica: int, weight_id: int, weight_step: int, now: float, local_batch: int
+    ) -> PromptGroup:
         self.counted += 1
-        draw = self.upcoming.take(replica)
+        draw = self.upcoming.take(replica, local_batch)
         group = Group(self._next_group, self._prompt_of_draw(draw), self.counted)
         self._next_group += 1
         self._rows.add_group(group.group_id, group.prompt_index, weight_id, weight_step, group.number, now)
@@ -235,6 +243,7 @@ class TrajectoryTracker:
         """All samples are scored and there shall be no more."""
         rewards = [sample.reward for sample in group.samples.values()]
         lengths = [sample.length for sample in group.samples.values()]
+        self._expected.finished(group.prompt_index, lengths)
         samples, tokens = self._size.saved(lengths)
         self.counts.tokens_generated += sum(lengths)
         self.counts.samples_saved += samples

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
+
 from laminar_hpc.config.models import model_config
 from laminar_hpc.config.routing import replayed_routes
 from laminar_hpc.config.schema import RunConfig
@@ -86,6 +88,7 @@ class EmulatedDecoding:
         emulation = config.emulation
         self.scale = emulation.time_scale
         constants = dataclasses.replace(DEFAULT, **emulation.constants)
+        self._prompt_correlation = constants.prompt_correlation
         self.model = MODELS[emulation.model]
         tensor_parallel = emulation.tensor_parallel or self.model.tensor_parallel
         self.costs = engine_costs(self.model, GPUS[emulation.gpu], tensor_parallel, constants)
@@ -244,12 +247,9 @@ class EmulatedDecoding:
             raise self._death()
         adapter = self.adapters.named(namespace)
         trajectory_id = int(request_id.split("-")[-3])
-        config, max_tokens = self.config, self.config.sampling.max_response_tokens
-        group = trajectory_id // config.algorithm.samples_per_prompt
-        length = responses.response_length(
-            trajectory_id, group, config.emulation.median_response_tokens, config.emulation.sigma, max_tokens
-        )
+        max_tokens = self.config.sampling.max_response_tokens
         first = max_tokens - sampling["max_new_tokens"]
+        length = self._length(trajectory_id, prompt_tokens[: len(prompt_tokens) - first])
         turn = self._turn_end(first, prompt_tokens) if self._call else length
         wanted = max(first + 1, min(turn, length))
         cut = wanted >= max_tokens
@@ -274,6 +274,21 @@ class EmulatedDecoding:
                 self._take(job)
             self._jobs.pop(request_id, None)
             self._job_of.pop(id(job.request), None)
+
+    def _length(self, trajectory_id: int, prompt: Prompt) -> int:
+        """Of the whole response."""
+        e, most = self.config.emulation, self.config.sampling.max_response_tokens
+        group = trajectory_id // self.config.algorithm.samples_per_prompt
+        whose = np.asarray(prompt, np.int32).tobytes() if self._prompt_correlation else b""
+        return responses.response_length(
+            trajectory_id,
+            group,
+            e.median_response_tokens,
+            e.sigma,
+            most,
+            whose,
+            self._prompt_correlation,
+        )
 
     def _turn_end(self, first: int, prompt_tokens: Prompt) -> int:
         """The next multiple of emulation.turn_tokens with room for a call, or where a begun call leads."""

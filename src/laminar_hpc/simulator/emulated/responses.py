@@ -17,12 +17,24 @@ from laminar_hpc.store.payload.layout import Logprobs, Tokens
 _PERIOD = 251  # of the invented tokens and log-probs
 
 
-def response_length(trajectory_id: int, group: int, median: float, sigma: float, max_tokens: int) -> int:
+def response_length(
+    trajectory_id: int,
+    group: int,
+    median: float,
+    sigma: float,
+    max_tokens: int,
+    prompt: bytes = b"",
+    prompt_correlation: float = 0.0,
+) -> int:
     """Log-normal, at most `max_tokens`; those of one group are correlated (LAMINAR: lengths inside one
-    prompt's group are similar)."""
+    prompt's group are similar), and by `prompt_correlation` those of all groups of `prompt`."""
     shared, own = (
         random.Random(f"0:{kind}").gauss(0.0, 1.0) for kind in (f"group{group}", f"one{trajectory_id}")
     )
+    if prompt_correlation:
+        kept = prompt_correlation / GROUP_CORRELATION
+        always = random.Random(b"prompt" + prompt).gauss(0.0, 1.0)
+        shared = math.sqrt(kept) * always + math.sqrt(1.0 - kept) * shared
     z = math.sqrt(GROUP_CORRELATION) * shared + math.sqrt(1.0 - GROUP_CORRELATION) * own
     return max(1, min(max_tokens, round(median * math.exp(sigma * z))))
 
