@@ -14,6 +14,7 @@ from laminar_hpc.simulator.cost import EngineCosts, chain_seconds, engine_costs,
 from laminar_hpc.simulator.request import EngineAdmission
 from laminar_hpc.simulator.rules import Rules
 from laminar_hpc.simulator.schema import PoolConfig, WorkloadConfig
+from laminar_hpc.simulator.speculation import speculating
 from laminar_hpc.simulator.tables import GPUS, Gpu, Model
 from laminar_hpc.simulator.trainer_cost import JobCosts, Layout, job_costs, offloaded_layout, trainer_layout
 from laminar_hpc.simulator.turns.course import Known
@@ -134,6 +135,7 @@ def setup(
     engine: str = "sglang",
     cuda_graphs: bool = True,
     layout: Layout | None = None,
+    speculation: bool = False,
     **settings: Any,
 ) -> SimulationSetup:
     """`rollouts`: each a Rollout or the beginning of one; colocated: the same GPUs as the trainer's.
@@ -141,11 +143,12 @@ def setup(
     parts = [part for entry in rollouts if (part := Rollout(*entry)).gpus >= part.tensor_parallel]
     numbers = count(1)  # of the places
     share = c.kv_memory_share_colocated if rules.placement == "colocated" else c.kv_memory_share
+    guessing = speculating if speculation else lambda costs: costs
     kinds = tuple(
         Engines(
             count=part.gpus // part.tensor_parallel,
             gpus=part.tensor_parallel,
-            costs=engine_costs(model, part.gpu, part.tensor_parallel, c, cuda_graphs),
+            costs=guessing(engine_costs(model, part.gpu, part.tensor_parallel, c, cuda_graphs)),
             capacity=kv_capacity(model, part.gpu, part.tensor_parallel, share),
             saturation=saturation_batch(part.gpu.flops, part.gpu.hbm),
             mtbf=part.mtbf,

@@ -62,6 +62,7 @@ def point(
         c,
         engine=config.engine,
         cuda_graphs=config.cuda_graphs,
+        speculation=config.speculation,
         steps=steps,
         warmup_steps=config.warmup_steps,
         seed=config.seed,
