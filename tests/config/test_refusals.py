@@ -3,16 +3,18 @@ instead."""
 
 import dataclasses
 import time
+from pathlib import Path
 
 import pytest
 
 from helpers.refusals import refusal
 from laminar_hpc.config.bounds import Bounds, Choices, all_fields, allowed, plain_type, wrong_values
 from laminar_hpc.config.check import check, warnings
-from laminar_hpc.config.errors import Refused
+from laminar_hpc.config.errors import LaminarError, Refused
 from laminar_hpc.config.load import load_config, read_config
 from laminar_hpc.config.schema import RENAMED, RunConfig
-from laminar_hpc.engine.sglang.command_line import argument_names, refused_arguments
+from laminar_hpc.engine.sglang import speculation
+from laminar_hpc.engine.sglang.command_line import argument_names, arguments, refused_arguments
 from laminar_hpc.simulator.emulation.constants import unknown_constants
 from laminar_hpc.simulator.tables import GPUS, MODELS
 
@@ -371,13 +373,13 @@ def test_what_has_a_key_of_ours_is_set_by_that(word, key):
         ("pipeline_parallel_size=2", "set rollout.tensor_parallel"),
         ("nnodes=2", "set rollout.tensor_parallel"),
         ("enable-dp-attention=true", "set rollout.tensor_parallel"),
-        ("speculative-algorithm=EAGLE", "returns its own log-probs"),
-        ("speculative-num-steps=3", "returns its own log-probs"),
+        ("speculative-algorithm=DFLASH", "returns its own log-probs"),
+        ("speculative-accept-threshold-acc=0.5", "would not have drawn"),
         ("disaggregation-mode=prefill", "generates by itself"),
         ("preferred-sampling-params={top_k: 1}", "drawn as `sampling` says"),
         ("random-seed=1", "set seed"),
         ("quantiz=fp8", "no argument --quantiz"),
-        ("speculative-algo=EAGLE", "returns its own log-probs"),
+        ("speculative-algo=DSPARK", "returns its own log-probs"),
     ],
 )
 def test_an_engine_that_could_serve_no_run_is_refused_at_once(word, why):
@@ -386,6 +388,37 @@ def test_an_engine_that_could_serve_no_run_is_refused_at_once(word, why):
     (line,) = refusal("train", "experiment=one_gpu", "dry_run=true", f"rollout.engine_arguments.{word}")
     assert f"rollout.engine_arguments.{word.partition('=')[0]}: " in line
     assert why in line and ("leave it out" in line or "did you mean quantization" in line)
+
+
+def test_speculation_that_is_not_exact_here_is_refused(monkeypatch):
+    """Promise: what SGLang speculates with on a GPU passes where it changes no distribution, and no response
+    is taken out in between; ours is of engines on the CPU, one process each."""
+    eagle = "rollout.engine_arguments.speculative-algorithm=EAGLE3"
+    assert not refused_arguments(load_config([eagle, "pipeline.repack=off"]))
+    assert not refused_arguments(load_config(["rollout.speculation=auto"]))
+    for words, why in (
+        ([eagle, "pipeline.repack=reprefill"], "set pipeline.repack=off"),
+        ([eagle, "pipeline=partial"], "no pipeline.refresh=interrupt"),
+        ([eagle, "rollout.speculation=ngram"], "set rollout.speculation=off"),
+        ([eagle, "model.lora.rank=8"], "set model.lora.rank=0"),
+        (["rollout.speculation=auto", "rollout.tensor_parallel=2"], "set rollout.tensor_parallel=1"),
+        (["rollout.speculation=auto", "rollout.engine=emulated"], "set it to off"),
+        (
+            ["rollout.speculation=auto", "rollout.engine_arguments.disable_overlap_schedule=false"],
+            "leave out disable-overlap-schedule",
+        ),
+    ):
+        (line,) = refused_arguments(load_config(words))
+        assert why in line
+    config = load_config([eagle, "pipeline.repack=off"])
+    with pytest.raises(LaminarError, match="takes the most probable token on a CPU"):
+        arguments(config, Path("/m"), "0", 0)
+    ours = load_config(["rollout.speculation=auto"])
+    (line,) = speculation.refused(ours, on_gpu=False, routes=True)
+    assert "set algorithm.routing_replay=false" in line
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    (line,) = refused_arguments(ours)
+    assert "on GPUs set rollout.engine_arguments.speculative-algorithm=EAGLE3" in line
 
 
 @pytest.mark.parametrize("word", ["kv-cache-dtype=fp8_e4m3", "page-size=128", "disable-radix-cache=true"])

@@ -53,6 +53,11 @@ NEEDED_FOR = {
         "renormalize=True,\n        )",
     ),
     "release_req": ("sglang.srt.managers.schedule_batch", "release_req", "req.reset_for_retract()"),
+    "assign_req_to_token_pool_func": (
+        "sglang.srt.mem_cache.allocation",
+        "assign_req_to_token_pool_func",
+        "assign_req_to_token_pool[(batch_size,)](",
+    ),
     "alloc_with_host_register": (
         "sglang.srt.mem_cache.pool_host.common",
         "alloc_with_host_register",
@@ -132,6 +137,11 @@ OTHER_REASONS = {
         "sglang.srt.entrypoints.http_server",
         "_wait_and_warmup",
         "_freeze_gc_after_server_warmup(server_args)",
+    ),
+    "speculation.arguments": (
+        "sglang.srt.speculative.eagle_utils",
+        "_verify_uses_greedy",
+        "return is_all_greedy or is_cpu",
     ),
     "kv_cache.moved_reason": (
         "sglang.srt.managers.schedule_batch",

@@ -120,6 +120,9 @@ class RolloutConfig:
     increment_tokens: int = number(256, at_least=0)
     """responses go to the partial-response pool every so many tokens: no more of each is lost with a replica
     that dies; 0 = never"""
+    speculation: str = choice("off", "ngram", "suffix", "auto")
+    """guesses of the next tokens, verified in one pass, which change no distribution: ngram from a response's
+    own words, suffix from other responses too, auto: that where it is measured to pay; on CPU engines"""
 
 
 @dataclass

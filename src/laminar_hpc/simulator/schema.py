@@ -95,6 +95,7 @@ class SimulationConfig:
     rollout_gpu: str = field(default="H800", metadata=choices_of(GPUS))
     engine: str = choice(*ENGINES)  # whose admission and preemption
     cuda_graphs: bool = True  # false: each decode step launches its kernels one by one
+    speculation: bool = False  # steps verify guesses where that is faster: speculation.py
     # GPUs of a replica; null = the model's own
     tensor_parallel: int | None = number(None, at_least=1, at_most=64)
     # of the GPUs, for pipelines that split them; null = the best of a few

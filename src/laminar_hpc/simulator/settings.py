@@ -220,6 +220,8 @@ def _work(config: SimulationConfig | PlanConfig) -> Iterator[str]:
 def _replicas(config: SimulationConfig) -> Iterator[str]:
     w, model, c = config.workload, MODELS[config.model], constants_of(config)
     tensor_parallel = config.replica_gpus
+    if config.speculation and not config.cuda_graphs:
+        yield "speculation=true needs cuda_graphs=true: without them a guess's cost is not known"
     if not serves(model, tensor_parallel):
         yield (
             f"tensor_parallel={tensor_parallel} does not divide the heads of {config.model}; use 1, 2 or 4, "

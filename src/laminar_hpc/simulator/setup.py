@@ -15,6 +15,7 @@ from laminar_hpc.simulator.links import global_sync_seconds
 from laminar_hpc.simulator.request import EngineAdmission
 from laminar_hpc.simulator.rules import Rules
 from laminar_hpc.simulator.schema import PoolConfig, WorkloadConfig
+from laminar_hpc.simulator.speculation import speculating
 from laminar_hpc.simulator.tables import GPUS, Gpu, Model
 from laminar_hpc.simulator.trainer_cost import (
     JobCosts,
@@ -142,6 +143,7 @@ def setup(
     engine: str = "sglang",
     cuda_graphs: bool = True,
     layout: Layout | None = None,
+    speculation: bool = False,
     **settings: Any,
 ) -> SimulationSetup:
     """`rollouts`: each a Rollout or the beginning of one; colocated: the same GPUs as the trainer's.
@@ -150,13 +152,16 @@ def setup(
     numbers = count(1)  # of the places
     requests = settings.get("max_concurrent", SimulationSetup.max_concurrent)
     share = c.kv_memory_share_colocated if rules.placement == "colocated" else c.kv_memory_share
+    guessing = speculating if speculation else lambda costs: costs
     kinds = tuple(
         Engines(
             count=part.gpus // part.tensor_parallel,
             gpus=part.tensor_parallel,
-            costs=dataclasses.replace(
-                engine_costs(model, part.gpu, part.tensor_parallel, c, cuda_graphs),
-                global_sync=global_sync_seconds(model, trainer_gpu, trainer_gpus, part.gpu, part.gpus, c),
+            costs=guessing(
+                dataclasses.replace(
+                    engine_costs(model, part.gpu, part.tensor_parallel, c, cuda_graphs),
+                    global_sync=global_sync_seconds(model, trainer_gpu, trainer_gpus, part.gpu, part.gpus, c),
+                )
             ),
             capacity=kv_capacity(model, part.gpu, part.tensor_parallel, share, requests),
             saturation=saturation_batch(part.gpu.flops, part.gpu.hbm),

@@ -56,6 +56,7 @@ def setup_of(
         constants_of(config),
         engine=config.engine,
         cuda_graphs=config.cuda_graphs,
+        speculation=config.speculation,
         steps=steps,
         warmup_steps=config.warmup_steps,
         seed=config.seed,

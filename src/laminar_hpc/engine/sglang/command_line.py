@@ -20,6 +20,7 @@ from laminar_hpc.config.memory import USABLE, shared_bytes, shared_engines
 from laminar_hpc.config.models import head_size, model_config
 from laminar_hpc.config.routing import replayed_routes, replays, route_shape
 from laminar_hpc.config.schema import RunConfig
+from laminar_hpc.engine.sglang import speculation
 from laminar_hpc.engine.sglang.overrides import overrides
 from laminar_hpc.machine.devices import present
 
@@ -53,8 +54,8 @@ _NOT_HERE = {
     "tensor-parallel ranks only; set rollout.tensor_parallel",
     "quantization quantize-and-serve modelopt-quant rl-quant-profile": "the engine takes the trainer's "
     "weights as they are, in model.dtype, for which it has no place when it is quantized",
-    "speculative- enable-multi-layer-eagle uno-lora-path disaggregation-mode is-embedding encoder-only "
-    "dllm-algorithm": "an engine generates by itself, token by token, and returns its own log-probs",
+    "enable-multi-layer-eagle uno-lora-path decoupled-spec- disaggregation-mode is-embedding encoder-only "
+    "dllm-algorithm": "an engine generates by itself and returns its own log-probs",
     "moe-runner-backend moe-a2a-backend enable-eplb ep-num-redundant-experts init-expert-location": "experts "
     "are loaded in the layout of SGLang's triton kernels, each once",
     "preferred-sampling-params": "responses are drawn as `sampling` says",
@@ -80,15 +81,17 @@ def argument_names() -> set[str]:
 
 def refused_arguments(config: RunConfig) -> list[str]:
     """One line for each entry of rollout.engine_arguments that SGLang does not have, that has a key of ours,
-    that would open an engine to others, or with which it could not serve a run."""
+    that would open an engine to others, or with which it could not serve a run; and for a rollout.speculation
+    that is not to be had."""
+    lines = speculation.refused(config, has_cuda(), _brings_routes(config))
     if config.rollout.engine != "sglang":
-        return []
+        return lines
     names = argument_names() if config.rollout.engine_arguments else set()
     found = (
         (key, _refusal(config, _full_name(key, names), value, names))
         for key, value in config.rollout.engine_arguments.items()
     )
-    return [f"rollout.engine_arguments.{key}: {why}" for key, why in found if why]
+    return lines + [f"rollout.engine_arguments.{key}: {why}" for key, why in found if why]
 
 
 def _full_name(key: str, names: set[str]) -> str:
@@ -111,6 +114,8 @@ def _refusal(config: RunConfig, name: str, value: str, names: set[str]) -> str:
     for those, why in _NOT_HERE.items():
         if any(name == one or (one.endswith("-") and name.startswith(one)) for one in those.split()):
             return f"{why}; leave it out"
+    if name.startswith("speculative-") and (why := speculation.objection(config, name, value)):
+        return why
     if (why := _without_routes(name, value)) and _brings_routes(config):
         return f"{why}; leave it out, or set algorithm.routing_replay=false"
     if keeps_cache(name, value) and config.pipeline.repack == "kv":
@@ -221,6 +226,7 @@ def arguments(config: RunConfig, directory: Path, weight_version: str, seed: int
         values["enable-fp32-lm-head"] = "true"
     if rollout.increment_tokens:
         values["incremental-streaming-output"] = "true"
+    values |= speculation.arguments(config, has_cuda(), _brings_routes(config))
     values |= (
         _experts(config) | _adapters(config) | overrides(model_config(config.model.path, config.dry_run))
     )

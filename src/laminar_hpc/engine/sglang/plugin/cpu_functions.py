@@ -79,6 +79,28 @@ def experts_here(
     return sums
 
 
+def assign_slots(
+    requests: torch.Tensor,
+    table: torch.Tensor,
+    starts: torch.Tensor,
+    ends: torch.Tensor,
+    slots: torch.Tensor,
+    count: int,
+) -> None:
+    """In place of a Triton kernel (allocation.py:688): request i's new KV slots into columns [starts[i],
+    ends[i]) of its row. requests, starts, ends: [count]; slots: [sum of ends - starts]; table: [rows,
+    longest context]."""
+    lengths = (ends - starts).long()
+    rows = requests.long().repeat_interleave(lengths)
+    table[rows, columns(starts, lengths)] = slots.to(table.dtype)
+
+
+def columns(starts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """int64 [sum of lengths]: starts[i], starts[i] + 1, ... for each i."""
+    before = torch.cumsum(lengths, 0) - lengths
+    return torch.arange(int(lengths.sum())) + (starts.long() - before).repeat_interleave(lengths)
+
+
 def rotation(rope: Any, positions: torch.Tensor) -> torch.Tensor:
     """float32 [tokens, 1, 2 * head_size]: the two factors of each position."""
     # made at first, and when SGLang lengthens its cache

@@ -66,7 +66,9 @@ class CpuLoraBackend(BaseLoRABackend):
     ) -> None:
         """Called before each forward pass; `weight_indices` are places of the pool, one per request, of which
         those of the model alone have rank 0."""
-        lengths = generate_sequence_lengths(forward_batch, device="cpu").long()
+        lengths = getattr(forward_batch.spec_info, "lengths", None)  # of a pass that verifies drafts
+        if lengths is None:
+            lengths = generate_sequence_lengths(forward_batch, device="cpu").long()
         adapted = sorted({place for place in weight_indices if lora_ranks[place]})
         batch = AdapterBatch(torch.tensor([scalings[place] for place in adapted]).view(-1, 1, 1))
         self.batch_info = batch

@@ -112,6 +112,13 @@ def cpu_hooks() -> tuple[Hook, ...]:
             "AROUND",
             cpu_functions.rotate,
         ),
+        # allocation.py:706 starts a Triton kernel
+        Hook(
+            "sglang.srt.mem_cache.allocation",
+            "assign_req_to_token_pool_func",
+            "REPLACE",
+            cpu_functions.assign_slots,
+        ),
         # pool_host/common.py:250 registers host memory with CUDA
         Hook(
             "sglang.srt.mem_cache.pool_host.common",

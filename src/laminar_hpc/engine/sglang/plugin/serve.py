@@ -10,6 +10,7 @@ import os
 import sys
 from importlib.metadata import entry_points
 
+from laminar_hpc.engine.sglang import speculation
 from laminar_hpc.engine.sglang.plugin import key
 from laminar_hpc.machine.devices import present
 from laminar_hpc.machine.observability import output
@@ -78,6 +79,10 @@ def main() -> None:
 
     load_plugins()
     hook_server()
+    if speculation.asked_for(sys.argv):
+        from laminar_hpc.engine.sglang.plugin.speculation import register
+
+        register()
     from sglang.srt.entrypoints.http_server import app, launch_server
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree

@@ -1,0 +1,121 @@
+"""Where drafts come from: what a request may say next, by what texts said that ended as it does now.
+
+A guess costs time when it is wrong, and never a token: `speculation.py` draws each token from the model and
+keeps a draft only where that token was drawn anyway. No model and no torch is needed, so this file has none.
+"""
+
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+KEY = 3  # tokens that must agree before a text is looked at
+MATCH = 32  # tokens that are compared; a longer agreement says no more
+OCCURRENCES = 8  # of the same KEY tokens that are looked at, the newest
+PROMPT = 4096  # tokens at a prompt's end in which a request looks for its own words
+ENDED_TOKENS = 1 << 19  # of ended responses that an engine keeps
+STEP_TOKENS = 4096  # of them that are taken into the index in one decoding step, some milliseconds
+_BETWEEN = -1  # stands between two texts, and is no token
+
+
+class TextIndex:
+    """Texts behind each other, and where each KEY tokens in a row stand."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self._places: defaultdict[tuple[int, ...], deque[int]] = defaultdict(
+            lambda: deque(maxlen=OCCURRENCES)
+        )
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Adds to the last text."""
+        text, places = self.tokens, self._places
+        first = max(len(text), KEY)
+        text.extend(tokens)
+        for end in range(first, len(text)):  # what follows the KEY tokens before `end` is known from now on
+            places[tuple(text[end - KEY : end])].append(end)
+
+    def begin(self, tokens: Sequence[int]) -> None:
+        """Adds a text of its own."""
+        self.tokens.append(_BETWEEN)
+        self.extend(tokens)
+
+    def draft(self, tail: Sequence[int], count: int) -> tuple[int, list[int]]:
+        """How many tokens at the end of `tail` agree with what was found, at most MATCH, and up to `count`
+        that followed there: the longest agreement wins, and the newest of equal ones. (0, []) for none."""
+        best, place = 0, 0
+        for end in reversed(self._places.get(tuple(tail[-KEY:]), ())):
+            length = KEY
+            longest = min(MATCH, len(tail), end)
+            while length < longest and self.tokens[end - 1 - length] == tail[-1 - length]:
+                length += 1
+            if length > best:
+                best, place = length, end
+        following: list[int] = []
+        for token in self.tokens[place : place + count] if best else ():
+            if token == _BETWEEN:
+                break
+            following.append(token)
+        return best, following
+
+
+@dataclass
+class OwnWords:
+    """A request's own text: prompt and response, as far as they are indexed."""
+
+    index: TextIndex = field(default_factory=TextIndex)
+    known: int = 0  # of its response
+
+
+class Drafts:
+    """Drafts for the requests of an engine. `others`: also from what the engine has answered before, of
+    whatever weights: samples of the same group are the newest of it, and agree for longest."""
+
+    def __init__(self, others: bool) -> None:
+        self._others = TextIndex() if others else None
+        self._ended: deque[list[int]] = deque()  # not in the index yet
+        self._waiting = 0  # tokens of them
+        self._own: dict[str, OwnWords] = {}
+
+    def ended(self, request_id: str, prompt: Sequence[int], response: Sequence[int]) -> None:
+        """A request has its last token. Indexed by and by, and only once drafts are asked for."""
+        self._own.pop(request_id, None)
+        if self._others is None:
+            return
+        self._ended.append([*prompt[-MATCH:], *response])
+        self._waiting += len(self._ended[-1])
+        while self._waiting > ENDED_TOKENS:
+            self._waiting -= len(self._ended.popleft())
+
+    def take_in(self) -> None:
+        """Indexes some of what has ended, the newest first. A full index begins anew."""
+        room = STEP_TOKENS
+        while self._others is not None and self._ended and room > 0:
+            if len(self._others.tokens) > ENDED_TOKENS:
+                self._others = TextIndex()
+            text = self._ended.pop()
+            self._waiting -= len(text)
+            room -= len(text)
+            self._others.begin(text)
+
+    def draft(self, request_id: str, prompt: Sequence[int], response: Sequence[int], count: int) -> list[int]:
+        """Up to `count` tokens that may follow `response`: of the request's own words where they agree for
+        longer than what others said."""
+        own = self._own.get(request_id)
+        if own is None:
+            own = self._own[request_id] = OwnWords()
+            own.index.extend(prompt[-PROMPT:])
+        own.index.extend(list(islice(response, own.known, None)))
+        own.known = len(response)
+        tail = own.index.tokens[-MATCH:]
+        agreed, found = own.index.draft(tail, count)
+        if self._others is not None:
+            also, theirs = self._others.draft(tail, count)
+            if theirs and also >= agreed:
+                found = theirs
+        return found
+
+    def forget(self, running: set[str]) -> None:
+        """Of requests that ended without a word (aborted ones), none is kept."""
+        for request_id in self._own.keys() - running:
+            del self._own[request_id]
