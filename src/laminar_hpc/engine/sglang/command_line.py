@@ -40,6 +40,7 @@ _OURS = {
     "dtype": "model.dtype",
     "enable-return-routed-experts": "algorithm.routing_replay",
     "random-seed": "seed",
+    "enable-deterministic-inference": "model.deterministic",
     **dict.fromkeys(("enable-lora", "max-lora-rank"), "model.lora.rank"),
     "lora-target-modules": "model.lora.targets",
     "lora-paths": "model.lora.path",
@@ -150,10 +151,11 @@ def has_cuda() -> bool:
 
 def _attention(config: RunConfig) -> dict[str, str]:
     """The attention backend where SGLang's own choice for the GPU (model_override_base.py:281: fa3,
-    trtllm_mha or flashinfer) has no kernel: for float32, and for heads of unusual size."""
+    trtllm_mha or flashinfer) has no kernel: for float32, and for heads of unusual size; and where a token is to
+    follow from its prefix, for which triton needs no kernel of its own on any GPU."""
     model = model_config(config.model.path, config.dry_run)
     fits = config.model.dtype != "float32" and head_size(model) in HEAD_SIZES
-    return {} if fits else {"attention-backend": "triton"}
+    return {} if fits and not config.model.deterministic else {"attention-backend": "triton"}
 
 
 def _memory_share(config: RunConfig) -> dict[str, str]:
@@ -225,6 +227,8 @@ def arguments(config: RunConfig, directory: Path, weight_version: str, seed: int
     }
     if config.model.float32_head and config.model.dtype != "float32":
         values["enable-fp32-lm-head"] = "true"
+    if config.model.deterministic:
+        values["enable-deterministic-inference"] = "true"
     if rollout.increment_tokens:
         values["incremental-streaming-output"] = "true"
     values |= (
@@ -243,6 +247,8 @@ def arguments(config: RunConfig, directory: Path, weight_version: str, seed: int
             # nothing overlaps on the same cores: it costs a wasted row per response
             "disable-overlap-schedule": "true",
         }
+        if config.model.deterministic:  # SGLang looks at it before it asks the platform
+            values["attention-backend"] = "torch_native"
     values |= {key.replace("_", "-"): value for key, value in rollout.engine_arguments.items()}
     words: list[str] = []
     for key, value in values.items():
