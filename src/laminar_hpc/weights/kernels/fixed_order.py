@@ -2,9 +2,9 @@
 many rows a batch has, in which order they stand, and how many threads share them (csrc/rows.cpp). With them a
 token's log-prob is the same in a prefill, in a decoding step and in the trainer's pack.
 
-`install` puts them in the place of torch's own in this process: for float32 on the CPU, where products, means,
-exponentials and logarithms are else added or rounded by the shape of the whole. What adds, multiplies, divides
-or takes a root element by element is rounded correctly whatever its place, and stays torch's.
+`install` puts them in the place of torch's own in this process: for float32 on the CPU, where products,
+means, exponentials and logarithms are else added or rounded by the shape of the whole. What adds, multiplies,
+divides or takes a root element by element is rounded correctly whatever its place, and stays torch's.
 """
 
 import importlib
@@ -90,8 +90,9 @@ def attend(
     kv_heads, dv] float32 -> [queries, heads, dv]. Query t attends to the first lengths[t] places of row
     sequences[t] of `slots` [sequences, longest], or to the last `window` of these; all int64."""
     longest = int(lengths.max()) if len(lengths) else 0
-    query, key, value = (x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
-                         for x in (query, key, value))
+    query, key, value = (
+        x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous() for x in (query, key, value)
+    )
     slots, sequences, lengths = (x.to(torch.int64).contiguous() for x in (slots, sequences, lengths))
     out = query.new_empty(len(query), query.shape[1], value.shape[2])
     tensors = [x.data_ptr() for x in (query, key, value, out, slots, sequences, lengths)]
@@ -102,9 +103,10 @@ def attend(
 
 
 def draw(weights: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """A column of each row of `weights` [rows, columns] float32, with a probability proportional to its weight:
-    a function of the row, its seed and its position alone, [rows] int64 each. The Gumbel-max trick over the
-    hash of SGLang's sampler (sampler.py, `multinomial_with_seed`), as a race of exponential variables."""
+    """A column of each row of `weights` [rows, columns] float32, with a probability proportional to its
+    weight: a function of the row, its seed and its position alone, [rows] int64 each. The Gumbel-max trick
+    over the hash of SGLang's sampler (sampler.py, `multinomial_with_seed`), as a race of exponential
+    variables."""
     weights, out = weights.contiguous(), torch.empty(len(weights), dtype=torch.int64)
     seeds, positions = (x.to(torch.int64).contiguous() for x in (seeds, positions))
     tensors = [x.data_ptr() for x in (weights, seeds, positions, out)]
@@ -144,8 +146,12 @@ class PackAttention(torch.autograd.Function):
 
 
 def _gradients(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, upstream: torch.Tensor,
-    scale: float, window: int | None,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    upstream: torch.Tensor,
+    scale: float,
+    window: int | None,
 ) -> tuple[torch.Tensor, ...]:
     """Of one sequence."""
     with torch.enable_grad():
@@ -220,7 +226,7 @@ def _gelu(x: torch.Tensor, *, approximate: str = "none") -> torch.Tensor:
 
 
 # operator -> what takes its place, or gives None for what it does not know
-_OPERATORS: dict[str, Callable[..., torch.Tensor | None]] = {
+OPERATORS: dict[str, Callable[..., torch.Tensor | None]] = {
     "mm": lambda a, b: linear(a, b.t()),
     "addmm": _addmm,
     "addmm_": lambda out, *factors, **options: out.copy_(_addmm(out, *factors, **options)),
@@ -245,9 +251,9 @@ def install() -> None:
     if _library is not None:
         return
     extension()
-    stock = {name: torch.library.get_kernel(f"aten::{name}", "CPU") for name in _OPERATORS}
+    stock = {name: torch.library.get_kernel(f"aten::{name}", "CPU") for name in OPERATORS}
     library = torch.library.Library("aten", "IMPL")
-    for name, function in _OPERATORS.items():
+    for name, function in OPERATORS.items():
         library.impl(name, _replaced(function, stock[name]), "CPU", with_keyset=True)
     _library = library
 

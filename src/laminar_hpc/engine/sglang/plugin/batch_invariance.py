@@ -1,5 +1,5 @@
-"""What model.deterministic adds to an engine: a token follows from weights, prefix, seed and position, whatever
-else is in the batch. Hooked in by hooks.py.
+"""What model.deterministic adds to an engine: a token follows from weights, prefix, seed and position,
+whatever else is in the batch. Hooked in by hooks.py.
 
 On a GPU SGLang has batch-invariant kernels. On the CPU the operations of weights/kernels/fixed_order.py take
 the place of torch's. On both, one greedy request would change how all others of its batch are drawn.

@@ -93,7 +93,6 @@ def deterministic_hooks(on_cpu: bool) -> tuple[Hook, ...]:
     mixed = (Hook(sampler, name, "AROUND", batch_invariance.draw_or_take_best),)
     if not on_cpu:
         return mixed
-    batch_invariance.allow_torch_native()
     return (
         *mixed,
         # murmur_hash.py:127 imports sgl_kernel
@@ -188,6 +187,10 @@ def register() -> None:
     hooks = (*PORT_HOOKS, *cpu_hooks(deterministic)) if on_cpu else PORT_HOOKS
     if deterministic:
         hooks = (*hooks, *deterministic_hooks(on_cpu))
+    if deterministic and on_cpu:
+        from laminar_hpc.engine.sglang.plugin import batch_invariance
+
+        batch_invariance.allow_torch_native()
     for hook in hooks:
         if hook.module not in NOT_IN_0_5_17 or importlib.util.find_spec(hook.module):
             _register(hook)
