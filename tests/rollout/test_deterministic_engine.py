@@ -91,7 +91,7 @@ def test_what_goes_on_elsewhere_is_drawn_as_it_would_have_been(one):
 
 
 def test_a_prefill_gives_the_log_probs_of_decoding(one):
-    """The engine's own log-probs of a response that it is given are those it drew it with, to the last bit."""
+    """The engine's log-probs of a response that it is given are those it drew it with, to the last bit."""
     for number, drawn in enumerate(one.all(range(4), "d")):
         whole = [*PROMPTS[number], *drawn.tokens.tolist()]
         (scores,) = one.loop.run(one.engine.score([whole], "e"))

@@ -17,8 +17,8 @@ def rows(*shape: int) -> torch.Tensor:
 
 @pytest.mark.parametrize(("inner", "columns"), [(1, 1), (16, 4), (100, 37), (131, 200)])
 def test_a_row_of_a_product_follows_from_that_row(inner: int, columns: int) -> None:
-    """Alone, in any part of the batch, laid out in columns, shared by threads: the same bits; and they are the
-    product's to float32's precision."""
+    """Alone, in any part of the batch, laid out in columns: the same bits; and they are the product's to
+    float32's precision."""
     x, weight, bias = rows(37, inner), rows(columns, inner), rows(columns)
     whole = fixed_order.linear(x, weight, bias)
     exact = F.linear(x.double(), weight.double(), bias.double())
@@ -64,8 +64,8 @@ def test_operators_are_torchs_row_by_row(name: str) -> None:
 
 @pytest.mark.parametrize("window", [None, 9])
 def test_attention_of_a_query_follows_from_its_keys(window: int | None) -> None:
-    """A pack's attention is torch's with its gradient; a single query over scattered keys, as an engine decodes,
-    has the same bits as in the pack."""
+    """A pack's attention is torch's with its gradient; a single query over scattered keys, as an engine
+    decodes, has the same bits as in the pack."""
     lengths = (21, 1, 40)
     query, key, value = rows(62, 4, 24).requires_grad_(), rows(62, 2, 24).requires_grad_(), rows(62, 2, 24)
     value.requires_grad_()
@@ -75,9 +75,8 @@ def test_attention_of_a_query_follows_from_its_keys(window: int | None) -> None:
     torch.testing.assert_close(packed.double(), expected, atol=1e-5, rtol=0)
     upstream = rows(62, 4, 24)
     found = torch.autograd.grad(packed, (query, key, value), upstream)
-    for one, other in zip(
-        found, torch.autograd.grad(expected, (query, key, value), upstream.double()), strict=True
-    ):
+    wanted = torch.autograd.grad(expected, (query, key, value), upstream.double())
+    for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one, other.float(), atol=1e-4, rtol=0)
 
     order = torch.randperm(62, generator=torch.Generator().manual_seed(1))
@@ -99,8 +98,8 @@ def _plain(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: 
 
 
 def test_what_is_drawn_follows_from_row_seed_and_position() -> None:
-    """The same in any batch; another seed or position draws anew; as often as the weights say; and as SGLang's
-    own sampler does with the same hash (sampler.py, `multinomial_with_seed`)."""
+    """The same in any batch; another seed or position draws anew; as often as the weights say; and as
+    SGLang's own sampler does with the same hash (sampler.py, `multinomial_with_seed`)."""
     weights = torch.softmax(2 * rows(1, 12), -1).expand(6000, -1)
     seeds, positions = torch.arange(6000) * 2**40 + 7, torch.arange(6000) % 50
     drawn = fixed_order.draw(weights, seeds, positions)

@@ -41,7 +41,6 @@ _OURS = {
     "dtype": "model.dtype",
     "enable-return-routed-experts": "algorithm.routing_replay",
     "random-seed": "seed",
-    "enable-deterministic-inference": "model.deterministic",
     **dict.fromkeys(("enable-lora", "max-lora-rank"), "model.lora.rank"),
     "lora-target-modules": "model.lora.targets",
     "lora-paths": "model.lora.path",

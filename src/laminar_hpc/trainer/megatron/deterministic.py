@@ -26,7 +26,7 @@ _VARIABLES: dict[str, tuple[str, ...]] = {
 
 
 def set_variables(config: RunConfig) -> None:
-    """Before anything of CUDA is used. Raises LaminarError where the user's own value is not deterministic."""
+    """Before anything of CUDA is used. Raises LaminarError where a value that the user has set is another."""
     for name, values in _VARIABLES.items() if config.model.deterministic else ():
         given = os.environ.setdefault(name, values[0])
         if name != "NCCL_ALGO" and given not in values:
