@@ -11,7 +11,7 @@ from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.load import load_config
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.engine.sglang import command_line
-from laminar_hpc.trainer.megatron.deterministic import set_variables
+from laminar_hpc.trainer.megatron.deterministic import become_deterministic, set_variables
 
 DEMO = ["experiment=demo", "model.deterministic=true"]
 WRONG = {
@@ -71,11 +71,11 @@ def test_libraries_are_told_by_variables(monkeypatch: pytest.MonkeyPatch) -> Non
     """What the user has set stands where it is deterministic, and is refused where it is not."""
     names = ("CUBLAS_WORKSPACE_CONFIG", "NVTE_ALLOW_NONDETERMINISTIC_ALGO", "NCCL_ALGO")
     monkeypatch.setattr(os, "environ", {k: v for k, v in os.environ.items() if k not in names})
-    set_variables(load_config([DEMO[0]]))
+    become_deterministic(load_config([DEMO[0]]))
     assert not set(names) & os.environ.keys()
     os.environ["NCCL_ALGO"] = "Tree"
-    set_variables(load_config(DEMO))
+    set_variables()
     assert [os.environ[name] for name in names] == [":4096:8", "0", "Tree"]
     os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "1"
     with pytest.raises(LaminarError, match="needs NVTE_ALLOW_NONDETERMINISTIC_ALGO=0, not 1; unset it"):
-        set_variables(load_config(DEMO))
+        set_variables()

@@ -4,7 +4,7 @@ weights.
 On a GPU torch takes deterministic kernels, and refuses by name what has none; cuBLAS, NCCL and Transformer
 Engine are told by environment variables, before they are first used. On the CPU forward passes are those of
 the engine (weights/kernels/fixed_order.py), so that log-probs are equal to the last bit. Called by
-trainer/world.py and policy.py.
+trainer/world.py.
 """
 
 import os
@@ -25,18 +25,20 @@ _VARIABLES: dict[str, tuple[str, ...]] = {
 }
 
 
-def set_variables(config: RunConfig) -> None:
-    """Before anything of CUDA is used. Raises LaminarError where a value that the user has set is another."""
-    for name, values in _VARIABLES.items() if config.model.deterministic else ():
+def set_variables() -> None:
+    """Raises LaminarError where the user has set a value that is not deterministic."""
+    for name, values in _VARIABLES.items():
         given = os.environ.setdefault(name, values[0])
         if name != "NCCL_ALGO" and given not in values:
             raise LaminarError(f"model.deterministic=true needs {name}={values[0]}, not {given}; unset it")
 
 
-def take_deterministic_operations(config: RunConfig) -> None:
-    """In this process, before the model is built. Raises LaminarError on the CPU without the extension."""
+def become_deterministic(config: RunConfig) -> None:
+    """In this process, before anything of CUDA is used or a model is built. Raises LaminarError for what
+    cannot be."""
     if not config.model.deterministic:
         return
+    set_variables()
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # it finds errors; nothing depends on it
     if not torch.cuda.is_available():

@@ -44,7 +44,6 @@ from laminar_hpc.trainer.megatron.building import (
 from laminar_hpc.trainer.megatron.chunks import run_schedule, stage_module, virtual_size
 from laminar_hpc.trainer.megatron.context import context_ranks, heads_in_attention, joined
 from laminar_hpc.trainer.megatron.cpu import cuda_as_cpu, native_calls
-from laminar_hpc.trainer.megatron.deterministic import take_deterministic_operations
 from laminar_hpc.trainer.megatron.experts import expert_tensor_parallel
 from laminar_hpc.trainer.megatron.flash import use_fastest_attention
 from laminar_hpc.trainer.megatron.head import HeadSwitch, chunked_logprobs, whole_logprobs
@@ -85,7 +84,6 @@ class MegatronPolicy:
         self._lora = config.model.lora if config.model.lora.rank else None
         torch.set_num_threads(config.trainer.threads)
         let_segments_grow()
-        take_deterministic_operations(config)
         with cuda_as_cpu():
             if not parallel_state.model_parallel_is_initialized():
                 parallel_state.initialize_model_parallel(
@@ -123,8 +121,7 @@ class MegatronPolicy:
         self.routing = RoutingReplay(routes, chunks, self.device) if routes else None
         local = self._slices_of(chunks)
         self._join(local)
-        measured = takes_packs(self.device, self.dtype) and not uses_transformer_engine(self.config)
-        if measured and not self.config.model.deterministic:
+        if takes_packs(self.device, self.dtype) and not uses_transformer_engine(self.config):
             share = self.config.trainer.tensor_parallel
             own = self.shape.heads // share, self.shape.kv_heads // share
             heads = heads_in_attention(*own, context_ranks())

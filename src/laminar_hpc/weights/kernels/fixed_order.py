@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from laminar_hpc.config.errors import LaminarError
 
-_ROOT_2_OVER_PI = math.sqrt(2.0 / math.pi)
+_ROOT_2_OVER_PI = math.sqrt(2.0 / math.pi)  # of GELU's approximation
 _library: torch.library.Library | None = None
 
 
@@ -176,7 +176,7 @@ def _addmm(
 
 
 def _bmm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    return torch.stack([linear(x, y.t()) for x, y in zip(a, b, strict=True)]) if len(a) else a @ b
+    return torch.stack([linear(x, y.t()) for x, y in zip(a, b, strict=True)])
 
 
 def _row_sums(
