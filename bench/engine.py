@@ -3,7 +3,7 @@ stock torch_native backend.
 
     python bench/engine.py --json engine.json       5 pairs of runs at 32 and at 128 concurrent requests
     python bench/engine.py --repeats 1 rollout.threads=2
-    python bench/engine.py --deterministic          what model.deterministic costs, against an engine without it
+    python bench/engine.py --deterministic          what model.deterministic costs: `ours` has it, `stock` not
 
 Both engines stay up; the runs of a pair follow one another directly, and the figures are medians of the
 pairs' ratios, so that other work on the machine weighs on both alike. They have the same model, arguments and

@@ -65,7 +65,7 @@ class FixedOrderAttention(TorchNativeAttnBackend):
         self, query, output, k_cache, v_cache, pool, requests, totals, encoder_lens=None, **options
     ):
         sequences = torch.arange(len(totals))
-        return self._attend(query, output, k_cache, v_cache, pool[requests], sequences, totals, **options)
+        return self._attend(query, output, k_cache, v_cache, pool, requests, sequences, totals, **options)
 
     def _run_sdpa_forward_extend(
         self,
@@ -86,12 +86,14 @@ class FixedOrderAttention(TorchNativeAttnBackend):
         sequences = torch.arange(len(totals)).repeat_interleave(news)
         begins = (news.cumsum(0) - news).repeat_interleave(news)
         known = prefixes.repeat_interleave(news) + torch.arange(len(sequences)) - begins + 1
-        return self._attend(query, output, k_cache, v_cache, pool[requests], sequences, known, **options)
+        return self._attend(query, output, k_cache, v_cache, pool, requests, sequences, known, **options)
 
-    def _attend(self, query, output, k_cache, v_cache, slots, sequences, known, scaling=None, **options):
+    def _attend(
+        self, query, output, k_cache, v_cache, pool, requests, sequences, known, scaling=None, **options
+    ):
         window = options.get("sliding_window_size")
         window = window + 1 if window is not None and window > -1 else None  # SGLang's leaves out the query
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        slots = slots[:, : int(known.max())] if len(known) else slots
+        slots = pool[:, : int(known.max()) if len(known) else 0][requests]
         found = fixed_order.attend(query, k_cache, v_cache, slots, sequences, known, scale, window)
         return output.copy_(found)
