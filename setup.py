@@ -58,7 +58,11 @@ def version() -> str:
     return found.group(1)
 
 
-LEFT_OUT = {"laminar_hpc._kv": "KV-cache migration", "laminar_hpc._sums": "check sums at the speed of memory"}
+LEFT_OUT = {
+    "laminar_hpc._kv": "KV-cache migration",
+    "laminar_hpc._sums": "check sums at the speed of memory",
+    "laminar_hpc._rows": "model.deterministic on the CPU",
+}
 
 
 def wants_cuda() -> bool:
@@ -155,6 +159,18 @@ sums = Extension(
     optional=True,
 )
 
+rows = Extension(
+    "laminar_hpc._rows",
+    sources=["csrc/rows.cpp"],
+    depends=["csrc/rows_kernels.h"],
+    language="c++",
+    py_limited_api=True,
+    # a product is added with one rounding wherever the processor can, also at the end of a row
+    extra_compile_args=["-std=c++17", "-O3", "-ffp-contract=fast", "-fvisibility=hidden", "-g0", "-pthread"],
+    extra_link_args=["-pthread"],
+    optional=True,
+)
+
 
 def folders(*patterns: str) -> list[str]:
     """As packages inside laminar_hpc, the folders of the source tree that hold such files."""
@@ -183,7 +199,7 @@ setup(
         "laminar_hpc.launch.project": ["template/**/*"],
     },
     include_package_data=False,
-    ext_modules=[migration, sums],
+    ext_modules=[migration, sums, rows],
     cmdclass={"build_ext": BuildExtension},
     options={"bdist_wheel": {"py_limited_api": "cp311"}},
     install_requires=direct_pins(),

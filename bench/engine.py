@@ -3,6 +3,7 @@ stock torch_native backend.
 
     python bench/engine.py --json engine.json       5 pairs of runs at 32 and at 128 concurrent requests
     python bench/engine.py --repeats 1 rollout.threads=2
+    python bench/engine.py --deterministic          what model.deterministic costs: `ours` has it, `stock` not
 
 Both engines stay up; the runs of a pair follow one another directly, and the figures are medians of the
 pairs' ratios, so that other work on the machine weighs on both alike. They have the same model, arguments and
@@ -18,6 +19,7 @@ Goal: `decode_over_stock_at_32` at least 1.7. At 128, and in tokens per second, 
 
 import argparse
 import asyncio
+import copy
 import random
 import time
 from pathlib import Path
@@ -95,7 +97,10 @@ async def measure(options: argparse.Namespace, folder: Path, starts: dict[str, f
         [f"experiment={options.experiment}", "rollout.engine_start_seconds=600", *options.overrides]
     )
     model = Path(config.model.path)
-    stock, ours = StockServer(config, 0, folder), SglangServer(config, 1, folder)
+    changed = copy.deepcopy(config)
+    changed.model.deterministic = options.deterministic
+    usual = SglangServer if options.deterministic else StockServer
+    stock, ours = usual(config, 0, folder), SglangServer(changed, 1, folder)
     rows = []
     try:
         started = await asyncio.gather(*(server.start(model, 0, seed=1) for server in (stock, ours)))
@@ -121,6 +126,9 @@ def main() -> None:
     options.set_defaults(repeats=5)
     options.add_argument(
         "--concurrent", type=int, nargs="+", default=[32, 128], help="requests in flight (default 32 128)"
+    )
+    options.add_argument(
+        "--deterministic", action="store_true", help="an engine with the key is `ours`, one without `stock`"
     )
     options = options.parse_args()
     with common.run_folder(options) as folder:

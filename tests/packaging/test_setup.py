@@ -170,7 +170,7 @@ for words in (["experiment=demo"], ["experiment=tools"], ["--config-dir", "conf"
     assert ran.returncode == 0, ran.stderr
     assert "before a run" not in ran.stdout
     assert any(name.endswith("licenses/LICENSE") for name in names)
-    assert {"laminar_hpc/_kv.abi3.so", "laminar_hpc/_sums.abi3.so"} <= names
+    assert {f"laminar_hpc/{name}.abi3.so" for name in ("_kv", "_sums", "_rows")} <= names
     for line in (
         "laminar = laminar_hpc.launch.cli:main",
         "laminar_cpu = laminar_hpc.engine.sglang.plugin",
@@ -189,5 +189,5 @@ def test_without_a_compiler_all_but_the_migration_is_installed(tree: Path) -> No
     )
     assert done.returncode == 0 and not list(tree.glob("src/laminar_hpc/*.so"))
     lines = [line for line in done.stderr.splitlines() if line.startswith("laminar_hpc:")]
-    for name, line in zip(("_kv", "_sums"), lines, strict=True):
+    for name, line in zip(("_kv", "_sums", "_rows"), lines, strict=True):
         assert f"installed without laminar_hpc.{name}" in line and "apt-get install g++" in line

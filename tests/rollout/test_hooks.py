@@ -130,6 +130,21 @@ NEEDED_FOR = {
         "Qwen2DecoderLayer.forward",
         "self.post_attention_layernorm(",
     ),
+    "top_k_top_p_min_p_sampling_from_probs_torch": (
+        "sglang.srt.layers.sampler",
+        "top_k_top_p_min_p_sampling_from_probs_torch",
+        "sampled_index = multinomial_with_seed(logprobs, sampling_seed, positions)",
+    ),
+    "sampling_from_probs_torch": (
+        "sglang.kernels.ops.sampling.murmur_hash",
+        "murmur_hash32",
+        "import sgl_kernel",
+    ),
+    "ModelRunner.maybe_enable_batch_invariant_mode": (
+        "sglang.srt.model_executor.model_runner",
+        "ModelRunner.maybe_enable_batch_invariant_mode",
+        "enable_batch_invariant_mode()",
+    ),
 }
 # the same for what is no hook of SGLang's registry, by the name of our function or setting
 OTHER_REASONS = {
@@ -159,6 +174,16 @@ OTHER_REASONS = {
         "TokenizerManager._validate_and_resolve_lora",
         "if not obj.lora_path:\n            return",
     ),
+    "determinism.ATTENTION": (
+        "sglang.srt.arg_groups.choices",
+        "",
+        'RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND = ["ascend", "fa3", "fa4", "triton"]',
+    ),
+    "deterministic.set_variables": (
+        "megatron.core.extensions.transformer_engine",
+        "",
+        'os.getenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "1")',
+    ),
     "process.MODEL_PACKAGE": (
         "sglang.srt.models.registry",
         "",
@@ -176,7 +201,12 @@ READ_IN = {  # environment variables of the engine -> the module of SGLang that 
 }
 
 
-ALL_HOOKS = (*hooks.PORT_HOOKS, *hooks.REPLY_HOOKS, *hooks.cpu_hooks())
+ALL_HOOKS = (
+    *hooks.PORT_HOOKS,
+    *hooks.REPLY_HOOKS,
+    *hooks.cpu_hooks(),
+    *hooks.deterministic_hooks(on_cpu=True),
+)
 
 
 def source_of(module: str, name: str) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from laminar_hpc.config.critic import wrong_critic
+from laminar_hpc.config.determinism import wrong_determinism
 from laminar_hpc.config.experts import experts_of
 from laminar_hpc.config.layout_rules import wrong_expert_layout, wrong_layout
 from laminar_hpc.config.learning_schema import AlgorithmConfig
@@ -43,7 +44,7 @@ def broken_rules(config: RunConfig, model: dict | None) -> list[str]:
     parts = [_source, _data, _devices, _sampling, _rollout, _environment, _pipeline, _batch]
     parts += [_loss, _corrections, _rewards, _advantages, _schedule]
     texts = [text for part in parts for text in part(config)]
-    texts += [*wrong_teachers(config, model), *wrong_critic(config, model)]
+    texts += [*wrong_teachers(config, model), *wrong_critic(config, model), *wrong_determinism(config)]
     if model is not None:
         experts = experts_of(model)
         texts += [*wrong_layout(config, model), *wrong_expert_layout(config, experts)]

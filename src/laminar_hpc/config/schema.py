@@ -70,6 +70,9 @@ class ModelConfig:
     float32_head: bool = True
     """of bfloat16: trainer and engine do not round the logits to it"""
     lora: LoraConfig = field(default_factory=LoraConfig)
+    deterministic: bool = False
+    """trainer and engines give the same bits for the same work, and so the same weights twice with
+    pipeline=sync; see docs/determinism.md for what it costs"""
 
 
 @dataclass

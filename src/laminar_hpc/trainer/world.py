@@ -17,6 +17,7 @@ from laminar_hpc.line.messages.training import TrainersMeet
 from laminar_hpc.machine.devices import present
 from laminar_hpc.machine.files.open_files import allow_connections
 from laminar_hpc.machine.numa import stay_near
+from laminar_hpc.trainer.megatron.deterministic import become_deterministic
 from laminar_hpc.weights.links.meeting import host_store, reach_store
 from laminar_hpc.weights.links.streams import streams_of
 
@@ -28,6 +29,7 @@ def init_trainer_world(context: RoleContext) -> None:
     trainers = config.trainer.ranks
     seconds = timedelta(seconds=config.cluster.join_timeout_seconds)
     refuse_unusable_gpus()
+    become_deterministic(config)
     allow_connections(trainers, meshes=True)
     device: torch.device | None = None
     if torch.cuda.is_available():

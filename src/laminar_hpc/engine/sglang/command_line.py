@@ -13,6 +13,7 @@ from pathlib import Path
 from laminar_hpc.config.adapter_places import adapters_at_once
 from laminar_hpc.config.adapters import TARGETS
 from laminar_hpc.config.check import derive, memory_need
+from laminar_hpc.config.determinism import refuse_on_cpu, refuse_on_gpu
 from laminar_hpc.config.errors import LaminarError, did_you_mean
 from laminar_hpc.config.experts import experts_of
 from laminar_hpc.config.kv_moves import MOVED_PAGE, keeps_cache
@@ -149,10 +150,11 @@ def has_cuda() -> bool:
 
 def _attention(config: RunConfig) -> dict[str, str]:
     """The attention backend where SGLang's own choice for the GPU (model_override_base.py:281: fa3,
-    trtllm_mha or flashinfer) has no kernel: for float32, and for heads of unusual size."""
+    trtllm_mha or flashinfer) has no kernel: for float32, and for heads of unusual size; and where a token
+    is to follow from its prefix, whatever the GPU."""
     model = model_config(config.model.path, config.dry_run)
     fits = config.model.dtype != "float32" and head_size(model) in HEAD_SIZES
-    return {} if fits else {"attention-backend": "triton"}
+    return {} if fits and not config.model.deterministic else {"attention-backend": "triton"}
 
 
 def _memory_share(config: RunConfig) -> dict[str, str]:
@@ -224,6 +226,9 @@ def arguments(config: RunConfig, directory: Path, weight_version: str, seed: int
     }
     if config.model.float32_head and config.model.dtype != "float32":
         values["enable-fp32-lm-head"] = "true"
+    if config.model.deterministic:
+        (refuse_on_gpu if has_cuda() else refuse_on_cpu)(config)
+        values["enable-deterministic-inference"] = "true"
     if rollout.increment_tokens:
         values["incremental-streaming-output"] = "true"
     values |= speculation.arguments(config, has_cuda(), _brings_routes(config))
@@ -243,6 +248,8 @@ def arguments(config: RunConfig, directory: Path, weight_version: str, seed: int
             # nothing overlaps on the same cores: it costs a wasted row per response
             "disable-overlap-schedule": "true",
         }
+        if config.model.deterministic:  # SGLang looks at it before it asks the platform
+            values["attention-backend"] = "torch_native"
     values |= {key.replace("_", "-"): value for key, value in rollout.engine_arguments.items()}
     words: list[str] = []
     for key, value in values.items():

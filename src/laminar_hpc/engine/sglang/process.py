@@ -93,11 +93,14 @@ def _cuda_variables() -> dict[str, str]:
 class EngineProcess:
     """One life of an engine. `dead` is set once one of its processes ended, but for `stop`."""
 
-    def __init__(self, name: str, log: Path, threads: int, ranks: int = 1) -> None:
+    def __init__(
+        self, name: str, log: Path, threads: int, ranks: int = 1, deterministic: bool = False
+    ) -> None:
         self.name = name
         self.log = log
         self.threads = threads
         self.ranks = ranks  # tensor parallel
+        self.deterministic = deterministic
         self.port = 0
         self._held_port: socket.socket | None = None
         self.key = ""
@@ -174,6 +177,7 @@ class EngineProcess:
             key.FILE_VARIABLE: str(self.folder / "key") if self.folder else "",
             serve.PARENT_VARIABLE: str(os.getpid()),
             protocol.SOCKET_VARIABLE: str(self.socket_path),
+            protocol.DETERMINISTIC_VARIABLE: str(int(self.deterministic)),
         }
 
     def _watch(self, pid: int, name: str | None) -> None:

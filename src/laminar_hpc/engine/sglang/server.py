@@ -60,7 +60,8 @@ class SglangServer(AdapterCalls):
         self.name = f"engine {index}"
         self.log = run_dir / "logs" / f"engine{index}.log"
         ranks = config.rollout.tensor_parallel
-        self.process = self.Process(self.name, self.log, config.rollout.threads, ranks)
+        options = config.rollout.threads, ranks, config.model.deterministic
+        self.process = self.Process(self.name, self.log, *options)
         self.http = HttpClient(self.process)
         super().__init__(config, PortClient(self.process, ranks))
         self.adapters = [] if config.model.lora.rank else None

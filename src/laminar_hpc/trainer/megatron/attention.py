@@ -23,6 +23,7 @@ from torch.nn.attention.varlen import varlen_attn
 from laminar_hpc.trainer.megatron.context import heads_of_all_tokens, tokens_of_all_heads
 from laminar_hpc.trainer.megatron.rope import in_halves
 from laminar_hpc.trainer.megatron.windows import causal_attention, tokens_before
+from laminar_hpc.weights.kernels import fixed_order
 from laminar_hpc.weights.kernels.layers import rotate
 
 _STEP = 1.25  # of a bucket's longest sequence to its shortest: under a quarter of padding, few buckets
@@ -202,6 +203,10 @@ class PackedCausalAttention(MegatronModule):
     ) -> torch.Tensor:
         if takes_packs(query.device, query.dtype):
             return self._whole_pack(query, key, value, layout)
+        if fixed_order.is_installed():
+            window = None if self.before is None else self.before + 1
+            out = fixed_order.PackAttention.apply(query, key, value, layout.lengths, self.scale, window)
+            return out.reshape(-1, self.width)
         copies = query.shape[1] // key.shape[1]
         if copies > 1 and query.is_cuda:  # torch's float32 kernels for CUDA want as many key as query heads
             key, value = (t.repeat_interleave(copies, dim=1) for t in (key, value))

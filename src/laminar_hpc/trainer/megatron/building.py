@@ -114,6 +114,7 @@ def transformer_config(shape: ModelShape, config: RunConfig, dtype: torch.dtype)
         bf16=dtype is torch.bfloat16,
         params_dtype=dtype,
         pipeline_dtype=torch.float32 if _rounds_as_sglang(config) else dtype,
+        deterministic_mode=config.model.deterministic,
         batch_p2p_sync=False,  # a wait for the whole device, and so for what the publisher sends beside it
         tensor_model_parallel_size=config.trainer.tensor_parallel,
         pipeline_model_parallel_size=config.trainer.pipeline_parallel,

@@ -114,4 +114,5 @@ def rotated(x: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
     """x: [tokens, heads * head_size], any mixture of query and key heads."""
     cos, sin = factors.chunk(2, dim=-1)
     heads = x.view(len(x), -1, cos.shape[-1]).float()
-    return torch.addcmul(heads * cos, heads.roll(cos.shape[-1] // 2, -1), sin).to(x.dtype).view(x.shape)
+    turned = heads.roll(cos.shape[-1] // 2, -1)
+    return (heads * cos + turned * sin).to(x.dtype).view(x.shape)  # each rounded alone, as in the trainer

@@ -83,10 +83,35 @@ REPLY_HOOKS = (  # of the HTTP server's process only
 NOT_IN_0_5_17 = {hook.module for hook in PORT_HOOKS if hook.module != SCHEDULER}
 
 
-def cpu_hooks() -> tuple[Hook, ...]:
-    """What an engine on the CPU needs, or is faster with; none changes a number but by rounding."""
-    from laminar_hpc.engine.sglang.plugin import attention, cpu_functions, cpu_layers
+def deterministic_hooks(on_cpu: bool) -> tuple[Hook, ...]:
+    """What model.deterministic needs beside SGLang's own --enable-deterministic-inference."""
+    from laminar_hpc.engine.sglang.plugin import batch_invariance
 
+    sampler = "sglang.srt.layers.sampler"
+    # sampler.py:776 sorts a batch's rows before it draws
+    name = "top_k_top_p_min_p_sampling_from_probs_torch"
+    mixed = (Hook(sampler, name, "AROUND", batch_invariance.draw_or_take_best),)
+    if not on_cpu:
+        return mixed
+    return (
+        *mixed,
+        # murmur_hash.py:127 imports sgl_kernel
+        Hook(sampler, "sampling_from_probs_torch", "REPLACE", batch_invariance.draw),
+        # batch_invariant_ops.py has Triton kernels
+        Hook(
+            "sglang.srt.model_executor.model_runner",
+            "ModelRunner.maybe_enable_batch_invariant_mode",
+            "REPLACE",
+            batch_invariance.install,
+        ),
+    )
+
+
+def cpu_hooks(deterministic: bool = False) -> tuple[Hook, ...]:
+    """What an engine on the CPU needs, or is faster with; none changes a number but by rounding."""
+    from laminar_hpc.engine.sglang.plugin import attention, batch_invariance, cpu_functions, cpu_layers
+
+    own = batch_invariance.FixedOrderAttention if deterministic else attention.BatchedAttention
     return (
         *_cpu_lora_hooks(),
         # engine.py:1890: each process would import everything anew
@@ -103,7 +128,7 @@ def cpu_hooks() -> tuple[Hook, ...]:
             "sglang.srt.layers.attention.torch_native_backend",
             "TorchNativeAttnBackend",
             "REPLACE",
-            attention.BatchedAttention,
+            own,
         ),
         # rotary_embedding/base.py:279 cuts, rotates and joins query and key apart
         Hook(
@@ -164,7 +189,16 @@ def register() -> None:
         return
     # debug_utils/dumper.py:1824 would import it, and Weights & Biases with it, in every scheduler
     leave_out("megatron")
-    for hook in PORT_HOOKS if torch.cuda.is_available() else (*PORT_HOOKS, *cpu_hooks()):
+    on_cpu = not torch.cuda.is_available()
+    deterministic = os.environ.get(protocol.DETERMINISTIC_VARIABLE) == "1"
+    hooks = (*PORT_HOOKS, *cpu_hooks(deterministic)) if on_cpu else PORT_HOOKS
+    if deterministic:
+        hooks = (*hooks, *deterministic_hooks(on_cpu))
+    if deterministic and on_cpu:
+        from laminar_hpc.engine.sglang.plugin import batch_invariance
+
+        batch_invariance.allow_torch_native()
+    for hook in hooks:
         if hook.module not in NOT_IN_0_5_17 or importlib.util.find_spec(hook.module):
             _register(hook)
 

@@ -8,6 +8,7 @@ import msgspec
 
 # path of the Unix sockets, without the tensor-parallel rank that each ends with
 SOCKET_VARIABLE = "LAMINAR_ENGINE_PORT"
+DETERMINISTIC_VARIABLE = "LAMINAR_ENGINE_DETERMINISTIC"  # 1 with model.deterministic
 
 
 class PortRequest(msgspec.Struct, tag=True):
