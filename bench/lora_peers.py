@@ -71,7 +71,7 @@ class Watch(threading.Thread):
     def run(self) -> None:
         while self.process.poll() is None:
             self.look()
-            time.sleep(0.5)
+            time.sleep(1.0)
 
     def look(self) -> None:
         """Notes the time, the CPU seconds until now, and those of the core."""
