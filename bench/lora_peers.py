@@ -4,13 +4,15 @@ reward, group and batch size, rank, clip and Adam, each on one core of its own a
     python bench/lora_peers.py --json lora_peers.json     one pair at each of three learning rates
     python bench/lora_peers.py --trl-python VENV/bin/python --repeats 3 --learning-rates 1e-3
 
-`reached`: seconds and CPU seconds from the first request, and trajectories, until the accuracy of the
-batches, over 3 steps, is 0.70; `whole`: the same from the start of the command. The two swap cores with each
-pair. `others`: the share of the core that other processes had meanwhile; where it is above 0.1 the wall
-seconds say little, and the CPU seconds stand.
+A run ends when the accuracy of its batches, over 3 steps, is 0.70, or after `--steps` or `--run-seconds`.
+`reached`: seconds and CPU seconds from the first request until then, a dash where it was not; `CPU s/1000`:
+of a thousand trajectories that were drawn and trained, over the whole run. Start-up is in none of them. The
+two swap cores with each pair. `others`: the share of the core that other processes had meanwhile; above 0.1
+the wall seconds say little, and the CPU seconds stand.
 
-Figures: `cpu_over_trl`, `seconds_over_trl`, `trajectories_over_trl`: ours over theirs, each with the learning
-rate at which it takes the fewest CPU seconds, medians over repeats. Nothing is held against them.
+Figures, ours over theirs: `cpu_over_trl`, `seconds_over_trl` and `trajectories_over_trl` until the goal, each
+with the learning rate at which it takes the fewest CPU seconds; `cpu_per_trajectory_over_trl`, of all runs.
+Medians over repeats. Nothing is held against them.
 """
 
 import argparse
@@ -22,6 +24,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import common
 import psutil
@@ -30,7 +33,10 @@ from laminar_hpc.config.load import load_config
 from laminar_hpc.report import rundata, summary
 
 SPOILED = 0.1
+COURSE = "course.jsonl"  # of trl_lora.py
 RATES = "5e-4,1e-3,2e-3"
+SIZE = load_config(["experiment=lora"])
+TRAJECTORIES = SIZE.algorithm.prompts_per_step * SIZE.algorithm.samples_per_prompt  # of a batch
 COLUMNS = (
     "library",
     "lr",
@@ -38,11 +44,12 @@ COLUMNS = (
     "reached s",
     "reached CPU s",
     "trajectories",
-    "whole s",
-    "whole CPU s",
+    "accuracy",
+    "CPU s/1000",
     "others",
     "wall",
 )
+Batch = tuple[float, float]  # when its last update was made, and its accuracy
 
 
 class Watch(threading.Thread):
@@ -88,22 +95,36 @@ class Watch(threading.Thread):
         """The last look before."""
         return max((look for look in self.course if look[0] <= when), default=self.course[0])
 
-    def row(self, first: float, goal: float | None, trajectories: int | None) -> dict:
-        """`first`: when the first request was made; `goal`: when the goal was reached."""
-        if goal is None:
-            return {}
-        start, now = self.at(first), self.at(goal)
-        busy, own = now[2] - self.course[0][2], now[1]
-        others = max(0.0, busy - own) / (goal - self.began)
+    def row(self, first: float, batches: list[Batch]) -> dict:
+        """`first`: when the first request was made."""
+        start, now = self.at(first), self.at(batches[-1][0])
+        wall, cpu, trajectories = now[0] - start[0], now[1] - start[1], len(batches) * TRAJECTORIES
+        others = max(0.0, now[2] - start[2] - cpu) / max(1.0, wall)
+        reached = {"reached s": batches[-1][0] - first, "reached CPU s": cpu} if at_goal(batches) else {}
         return {
-            "reached s": goal - first,
-            "reached CPU s": now[1] - start[1],
+            **reached,
             "trajectories": trajectories,
-            "whole s": goal - self.began,
-            "whole CPU s": now[1],
+            "accuracy": recent(batches),
+            "CPU s/1000": cpu / trajectories * 1000,
             "others": others,
             "wall": "spoiled by load" if others > SPOILED else "",
         }
+
+
+def recent(batches: list[Batch]) -> float:
+    """The mean accuracy of the last steps."""
+    last = [accuracy for _, accuracy in batches[-summary.GOAL_STEPS :]]
+    return sum(last) / max(1, len(last))
+
+
+def at_goal(batches: list[Batch]) -> bool:
+    return len(batches) >= summary.GOAL_STEPS and recent(batches) >= summary.GOAL
+
+
+def lines(file: Path) -> list[dict]:
+    """Those that are whole."""
+    text = file.read_text() if file.exists() else ""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
 def log_of(folder: Path) -> Path:
@@ -116,49 +137,56 @@ def begin_ours(options: argparse.Namespace, run_dir: Path, lr: float, seed: int,
     return Watch([sys.executable, *command, *options.overrides], core, log_of(run_dir))
 
 
-def ours(watch: Watch, run_dir: Path) -> dict:
+def batches_of_ours(run_dir: Path) -> list[Batch]:
+    records = lines(run_dir / "metrics.jsonl")
+    return [(of["time"], of["accuracy_mean"]) for of in records if of["kind"] == "step"]
+
+
+def first_of_ours(run_dir: Path) -> float:
     run = rundata.load(run_dir)
-    seconds = common.seconds_to_accuracy(run)
-    first = min(s.t0 for spans in run.spans.values() for s in spans if s.kind == "generate")
-    goal = None if seconds is None else first + seconds
-    return watch.row(first, goal, summary.trajectories_to_goal(run.steps, summary.GOAL))
+    return min(s.t0 for spans in run.spans.values() for s in spans if s.kind == "generate")
 
 
 def begin_trl(options: argparse.Namespace, folder: Path, lr: float, seed: int, core: int) -> Watch:
-    config = load_config(["experiment=lora"])
-    a, lora = config.algorithm, config.model.lora
+    a, lora = SIZE.algorithm, SIZE.model.lora
     folder.mkdir()
     settings = {
-        "model": str(config.model.path),
-        "data": str(config.data.train),
+        "model": str(SIZE.model.path),
+        "data": str(SIZE.data.train),
         "prompts": a.prompts_per_step,
         "samples": a.samples_per_prompt,
         "minibatches": a.minibatches_per_step,
-        "max_tokens": config.sampling.max_response_tokens,
+        "max_tokens": SIZE.sampling.max_response_tokens,
         "rank": lora.rank,
         "alpha": lora.alpha,
         "lr": lr,
         "seed": seed,
         "steps": options.steps,
-        "goal": summary.GOAL,
-        "goal_steps": summary.GOAL_STEPS,
         "folder": str(folder),
-        "log": str(folder / "course.jsonl"),
+        "log": str(folder / COURSE),
     }
     worker = str(Path(__file__).with_name("trl_lora.py"))
     return Watch([options.trl_python, worker, json.dumps(settings)], core, log_of(folder))
 
 
-def trl(watch: Watch, folder: Path) -> dict:
-    first, *batches = map(json.loads, (folder / "course.jsonl").read_text().splitlines())
-    recent = [batch["accuracy"] for batch in batches[-summary.GOAL_STEPS :]]
-    reached = sum(recent) / max(1, len(recent)) >= summary.GOAL
-    size = load_config(["experiment=lora"]).algorithm
-    trajectories = len(batches) * size.prompts_per_step * size.samples_per_prompt
-    return watch.row(first["time"], batches[-1]["time"] if reached else None, trajectories)
+def batches_of_trl(folder: Path) -> list[Batch]:
+    return [(line["time"], line["accuracy"]) for line in lines(folder / COURSE)[1:]]
 
 
-SIDES: dict[str, tuple[Callable, Callable]] = {"laminar": (begin_ours, ours), "trl": (begin_trl, trl)}
+def first_of_trl(folder: Path) -> float:
+    return lines(folder / COURSE)[0]["time"]
+
+
+class Side(NamedTuple):
+    begin: Callable[[argparse.Namespace, Path, float, int, int], Watch]
+    batches: Callable[[Path], list[Batch]]
+    first: Callable[[Path], float]
+
+
+SIDES = {
+    "laminar": Side(begin_ours, batches_of_ours, first_of_ours),
+    "trl": Side(begin_trl, batches_of_trl, first_of_trl),
+}
 
 
 def pair(options: argparse.Namespace, folder: Path, lr: float, repeat: int, turn: int) -> list[dict]:
@@ -166,24 +194,31 @@ def pair(options: argparse.Namespace, folder: Path, lr: float, repeat: int, turn
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         raise SystemExit("the two run side by side, and this process may use one core only")
-    watches, rows, places = {}, [], {}
+    places = {name: folder / f"{name}-{lr:g}-{repeat}" for name in SIDES}
+    watches: dict[str, Watch] = {}
     try:
-        for number, (name, (begin, _)) in enumerate(SIDES.items()):
-            places[name] = folder / f"{name}-{lr:g}-{repeat}"
-            watches[name] = begin(options, places[name], lr, repeat, cores[(number + turn) % 2])
+        for number, (name, side) in enumerate(SIDES.items()):
+            watches[name] = side.begin(options, places[name], lr, repeat, cores[(number + turn) % 2])
         end = time.time() + options.run_seconds
-        for name, watch in watches.items():
-            watch.process.wait(max(1.0, end - time.time()))
-            watch.join()
-            if watch.process.returncode:
-                said = log_of(places[name]).read_text(errors="replace").splitlines()[-15:]
-                raise SystemExit(f"{name} failed; it said last:\n" + "\n".join(said))
-            rows.append({"library": name, "lr": lr, "repeat": repeat, **SIDES[name][1](watch, places[name])})
-    except subprocess.TimeoutExpired:
-        raise SystemExit(f"{name} had not ended after {options.run_seconds:.0f} s") from None
+        running = dict(watches)
+        while running and time.time() < end:
+            time.sleep(1.0)
+            for name, watch in list(running.items()):
+                if watch.process.poll() not in (None, 0):
+                    said = log_of(places[name]).read_text(errors="replace").splitlines()[-15:]
+                    raise SystemExit(f"{name} failed; it said last:\n" + "\n".join(said))
+                if watch.process.poll() == 0 or at_goal(SIDES[name].batches(places[name])):
+                    common.end(running.pop(name).process)
     finally:
         for watch in watches.values():
             common.end(watch.process)
+            watch.join()
+    rows = []
+    for name, side in SIDES.items():
+        row = {"library": name, "lr": lr, "repeat": repeat}
+        if batches := side.batches(places[name]):
+            row |= watches[name].row(side.first(places[name]), batches)
+        rows.append(row)
     return rows
 
 
@@ -223,7 +258,12 @@ def main() -> None:
         mine, theirs = best("laminar")[key], best("trl")[key]
         return mine / theirs if mine and theirs else None
 
+    per = {
+        library: common.median([row.get("CPU s/1000") for row in rows if row["library"] == library])
+        for library in SIDES
+    }
     figures = {
+        "cpu_per_trajectory_over_trl": per["laminar"] / per["trl"] if all(per.values()) else None,
         "cpu_over_trl": ratio("reached CPU s"),
         "seconds_over_trl": ratio("reached s"),
         "trajectories_over_trl": ratio("trajectories"),

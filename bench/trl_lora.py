@@ -1,5 +1,5 @@
 """TRL's side of bench/lora_peers.py, which starts it, if need be with another interpreter: GRPOTrainer with
-a PEFT adapter on the shipped example, until the accuracy of three batches in a row has reached the goal.
+a PEFT adapter on the shipped example.
 
 Takes one argument, the settings as JSON; appends to the file that they name a line for each batch: the time
 of the update after it, and its accuracy.
@@ -25,7 +25,7 @@ with left_out("vllm"):
 
 
 class Course(TrainerCallback):
-    """Notes each batch when its last update is made, and ends the run at the goal."""
+    """Notes each batch when its last update is made."""
 
     def __init__(self, settings: dict) -> None:
         self.settings = settings
@@ -40,12 +40,8 @@ class Course(TrainerCallback):
         self.note(begins=True)
 
     def on_step_end(self, args: object, state: object, control: object, **_: object) -> None:
-        if state.global_step % self.settings["minibatches"]:
-            return
-        self.note(accuracy=self.accuracies[-1])
-        recent = self.accuracies[-self.settings["goal_steps"] :]
-        if len(recent) == self.settings["goal_steps"] and sum(recent) / len(recent) >= self.settings["goal"]:
-            control.should_training_stop = True
+        if state.global_step % self.settings["minibatches"] == 0:
+            self.note(accuracy=self.accuracies[-1])
 
 
 def main() -> None:
