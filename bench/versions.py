@@ -129,6 +129,11 @@ def row(config: RunConfig, refresh: str, start: float, end: float, scale: float)
     policies = database.execute("SELECT MAX(policies) FROM trajectories").fetchone()[0]
     database.close()
     consumed = rundata.load(Path(config.run_dir)).consumed
+    if not consumed:
+        raise SystemExit(
+            f"{refresh}: nothing was trained within {(end - start) * scale:,.0f} emulated seconds, so this "
+            "machine is too busy for the emulated pace: give a lower --scale, or try again when it is quiet"
+        )
     with read(Path(config.run_dir)) as records:
         wrong = [text for finding in audit(records) for text in finding.culprits]
     for text in wrong[:5]:

@@ -115,6 +115,17 @@ def test_without_a_size_and_a_gpu_nothing_is_refused():
     check(load_config([*NODE, "rollout.engine=emulated", "rollout.kv_cache_tokens=90000000"]))
 
 
+def test_a_teacher_whose_whole_distribution_is_used_takes_room_for_its_logits():
+    """Its copy is counted either way; the logits come in chunks, whose weight gradient few tokens would not
+    need."""
+    path, few = load_config(NODE).model.path, "trainer.tokens_per_microbatch=2048"
+    sampled, exact = (
+        derive(load_config([*NODE, few, f"teacher.model={path}", f"teacher.divergence={divergence}"]))
+        for divergence in ("sampled", "reverse")
+    )
+    assert 1 << 30 < exact.trainer_gpu_memory_bytes - sampled.trainer_gpu_memory_bytes < 8 << 30
+
+
 def test_a_shared_gpu_holds_both():
     """Promise: trainer.devices and rollout.devices that overlap are added up."""
     words = r"a GPU shared by trainer and rollouts .*: set trainer.recompute_activations=selective, or lower"

@@ -14,6 +14,7 @@ from helpers.trainer import tiny
 from helpers.trainer.ranks import Ranks
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.teachers import check_rows, wrong_teachers
+from laminar_hpc.trainer.megatron import head
 from laminar_hpc.trainer.megatron.policy import MegatronPolicy
 from laminar_hpc.trainer.step.demonstrations import Demonstrations
 from laminar_hpc.trainer.step.learner import Learner
@@ -65,11 +66,14 @@ def advantages_of(batch: list[Made], folders: dict[str, str], rewards: float, co
     return found, -torch.cat(gaps).mean().item()
 
 
-def plain_loss(model: torch.nn.Module, batch: list[Made], advantages: list[torch.Tensor]) -> torch.Tensor:
+def plain_loss(
+    model: torch.nn.Module, batch: list[Made], advantages: list[torch.Tensor], temperature: float = 1.0
+) -> torch.Tensor:
     """DAPO's clip over all trained tokens."""
     total, count = torch.zeros(()), 0
     for t, advantage in zip(batch, advantages, strict=True):
-        ratio = masked((tiny.token_logprobs(model, t)[0] - torch.tensor(t.logprobs)).exp(), t)
+        logprobs = tiny.token_logprobs(model, t, temperature)[0]
+        ratio = masked((logprobs - torch.tensor(t.logprobs)).exp(), t)
         total = total - torch.min(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage).sum()
         count += len(ratio)
     return total / count
@@ -108,6 +112,66 @@ def test_each_prompt_has_the_advantage_of_its_teacher(untied_model: Path, teache
     assert max((found[name] - expected[name]).abs().max().item() for name in found) < 2e-6
 
 
+def plain_divergence(kind: str, p: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+    """Of rows of probabilities, by the definitions."""
+    m = (p + t) / 2
+    kl = {
+        "reverse": p * (p / t).log(),
+        "forward": t * (t / p).log(),
+        "jsd": (p * (p / m).log() + t * (t / m).log()) / 2,
+    }
+    return kl[kind].sum(-1)
+
+
+@pytest.mark.parametrize("kind", ["reverse", "forward", "jsd"])
+def test_the_divergence_over_the_vocabulary_is_added_to_the_loss(
+    kind: str, untied_model: Path, teachers, world: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two teachers, at a temperature, from logits that come in chunks, beside half of GRPO's
+    advantages."""
+    monkeypatch.setattr(head, "LOGITS_BYTES", 4 * tiny.VOCAB * 4 * 7)  # seven rows at once, beside a teacher
+    config = tiny.make_config(
+        untied_model,
+        optimizer__lr=1e-3,
+        sampling__temperature=0.7,
+        teacher__model=teachers,
+        teacher__rewards=0.5,
+        teacher__coefficient=0.3,
+        teacher__divergence=kind,
+    )
+    batch, model = tiny.make_batch(seed=31), tiny.transformers_model(untied_model)
+    loaded = {name: tiny.transformers_model(Path(folder)) for name, folder in teachers.items()}
+
+    def probabilities(model: torch.nn.Module, t: Made) -> torch.Tensor:
+        tokens = torch.tensor([t.prompt_tokens + t.response_tokens])
+        logits = model(tokens).logits[0, len(t.prompt_tokens) - 1 : -1] / 0.7
+        return logits.softmax(-1)[torch.tensor(t.loss_mask, dtype=torch.bool)]
+
+    divergences = torch.cat(
+        [
+            plain_divergence(kind, probabilities(model, t), probabilities(loaded[teacher_of(t)], t).detach())
+            for t in batch
+        ]
+    )
+    rewarded, _ = advantages_of(batch, teachers, 0.5, 0.0)
+    loss = plain_loss(model, batch, rewarded, 0.7) + 0.3 * divergences.mean()
+    policy = MegatronPolicy(config)
+    metrics = Learner(config, policy).train(named(batch), 0, lambda: None)
+    assert metrics["loss"] == pytest.approx(loss.item(), abs=1e-5)
+    assert metrics["teacher_kl"] == pytest.approx(divergences.mean().item(), abs=1e-5) and loss.item() != 0
+    expected = after_adam(config, model, loss)
+    found = dict(policy.canonical_tensors())
+    assert max((found[name] - expected[name]).abs().max().item() for name in found) < 2e-6
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_divergences_have_the_gradient_of_plain_softmax(tensor: int, ranks: Ranks) -> None:
+    """Of both heads of two teachers, to 1e-6, also over a vocabulary split over two ranks with padding."""
+    for found in ranks.run(tensor, "cases:divergence_gradients"):
+        assert found.pop("largest") > 0.1
+        assert {name for name, value in found.items() if value > 1e-6} == set(), found
+
+
 def test_two_ranks_ask_the_teacher_as_one_does(untied_model: Path, teachers, ranks: Ranks) -> None:
     settings = {
         "optimizer__lr": 1e-3,
@@ -125,13 +189,20 @@ def test_two_ranks_ask_the_teacher_as_one_does(untied_model: Path, teachers, ran
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("divergence", ["sampled", "reverse"])
 @pytest.mark.parametrize(
     "layout",
     [{"tensor_parallel": 2}, {"pipeline_parallel": 2}, {"context_parallel": 2}],
     ids=["tensor", "pipeline", "context"],
 )
-def test_layouts_hold_teachers(layout: dict, untied_model: Path, teachers, ranks: Ranks) -> None:
-    settings = {"optimizer__lr": 1e-3, "teacher__model": teachers["one"]}
+def test_layouts_hold_teachers(
+    layout: dict, divergence: str, untied_model: Path, teachers, ranks: Ranks
+) -> None:
+    settings = {
+        "optimizer__lr": 1e-3,
+        "teacher__model": teachers["one"],
+        "teacher__divergence": divergence,
+    }
     split = {f"trainer__{key}": value for key, value in layout.items()}
     (alone,) = ranks.run(1, "cases:steps", model=str(untied_model), settings=settings, count=2)
     first, _ = ranks.run(2, "cases:steps", model=str(untied_model), settings={**settings, **split}, count=2)
@@ -273,6 +344,9 @@ def test_what_cannot_teach_is_refused(untied_model: Path, tied_model: Path, tmp_
     assert "temperature 1" in lines(teacher__model="http://there:1", sampling__temperature=0.7)
     assert "not set" in lines(teacher__model="http://there:1", teacher__api_key_env="LAMINAR_NO_SUCH_KEY")
     assert "one per token" in lines(teacher__model="http://there:1", algorithm__loss="gspo")
+    exact = {"teacher__divergence": "reverse"}
+    assert lines(teacher__model=str(untied_model), algorithm__loss="gspo", **exact) == ""
+    assert "log-probs of drawn tokens alone" in lines(teacher__model="http://there:1", **exact)
     assert "does not train" in lines(teacher__model="http://there:1", algorithm__zero_variance="filter")
     several = {"a": "http://there:1", "b": "http://there:2"}
     assert "name one" in lines(teacher__model=several, source="replay:x")

@@ -44,6 +44,7 @@ from laminar_hpc.config.models import (
     model_config,
     rollout_bytes,
     serving_bytes,
+    teacher_head_bytes,
     trainer_bytes,
 )
 from laminar_hpc.config.objectives import GAE
@@ -52,7 +53,7 @@ from laminar_hpc.config.routing import many_routes, replay_text, replayed_routes
 from laminar_hpc.config.rules import broken_rules
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.config.source import labels, parse_source
-from laminar_hpc.config.teachers import held_teachers
+from laminar_hpc.config.teachers import SAMPLED, held_teachers
 
 _NEEDED = [key for key in SHAPE if key not in ("model_type", "num_key_value_heads")]
 _MAY_BE_NULL = ("num_key_value_heads", "head_dim", "max_position_embeddings")
@@ -136,14 +137,17 @@ def _staging_bytes(config: RunConfig, trainers: int, publish: int) -> int:
 
 
 def _held_bytes(config: RunConfig, model: dict, publish: int) -> int:
-    """What a trainer rank holds beside the policy: copies of a reference and of teachers, and the state of a
-    critic, whose activations are not there while the policy's are."""
-    state_alone = dataclasses.replace(config.trainer, tokens_per_microbatch=0)
-    critic = trainer_bytes(model, serving_bytes(config.model.dtype), state_alone)
+    """What a trainer rank holds beside the policy: copies of a reference and of teachers, a teacher's logits,
+    and the state of a critic, whose activations are not there while the policy's are."""
+    t, width = config.trainer, serving_bytes(config.model.dtype)
+    critic = trainer_bytes(model, width, dataclasses.replace(t, tokens_per_microbatch=0))
+    logits = 0
+    if config.teacher.divergence != SAMPLED and held_teachers(config.teacher):
+        logits = math.ceil(teacher_head_bytes(model, width, t.tensor_parallel, t.tokens_per_microbatch))
     reference = config.algorithm.kl_coefficient > 0 and config.model.lora.rank == 0
     copies = reference + held_teachers(config.teacher)
-    each = math.ceil(publish / (config.trainer.tensor_parallel * config.trainer.pipeline_parallel))
-    return copies * each + critic * (config.algorithm.advantage == GAE)
+    each = math.ceil(publish / (t.tensor_parallel * t.pipeline_parallel))
+    return copies * each + logits + critic * (config.algorithm.advantage == GAE)
 
 
 def derived_values(config: RunConfig, derived: Derived) -> dict[str, object]:

@@ -100,15 +100,19 @@ class CriticConfig:
 
 @dataclass
 class TeacherConfig:
-    """On-policy distillation: what teachers say of the tokens that the policy has drawn, as an advantage of
-    each token; docs/algorithms.md has the formula."""
+    """On-policy distillation: what teachers say of the tokens that the policy has drawn; docs/algorithms.md
+    has the formulas."""
 
     model: Any = ""
     """a Hugging Face directory of the policy's architecture, held on the trainer ranks; or the URL
     http(s)://HOST:PORT of an SGLang or vLLM server; or several, written {NAME: MODEL}, one of which each row
     names in its field `teacher`; empty = none"""
+    divergence: str = choice("sampled", "reverse", "forward", "jsd")
+    """of policy and teacher at each token: sampled, an estimate of the reverse KL from the drawn token, as an
+    advantage; or of directories reverse KL, forward KL or Jensen-Shannon over the whole vocabulary, in the
+    loss"""
     coefficient: float = number(1.0, above=0, at_most=1000)
-    """weight of the teacher's log-prob less the policy's in a token's advantage"""
+    """weight of the divergence"""
     rewards: float = number(0.0, at_least=0, at_most=1000)
     """weight of the advantage that the rewards give, beside the teacher's; 0 = the teacher alone"""
     api_key_env: str = ""

@@ -268,6 +268,14 @@ def _head_bytes(tokens: int, columns: int, hidden: int, width: int, trained: boo
     return min(_whole_head_bytes(tokens, columns), _chunked_head_bytes(columns, hidden, width, trained))
 
 
+def teacher_head_bytes(model: dict, width: int, tensor: int, tokens: int) -> float:
+    """How much more the head takes beside a teacher's: its logits then come in chunks, however few they are
+    (trainer/megatron/distillation.py)."""
+    columns = math.ceil(model["vocab_size"] / tensor)
+    chunked = _chunked_head_bytes(columns, model["hidden_size"], width, True)
+    return max(0.0, chunked - _whole_head_bytes(tokens, columns))
+
+
 def _kept_bytes(model: dict, width: int) -> tuple[float, float, float]:
     """Bytes per token that a layer keeps for the backward pass: its input; all; and all with selective
     recomputation.

@@ -17,6 +17,7 @@ from laminar_hpc.config.rewards import url_objection
 from laminar_hpc.config.schema import RunConfig
 
 FIELD = "teacher"  # of a row, that names its teacher where there are several
+SAMPLED = "sampled"  # the divergence that needs no more of a teacher than log-probs of drawn tokens
 SINGLE = ""  # the name of a teacher that is alone
 _NUMBERS = (*SHAPE, "head_dim", "rope_theta", "rope_scaling", "rms_norm_eps")
 
@@ -78,7 +79,13 @@ def wrong_teachers(config: RunConfig, policy: dict[str, Any] | None) -> Iterator
             "it behind an SGLang or vLLM server, and name its URL"
         )
     a = config.algorithm
-    if a.loss in SEQUENCE_LOSSES:
+    exact = config.teacher.divergence != SAMPLED
+    if exact and held_teachers(config.teacher) < len(named):
+        yield (
+            "@teacher.divergence: a server gives log-probs of drawn tokens alone; set it to sampled, or name "
+            "directories"
+        )
+    if a.loss in SEQUENCE_LOSSES and not exact:
         yield "@algorithm.loss has one advantage per sequence, a teacher one per token: use another loss"
     if a.zero_variance == "filter" and config.teacher.rewards == 0:
         yield (

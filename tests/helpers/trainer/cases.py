@@ -21,6 +21,7 @@ from laminar_hpc.trainer.agreement import Agreement
 from laminar_hpc.trainer.canonical import files
 from laminar_hpc.trainer.checkpoint import Checkpointer
 from laminar_hpc.trainer.megatron import head
+from laminar_hpc.trainer.megatron.distillation import TeacherRows
 from laminar_hpc.trainer.megatron.policy import MegatronPolicy
 from laminar_hpc.trainer.step.learner import Learner
 from laminar_hpc.trainer.step.microbatch import MicroBatch, make_microbatch
@@ -407,6 +408,46 @@ def entropy_gradients(temperature: float) -> dict[str, float]:
         "weight": float((chunked[1] - expected[1][own]).abs().max()),
         "largest": float(of_logits.abs().max()),
     }
+
+
+def divergence_gradients() -> dict[str, float]:
+    """The largest deviation of this rank's divergences from two teachers, and of their gradients, in chunks,
+    from those of plain softmax over the whole vocabulary in float64, over their largest; and the largest
+    gradient."""
+    tensor = dist.get_world_size()
+    if not ps.model_parallel_is_initialized():
+        ps.initialize_model_parallel(tensor)
+    draw = torch.Generator().manual_seed(0)
+    rows, hidden, vocabulary, real, temperature = 3 * ROWS + 2, 8, 64, 50, 0.7  # the rest is padding
+    x, states = (torch.randn(rows, hidden, generator=draw) for _ in range(2))
+    weight, *heads = (torch.randn(vocabulary, hidden, generator=draw) / 3 for _ in range(3))
+    which, slopes = torch.arange(rows) % 2, torch.randn(rows, generator=draw)
+    columns = vocabulary // tensor
+    own = slice(columns * ps.get_tensor_model_parallel_rank(), columns * (1 + place()[0]))
+    mine = [of.detach()[own].contiguous() for of in heads]
+    of_teachers = torch.stack([states.double() @ of.double().t() for of in heads])[which, torch.arange(rows)]
+    t = (of_teachers / temperature)[:, :real].softmax(-1)
+    found = {"largest": 0.0}
+    head.LOGITS_BYTES = 4 * columns * ROWS * 4
+    for kind in ("reverse", "forward", "jsd"):
+        a, b = x.double().requires_grad_(True), weight.double().requires_grad_(True)
+        p = ((a @ b.t()) / temperature)[:, :real].softmax(-1)
+        m = (p + t) / 2
+        terms = {"reverse": p * (p / t).log(), "forward": t * (t / p).log()}
+        terms["jsd"] = (p * (p / m).log() + t * (t / m).log()) / 2
+        expected = terms[kind].sum(-1)
+        (expected * slopes).sum().backward()
+        c, d = x.clone().requires_grad_(True), weight[own].clone().requires_grad_(True)
+        teacher = TeacherRows(states, which, mine, kind)
+        words = torch.nn.functional.linear, temperature, real, teacher
+        _, _, given = head.chunked_logprobs(c, d, which, *words)
+        (given * slopes).sum().backward()
+        found[f"{kind} value"] = float(((given - expected).abs().max() / expected.max()).detach())
+        found[f"{kind} hidden"] = float((c.grad - a.grad).abs().max() / a.grad.abs().max())
+        found[f"{kind} weight"] = float((d.grad - b.grad[own]).abs().max() / b.grad.abs().max())
+        found["largest"] = max(found["largest"], float(a.grad.abs().max()))
+    head.LOGITS_BYTES = LOGITS_BYTES
+    return found
 
 
 class LargestTensor(TorchDispatchMode):

@@ -3,6 +3,7 @@ Pure; called by trainer/step/learner.py.
 
     loss_t = kept_t * weight_t * policy_loss(pi / q, A)_t          by corrections.py and losses.py
              + kl_coefficient * KL(pi || reference)_t - entropy_coefficient * H(pi)_t
+             + coefficient * D(pi, teacher)_t                         given as `beside`
              - likelihood_t * log pi_t     of right answers and demonstrations, with their own denominators
 """
 
@@ -18,7 +19,19 @@ from laminar_hpc.trainer.algorithms.losses import policy_loss
 from laminar_hpc.trainer.algorithms.tokens import Tokens
 
 # Rows of Objective.sums: the loss; its denominator; then sums over trained tokens.
-SUMS = ("loss", "count", "tokens", "kept", "ratio", "clipped", "entropy", "kl", "kl_bounded", "truncated")
+SUMS = (
+    "loss",
+    "count",
+    "tokens",
+    "kept",
+    "ratio",
+    "clipped",
+    "entropy",
+    "kl",
+    "kl_bounded",
+    "truncated",
+    "beside",
+)
 
 
 @dataclass(frozen=True)
@@ -39,8 +52,10 @@ def objective(
     tokens: Tokens,
     logprobs: torch.Tensor,
     entropies: torch.Tensor,
+    beside: torch.Tensor | None = None,
 ) -> Objective:
-    """logprobs and entropies, with gradient: of the policy as it is, float32 [tokens]."""
+    """logprobs and entropies, with gradient: of the policy as it is, float32 [tokens]; `beside` as they are:
+    added to each token's loss."""
     now = logprobs.detach()
     correction = corrected(a, now, tokens)
     kept, bounded_weights = correction.kept, correction.bounded
@@ -61,6 +76,8 @@ def objective(
             losses = losses + a.kl_coefficient * estimate
     if a.entropy_coefficient > 0:
         losses = losses - a.entropy_coefficient * entropies
+    if beside is not None:
+        losses = losses + beside
     weights, count = weights_and_count(tokens, a.loss_aggregation, max_response_tokens)
     total = (losses * weights).sum()
     if tokens.likelihood is not None:
@@ -77,6 +94,7 @@ def objective(
                 kl * real,
                 bounded * real,
                 bounded_weights * mask,
+                torch.zeros_like(real) if beside is None else beside * real,
             ]
         )
         sums = torch.cat([torch.stack([total, count.to(total.dtype), real.sum()]), each.sum(1)])

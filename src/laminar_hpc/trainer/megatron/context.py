@@ -9,6 +9,7 @@ together: each rank has the pack's whole loss, and the gradient of its own share
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,12 +93,20 @@ class _Joined(torch.autograd.Function):
         return of_own, None, None, None
 
 
-def joined(
-    logprobs: torch.Tensor, entropies: torch.Tensor, wanted: torch.Tensor, total: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def joined(own: Sequence[torch.Tensor], wanted: torch.Tensor, total: int) -> tuple[torch.Tensor, ...]:
     """float32 [own] each -> [total] each, the same on all context-parallel ranks, which compute one loss from
     them: so the gradient of a rank's own is taken from its own loss, and not summed. `wanted` as in
     ContextShare; what a rank has beyond it is left out. Collective over the context-parallel ranks."""
-    both = torch.stack((logprobs, entropies))
-    whole = _Joined.apply(both, wanted, total, parallel_state.get_context_parallel_group())
-    return whole[0], whole[1]
+    group = parallel_state.get_context_parallel_group()
+    return tuple(_Joined.apply(torch.stack(tuple(own)), wanted, total, group))
+
+
+def joined_rows(own: torch.Tensor, wanted: torch.Tensor, total: int) -> torch.Tensor:
+    """[own, width] -> [total, width], the same on all context-parallel ranks, without gradient; `wanted` as
+    in `joined`."""
+    if context_ranks() == 1:
+        return own
+    whole = torch.zeros(total, own.shape[1], device=own.device)
+    whole.index_copy_(0, wanted, own[: len(wanted)].float())
+    dist.all_reduce(whole, group=parallel_state.get_context_parallel_group())  # the others add zeros
+    return whole.to(own.dtype)

@@ -16,22 +16,24 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import ColumnParallelLinear
 
 from laminar_hpc.config.models import LOGITS_BYTES
+from laminar_hpc.trainer.megatron.distillation import Comparison, TeacherRows
 from laminar_hpc.trainer.megatron.linear import Product
 from laminar_hpc.weights.kernels import logprobs as kernels
 
+_COMPARED = 4  # so many tensors of a chunk's logits are there at once beside a teacher's
 _COLUMNS = 8192  # of the vocabulary: whose weight gradient is computed at a time on the CPU
 
 
 class _Head:
     """This tensor-parallel rank's columns of the vocabulary, and the temperature."""
 
-    def __init__(self, columns: int, temperature: float, vocab: int) -> None:
+    def __init__(self, columns: int, temperature: float, vocab: int, at_once: int = 1) -> None:
         self.columns = columns
         self.temperature = temperature
         self.group = parallel_state.get_tensor_model_parallel_group()
         self.first = parallel_state.get_tensor_model_parallel_rank() * columns
         self.real = min(columns, max(0, vocab - self.first))
-        self.rows = max(1, LOGITS_BYTES // (4 * columns))
+        self.rows = max(1, LOGITS_BYTES // (4 * columns * at_once))
 
     def places(self, targets: torch.Tensor) -> torch.Tensor:
         """Of each target its column here, negative where another rank has it."""
@@ -101,19 +103,30 @@ class _Chunked(torch.autograd.Function):
         targets: torch.Tensor,
         head: _Head,
         product: Product,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        teacher: TeacherRows | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         places = head.places(targets)
+        logits: Iterable[torch.Tensor]
         logits = (product(part, weight, None).float() for part in hidden.split(head.rows))
+        compared = None if teacher is None else Comparison(head, teacher, product)
+        if compared is not None:
+            logits = compared.watched(logits)
         logprobs, entropies, normalizers = head.values(logits, places)
         ctx.head = head
+        ctx.compared = compared
         ctx.product = product
         ctx.weight = weight
         ctx.save_for_backward(hidden, weight, places, normalizers, entropies)
         ctx.set_materialize_grads(False)
-        return logprobs, entropies
+        return logprobs, entropies, None if compared is None else torch.cat(compared.found)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor | None, of_entropies: torch.Tensor | None) -> tuple:
+    def backward(
+        ctx: Any,
+        gradient: torch.Tensor | None,
+        of_entropies: torch.Tensor | None,
+        of_divergences: torch.Tensor | None,
+    ) -> tuple:
         hidden, weight, places, normalizers, entropies = ctx.saved_tensors
         head: _Head = ctx.head
         gradient = torch.zeros_like(normalizers) if gradient is None else gradient
@@ -129,11 +142,17 @@ class _Chunked(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             of_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         parts = (t.split(head.rows) for t in (hidden, places, normalizers, gradient, of_hidden))
-        for part, wanted, normalizer, upstream, out, slope in zip(*parts, slopes, strict=True):
+        of_teacher = None if of_divergences is None else of_divergences.split(head.rows)
+        for number, (part, wanted, normalizer, upstream, out, slope) in enumerate(
+            zip(*parts, slopes, strict=True)
+        ):
             logits = ctx.product(part, weight, None).float()
+            more = ctx.compared.gradient(logits, number, of_teacher[number]) if of_teacher else None
             narrow = logits if weight.dtype is torch.float32 else torch.empty_like(logits, dtype=weight.dtype)
             head.gradient(logits, wanted, normalizer, upstream, slope, narrow)
-            del logits
+            if more is not None:
+                narrow[:, : head.real].add_(more)
+            del logits, more
             torch.mm(narrow, weight, out=out)
             if of_weight is not None:
                 add_products(of_weight, narrow, part)
@@ -141,7 +160,7 @@ class _Chunked(torch.autograd.Function):
         # distributed_data_parallel.py, `_make_backward_post_hook`)
         ctx.weight.grad_added_to_main_grad = False
         found = None if of_weight is None else of_weight.to(weight.dtype)
-        return head.reduce(of_hidden), found, None, None, None
+        return head.reduce(of_hidden), found, None, None, None, None
 
 
 def add_products(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
@@ -171,10 +190,14 @@ def chunked_logprobs(
     product: Product,
     temperature: float,
     vocab: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    teacher: TeacherRows | None = None,
+) -> tuple[torch.Tensor, ...]:
     """As `whole_logprobs`, from hidden [n, hidden] and weight [vocabulary / TP, hidden] of one dtype, whose
-    logits `product` makes, see linear.py; the backward pass is collective too."""
-    return _Chunked.apply(hidden, weight, targets, _Head(len(weight), temperature, vocab), product)
+    logits `product` makes, see linear.py; the backward pass is collective too. With a teacher also the
+    divergences from it, float32 [n] with gradient, for a product of its head in each pass."""
+    head = _Head(len(weight), temperature, vocab, 1 if teacher is None else _COMPARED)
+    found = _Chunked.apply(hidden, weight, targets, head, product, teacher)
+    return found if teacher is not None else found[:2]
 
 
 class HeadSwitch:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from laminar_hpc.store.payload.layout import Routes
 from laminar_hpc.trainer.megatron.attention import PackLayout, pack_layout
 from laminar_hpc.trainer.megatron.context import context_ranks, context_share
+from laminar_hpc.trainer.megatron.distillation import TeacherRows
 from laminar_hpc.trainer.megatron.routing import routes_of_rank
 
 Ints = Sequence[int] | NDArray[np.integer]
@@ -24,7 +25,8 @@ class Pack:
     `tokens`, `positions` [tokens] int64; `selected` [trained] int64: the places whose next token is asked
     for; `targets` [trained]: it. With context parallelism these are of this rank's share of the pack, and at
     least one place is selected; `wanted` int64: which of the pack's `total` targets they are, see
-    context.py's ContextShare. `layout` is of the whole pack.
+    context.py's ContextShare. `layout` is of the whole pack. `teacher`: of the targets, where the divergence
+    from one is asked for.
     """
 
     layout: PackLayout
@@ -34,6 +36,7 @@ class Pack:
     targets: torch.Tensor
     wanted: torch.Tensor
     total: int
+    teacher: TeacherRows | None = None
 
     @property
     def size(self) -> int:

@@ -42,7 +42,7 @@ from laminar_hpc.trainer.megatron.building import (
     wrap,
 )
 from laminar_hpc.trainer.megatron.chunks import run_schedule, stage_module, virtual_size
-from laminar_hpc.trainer.megatron.context import context_ranks, heads_in_attention, joined
+from laminar_hpc.trainer.megatron.context import context_ranks, heads_in_attention, joined, joined_rows
 from laminar_hpc.trainer.megatron.cpu import cuda_as_cpu, native_calls
 from laminar_hpc.trainer.megatron.experts import expert_tensor_parallel
 from laminar_hpc.trainer.megatron.flash import use_fastest_attention
@@ -166,18 +166,18 @@ class MegatronPolicy:
     def _in_chunks(self, pack: Pack) -> bool:
         """Whether the last stage hands on hidden states of this pack, and its logits come in chunks."""
         layer, size = self._last.output_layer, self.dtype.itemsize
-        trained = self._lora is None
-        return head_in_chunks(
-            len(pack.selected), layer.output_size_per_partition, layer.input_size, size, trained
-        )
+        shape = layer.output_size_per_partition, layer.input_size, size, self._lora is None
+        return pack.teacher is not None or head_in_chunks(len(pack.selected), *shape)
 
-    def _forward(self, pack: Pack, whole: bool = False, model: torch.nn.Module | None = None) -> torch.Tensor:
+    def _forward(
+        self, pack: Pack, hands_on: bool | None = None, model: torch.nn.Module | None = None
+    ) -> torch.Tensor:
         """Through one of `models`, by default the first. The last stage's logits [1, selected,
-        vocabulary / TP] float32, or unless `whole`, where `_in_chunks`, its hidden states [1, selected,
-        hidden]; another stage's or chunk's hidden states."""
+        vocabulary / TP] float32, or where it `hands_on`, by default where `_in_chunks`, its hidden states [1,
+        selected, hidden]; another stage's or chunk's hidden states."""
         self._selected = pack.selected
         if self._last.post_process:
-            self._head.hands_on = not whole and self._in_chunks(pack)
+            self._head.hands_on = self._in_chunks(pack) if hands_on is None else hands_on
         with native_calls():
             rotation = rotation_of(self._frequencies, pack.positions, self._magnitude)
             windowed = None
@@ -187,41 +187,37 @@ class MegatronPolicy:
             run = model or self.models[0]
             return run(pack.tokens[None], pack.positions[None], None, packed_seq_params=layout)
 
-    def _logprobs(
-        self, output: torch.Tensor, pack: Pack, temperature: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probs and entropies of all of the pack's targets, on each context-parallel rank."""
-        logprobs, entropies = self._own_logprobs(output, pack, temperature)
-        if context_ranks() == 1:
-            return logprobs, entropies
-        return joined(logprobs, entropies, pack.wanted, pack.total)
+    def _logprobs(self, output: torch.Tensor, pack: Pack, temperature: float) -> tuple[torch.Tensor, ...]:
+        """What `chunked_logprobs` gives, of all of the pack's targets, on each context-parallel rank."""
+        own = self._own_logprobs(output, pack, temperature)
+        return own if context_ranks() == 1 else joined(own, pack.wanted, pack.total)
 
-    def _own_logprobs(
-        self, output: torch.Tensor, pack: Pack, temperature: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    @property
+    def head_weight(self) -> torch.nn.Parameter | None:
+        """The output layer's, [vocabulary / TP, hidden]; None but on the last pipeline stage."""
+        if not self._last.post_process or not self.shape.tied:
+            return self._last.output_layer.weight if self._last.post_process else None
+        return self._last.shared_embedding_or_output_weight()
+
+    def _own_logprobs(self, output: torch.Tensor, pack: Pack, temperature: float) -> tuple[torch.Tensor, ...]:
         if self._in_chunks(pack):
-            weight = (
-                self._last.shared_embedding_or_output_weight()
-                if self.shape.tied
-                else self._last.output_layer.weight
-            )
             product = float32_product if has_float32_head(self.config, self.dtype) else F.linear
-            hidden = output[0].to(weight.dtype)
-            return chunked_logprobs(hidden, weight, pack.targets, product, temperature, self.shape.vocab)
+            rows = output[0].to(self.dtype), self.head_weight, pack.targets
+            return chunked_logprobs(*rows, product, temperature, self.shape.vocab, pack.teacher)
         # `output[0]` would copy the gradient, which is gigabytes
         return whole_logprobs(output.squeeze(0), pack.targets, temperature, self.shape.vocab)
 
     def accumulate(
         self,
         micro_batches: Sequence[Batch],
-        loss: Callable[[Batch, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor, Collected]],
+        loss: Callable[..., tuple[torch.Tensor, torch.Tensor, Collected]],
     ) -> list[Collected]:
         """Gradients of the summed loss over the summed count, of all micro-batches of all data-parallel
         ranks. All ranks bring as many, see chunks.py; with pipeline stages, of equal size in tokens.
 
-        `loss` of a micro-batch, its log-probs with gradient and its entropies, each [trained], gives the
-        summed loss, its part of the denominator (int32), and what is to be collected. Returns what was
-        collected on this rank, which is nothing but on the last pipeline stage.
+        `loss` of a micro-batch, its log-probs with gradient, its entropies and, where its pack has a teacher,
+        the divergences from it, each [trained], gives the summed loss, its part of the denominator (int32),
+        and what is to be collected. Returns what was collected on this rank: nothing but on the last stage.
         """
 
         def step(batches: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, Callable]:
@@ -230,8 +226,8 @@ class MegatronPolicy:
 
         def finish(batch: Batch, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Collected]:
             with native_calls():
-                logprobs, entropies = self._logprobs(output, batch.pack, self.config.sampling.temperature)
-                total, count, collected = loss(batch, logprobs, entropies)
+                values = self._logprobs(output, batch.pack, self.config.sampling.temperature)
+                total, count, collected = loss(batch, *values)
             # each context-parallel rank has the whole loss, and Megatron adds their counts up
             return total, count * (parallel_state.get_context_parallel_rank() == 0), collected
 
@@ -266,13 +262,13 @@ class MegatronPolicy:
         self,
         packs: Sequence[Pack],
         read: Callable[[torch.Tensor, Pack], torch.Tensor],
-        whole: bool = False,
+        hands_on: bool | None = None,
     ) -> list[torch.Tensor]:
         """`read(what _forward gives, pack)` of each pack on the last stage; nothing on other stages."""
 
         def step(left: Iterator[Pack], model: torch.nn.Module) -> tuple[torch.Tensor, Callable]:
             pack = next(left)
-            return self._forward(pack, whole, model), lambda output, non_loss_data: read(output, pack)
+            return self._forward(pack, hands_on, model), lambda output, non_loss_data: read(output, pack)
 
         with cuda_as_cpu():
             return run_schedule(step, self.models, packs, lambda pack: pack.size, True)
@@ -282,7 +278,7 @@ class MegatronPolicy:
     ) -> list[torch.Tensor]:
         """`read(logits [1, places, vocabulary / TP], pack)` on the last stage, at the places of all tokens of
         all sequences but the first of each, of this rank's share of them."""
-        return self._read([self._all_places(sequences)], read, whole=True)
+        return self._read([self._all_places(sequences)], read, hands_on=False)
 
     def _all_places(self, sequences: list[list[int]]) -> Pack:
         return make_pack(sequences, [range(1, len(s)) for s in sequences], self.device)
@@ -290,18 +286,22 @@ class MegatronPolicy:
     def score(self, packs: Sequence[Pack]) -> list[torch.Tensor]:
         """Log-probs of each pack's targets at the sampling temperature, as in `accumulate`: float32 [trained]
         each, on the last stage."""
-        return self._read(
-            packs,
-            lambda output, pack: self._logprobs(output, pack, self.config.sampling.temperature)[0],
-        )
+        temperature = self.config.sampling.temperature
+        return self._read(packs, lambda output, pack: self._logprobs(output, pack, temperature)[0])
+
+    def hidden_states(self, packs: Sequence[Pack]) -> list[torch.Tensor]:
+        """What the head makes each pack's targets' logits of, [trained, hidden], on the last stage."""
+
+        def read(output: torch.Tensor, pack: Pack) -> torch.Tensor:
+            return joined_rows(output[0].to(self.dtype), pack.wanted, pack.total)
+
+        return self._read(packs, read, hands_on=True)
 
     def logprobs(self, sequences: list[list[int]]) -> torch.Tensor:
         """Log-probs of all tokens but the first of each sequence, at temperature 1, flattened; float32 on the
         CPU, on every rank."""
-        of_packs = self._read(
-            [self._all_places(sequences)],
-            lambda output, pack: self._logprobs(output, pack, 1.0)[0],
-        )
+        places = [self._all_places(sequences)]
+        of_packs = self._read(places, lambda output, pack: self._logprobs(output, pack, 1.0)[0])
         values = (
             of_packs[0] if of_packs else torch.empty(sum(len(s) - 1 for s in sequences), device=self.device)
         )

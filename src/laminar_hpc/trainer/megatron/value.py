@@ -59,9 +59,7 @@ class ValueModel(MegatronPolicy):
     def _in_chunks(self, pack: Pack) -> bool:
         return False
 
-    def _own_logprobs(
-        self, output: torch.Tensor, pack: Pack, temperature: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _own_logprobs(self, output: torch.Tensor, pack: Pack, temperature: float) -> tuple[torch.Tensor, ...]:
         values = output.reshape(-1).float()
         return values, values.detach()
 

@@ -180,8 +180,6 @@ class Learner:
     def _metrics_of_parts(self) -> dict[str, float]:
         """Of what is there in some runs only. Collective."""
         found = self._guard.metrics
-        if self._teachers is not None:
-            found["teacher_kl"] = self._teachers.kl
         if self.critic is not None:
             found |= self.critic.step_metrics()
         if self._demonstrations is not None:
@@ -216,7 +214,8 @@ class Learner:
                 self._progress()
             if shown and number >= own:
                 return shown.micro_batch(number - own, device, size)
-            return make_microbatch([examples[i] for i in share.plan[number]], device, size)
+            made = make_microbatch([examples[i] for i in share.plan[number]], device, size)
+            return self._teachers.beside(made, share.plan[number]) if self._teachers else made
 
         collected = self.policy.accumulate(Lazily(own + more, micro_batch), self._loss)
         for part, of_part in zip(share.plan, collected, strict=False):  # a stage before the last has none
@@ -310,14 +309,22 @@ class Learner:
         return a.kl_coefficient * kl_estimate(left, right, a.kl_estimator, a.kl_k3_max).double()
 
     def _loss(
-        self, batch: MicroBatch, logprobs: torch.Tensor, entropies: torch.Tensor
+        self,
+        batch: MicroBatch,
+        logprobs: torch.Tensor,
+        entropies: torch.Tensor,
+        divergences: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, Collected]:
         """Returns the loss as `MegatronPolicy.accumulate` wants it."""
         tokens, longest = batch.tokens, self.config.sampling.max_response_tokens
         self._progress()
         figures = trajectory_figures(tokens, logprobs.detach())
         tokens, logprobs, entropies = self._guard.mask(tokens, logprobs, entropies)
-        micro = objective(self.algorithm, longest, tokens, logprobs, entropies)
+        if divergences is not None:
+            divergences = self.config.teacher.coefficient * divergences
+            if tokens.left_out is not None:
+                divergences = divergences.masked_fill(tokens.left_out, 0.0)
+        micro = objective(self.algorithm, longest, tokens, logprobs, entropies, divergences)
         return micro.total, micro.count, Collected(micro.sums, micro.largest_ratio, *figures)
 
     def _token_metrics(self, collected: list[Collected]) -> dict[str, float]:
@@ -334,6 +341,8 @@ class Learner:
             "clip_fraction": of["clipped"] / kept,
             "entropy": of["entropy"] / tokens,
         }
+        if self._teachers is not None:
+            metrics["teacher_kl"] = self._teachers.mean(of["beside"] / tokens)
         if a.kl_coefficient > 0:
             metrics["kl"] = of["kl"] / tokens
             metrics["kl_bounded_tokens"] = of["kl_bounded"]

@@ -1,7 +1,7 @@
 """Log-probs of a step's batch by other weights than those that generated it. Called by
 trainer/step/learner.py before the updates."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
@@ -90,19 +90,37 @@ def own_logprobs(
     """By the weights in place, at the sampling temperature, of this rank's texts: float32 [trained tokens] of
     each on the CPU; zeros on a pipeline stage that has none. In the micro-batches in which they are trained;
     `progress` is called between them. Collective."""
+    zeros = {i: torch.zeros(text.response.trained) for i, text in texts.items()}
+    return zeros | _of_texts(policy.score, policy.device, texts, shares, progress)
+
+
+def own_states(
+    policy: MegatronPolicy, texts: Mapping[int, Text], shares: list[RankShare], progress: Callable[[], None]
+) -> dict[int, Tensor]:
+    """As `own_logprobs`, what the head makes logits of: [trained tokens, hidden] of each; none on another
+    pipeline stage than the last."""
+    return _of_texts(policy.hidden_states, policy.device, texts, shares, progress)
+
+
+def _of_texts(
+    read: Callable[[Sequence[Pack]], list[Tensor]],
+    device: torch.device,
+    texts: Mapping[int, Text],
+    shares: list[RankShare],
+    progress: Callable[[], None],
+) -> dict[int, Tensor]:
+    """What is read of each text's trained tokens, on the CPU."""
     plan = [part for share in shares for part in share.plan]
     size = max(share.size for share in shares)  # pipeline stages pass on tensors of one shape
-    counts = {i: text.response.trained for i, text in texts.items()}
-    logprobs = {i: torch.zeros(count) for i, count in counts.items()}
+    found = dict[int, Tensor]()
 
     def pack(number: int) -> Pack:
         if number:
             progress()
-        return text_pack([texts[i] for i in plan[number]], policy.device, size)
+        return text_pack([texts[i] for i in plan[number]], device, size)
 
-    packs = Lazily(len(plan), pack)
-    for part, of_pack in zip(plan, policy.score(packs), strict=False):  # another stage has none
+    for part, of_pack in zip(plan, read(Lazily(len(plan), pack)), strict=False):  # another stage has none
         if part:
-            own = of_pack.cpu().split([counts[i] for i in part])
-            logprobs |= dict(zip(part, own, strict=True))
-    return logprobs
+            own = of_pack.cpu().split([texts[i].response.trained for i in part])
+            found |= dict(zip(part, own, strict=True))
+    return found
