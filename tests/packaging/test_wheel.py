@@ -151,16 +151,14 @@ def test_an_image_is_built_and_trains_the_demo(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr[-3000:]
         return done.stdout.strip().splitlines()[-1] if done.stdout.strip() else ""
 
-    lent = [f"--volume={path}:{path}:ro" for path in settings_of_the_machine()]
+    settings = tmp_path / "pip.conf"
+    settings.write_text(pip_settings())
+    lent = [f"--volume={settings}:/etc/pip.conf:ro"]
+    lent += [f"--volume={path}:{path}:ro" for path in ("/etc/apt", "/etc/ssl/certs", *places_of_packages())]
     begun = call("from", "scratch")
     call("add", begun, str(base), "/")
     call("commit", begun, "localhost/bare")
-    words = [
-        "--isolation=chroot",
-        "--network=host",
-        *lent,
-        *(f"--env={name}" for name in os.environ if name.startswith("PIP_")),
-    ]
+    words = ["--isolation=chroot", "--network=host", *lent]
     call(
         "build",
         *words,
@@ -176,16 +174,18 @@ def test_an_image_is_built_and_trains_the_demo(tmp_path: Path) -> None:
     trains(run, tmp_path / "work")
 
 
-def settings_of_the_machine() -> list[Path]:
-    """What a build needs of this machine to reach its package indexes: settings of pip and apt, and the
-    certificates."""
-    places = [
-        "/etc/pip.conf",
-        "/etc/apt",
-        "/etc/ssl/certs",
-        *filter(None, [os.environ.get("PIP_FIND_LINKS")]),
-    ]
-    return [Path(place) for place in places if Path(place).exists()]
+def pip_settings() -> str:
+    """This machine's settings of pip, of files and environment, as one file: a build reaches its indexes."""
+    listed = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True)
+    pairs = dict(re.findall(r"^(?:.*\.)([\w-]+)='(.*)'$", listed.stdout, re.M))
+    pairs.pop("require-virtualenv", None)
+    return "\n".join(["[global]", *(f"{name} = {value}" for name, value in pairs.items())])
+
+
+def places_of_packages() -> list[str]:
+    """Folders and files of this machine that these settings name."""
+    words = {word.removeprefix("file://") for word in re.split(r"[\s=]+|\\n", pip_settings())}
+    return sorted(word for word in words if word.startswith("/") and Path(word).exists())
 
 
 def test_apptainer_and_containerfile_call_one_script() -> None:
