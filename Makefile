@@ -4,7 +4,7 @@
 SHELL := /bin/bash
 BIN := .venv/bin
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-slow chaos gpu-check bench-gpu fmt lint apex clean
+.PHONY: help setup demo test test-fast test-slow chaos gpu-check bench-gpu fmt lint apex wheel clean
 
 help:
 	@echo 'make demo        set up .venv and run the main job: laminar train experiment=demo'
@@ -21,11 +21,15 @@ help:
 	@echo 'make fmt         write all files in the one format, and mend what ruff can mend'
 	@echo 'make lint        ruff, its format, mypy, and import-linter: the floors and doors of the rooms'
 	@echo 'make setup       set up .venv only; a second call installs nothing'
+	@echo 'make wheel       build dist/: the wheel, and the pins and hashes of all that it runs with (docs/installing.md)'
 	@echo "make apex        build NVIDIA's apex into .venv (machines with CUDA's compiler)"
 	@echo 'make clean       remove .venv and caches; runs are kept'
 
 setup:
 	@bash requirements/setup.sh
+
+wheel: setup
+	@bash requirements/wheel.sh
 
 demo: setup
 	@echo '$$ laminar train experiment=demo'

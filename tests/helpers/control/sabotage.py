@@ -100,7 +100,14 @@ class Killer:
     times, `every` seconds at most.
     `kill(replica, known)` does it, and says whether any of the `known` was still generated there."""
 
-    def __init__(self, kill: Callable[[int, set[int]], bool], most: int, tokens: int, every: float, alone: bool = True) -> None:
+    def __init__(
+        self,
+        kill: Callable[[int, set[int]], bool],
+        most: int,
+        tokens: int,
+        every: float,
+        alone: bool = True,
+    ) -> None:
         self.kill, self.most, self.tokens, self.every = kill, most, tokens, every
         self.alone = alone
         # weight id, response tokens by trajectory and attempt, as far as they were known
