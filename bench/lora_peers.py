@@ -251,7 +251,8 @@ def main() -> None:
         for lr in options.learning_rates:
             mine = [row for row in rows if row["library"] == library and row["lr"] == lr]
             keys = ("reached CPU s", "reached s", "trajectories")
-            of_rates.append({"lr": lr, **{k: common.median([row.get(k) for row in mine]) for k in keys}})
+            reached = [row if "reached s" in row else {} for row in mine]
+            of_rates.append({"lr": lr, **{k: common.median([row.get(k) for row in reached]) for k in keys}})
         return min(of_rates, key=lambda of: of["reached CPU s"] or float("inf"))
 
     def ratio(key: str) -> float | None:
