@@ -93,7 +93,8 @@ def live(options: argparse.Namespace, folder: Path, repeat: int) -> tuple[Run, S
     finally:
         watch.ended.set()
         watch.join()
-    steps = sorted(step for step in watch.seen if step >= SKIP)
+    # behind the last step some have ended
+    steps = sorted(step for step, roles in watch.seen.items() if step >= SKIP and len(roles) == 4)
     if len(steps) < 2:
         raise SystemExit(f"{name} was too short to be watched: give it more --steps")
     first, last = watch.seen[steps[0]], watch.seen[steps[-1]]
