@@ -6,7 +6,7 @@ import random
 import statistics
 
 from simulator_papers import row
-from simulator_recipes import NEMO, Recipe
+from simulator_recipes import NEMO, RACKS, Recipe
 from simulator_runs import made
 
 from laminar_hpc.simulator.run import simulate
@@ -57,7 +57,7 @@ def published_inside(rows: list[dict]) -> dict[str, float]:
     logs of what they are off, by kind."""
     inside: dict[str, list[bool]] = {}
     off: dict[str, list[float]] = {}
-    for recipe in NEMO:
+    for recipe in (*NEMO, *RACKS):
         spread = spreads(MODELS[recipe.model], [GPUS[recipe.gpu]])
         middle = simulate(made(recipe)).figures["step_seconds"]
         base = _short(recipe, {})

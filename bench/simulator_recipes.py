@@ -83,7 +83,9 @@ NEMO = [
     Recipe("0.6", "DeepSeek-V3", "sync", 701, 256, 256, 32, (1, 16, 16), 134.0, **SHORT),
     Recipe("0.6", "DeepSeek-V3", "sync", 697, 512, 512, 32, (1, 16, 32), 111.0, **SHORT),
     Recipe("0.6", "DeepSeek-V3", "async", 710, 256, 256, 32, (1, 16, 16), 64.1, **SHORT),
-    # GB200, whose NVLink joins a rack.
+]
+# GB200, whose NVLink joins a rack.
+RACKS = [
     Recipe("0.6", "DeepSeek-V3", "sync", 711, 128, 128, 32, (1, 8, 16), 108.0, **SHORT | RACK | LESS),
     Recipe("0.6", "DeepSeek-V3", "sync", 700, 256, 256, 32, (1, 8, 16), 98.7, **SHORT | RACK | LESS),
     Recipe("0.6", "DeepSeek-V3", "async", 708, 128, 128, 16, (1, 8, 16), 61.7, **SHORT | RACK),

@@ -5,7 +5,7 @@ import dataclasses
 
 import numpy as np
 from simulator_papers import row
-from simulator_recipes import NEMO, Recipe
+from simulator_recipes import NEMO, RACKS, Recipe
 
 from laminar_hpc.simulator.constants import DEFAULT
 from laminar_hpc.simulator.rules import PIPELINES, Rules
@@ -102,14 +102,15 @@ def phases(recipe: Recipe, figures: dict[str, float]) -> tuple[float, float, flo
 
 def runs(rows: list[dict]) -> dict[str, float]:
     """Seconds of a step, kept apart from all fits, and of its phases."""
-    errors: dict[bool, list[float]] = {False: [], True: []}
-    for recipe in NEMO:
+    errors: dict[str, list[float]] = {"dense": [], "experts": [], "racks": []}
+    for recipe in (*NEMO, *RACKS):
         figures = simulated(recipe)
         gpus = recipe.train if recipe.mode == "sync" else recipe.train + recipe.generate
         what = f"NeMo RL {recipe.version}, {recipe.model}, {recipe.mode} on {gpus} {recipe.gpu}: s per step"
         note = f"trainer waits {figures['trainer_wait_share']:.0%}"
         rows.append(row("runs", what, recipe.seconds, figures["step_seconds"], note))
-        errors[MODELS[recipe.model].experts > 0].append(abs(rows[-1]["error"]))
+        kind = "racks" if recipe.gpu != "H100" else "experts" if MODELS[recipe.model].experts else "dense"
+        errors[kind].append(abs(rows[-1]["error"]))
         if recipe.phases:
             parts = zip(
                 ("generation", "updates", "log-probs"), recipe.phases, phases(recipe, figures), strict=True
@@ -117,9 +118,10 @@ def runs(rows: list[dict]) -> dict[str, float]:
             for name, published, found in parts:
                 what = f"NeMo RL {recipe.version}, {recipe.model} on {gpus}, {name}: s"
                 rows.append(row("runs", what, published, found))
-    every = errors[False] + errors[True]
+    every = errors["dense"] + errors["experts"]
     return {
         "runs_mean_error": sum(every) / len(every),
         "runs_worst_error": max(every),
-        "runs_worst_dense_error": max(errors[False]),
+        "runs_worst_dense_error": max(errors["dense"]),
+        "runs_mean_rack_error": sum(errors["racks"]) / len(errors["racks"]),
     }

@@ -42,3 +42,16 @@ def test_the_launches_of_experts_take_what_the_fit_gives(load):
     """And no row of a published run was among what it was fitted to."""
     fit = load("simulator_experts")
     assert fit.expert_launch(DEFAULT) == pytest.approx(DEFAULT.expert_launch_seconds, rel=0.02)
+
+
+def test_the_largest_models_take_as_long_as_published_and_in_the_same_order(load):
+    """Promise: within 25%, engines over two and four machines and weights for all of them at once: Qwen3-235B
+    and DeepSeek-V3 of NeMo RL 0.6 on 128 to 512 H100, asynchronous ones faster than synchronous ones."""
+    bench = load("simulator_runs")
+    for model in ("Qwen3-235B-A22B", "DeepSeek-V3"):
+        rows = [r for r in bench.NEMO if r.version == "0.6" and r.model == model]
+        found = {recipe: bench.simulated(recipe)["step_seconds"] for recipe in rows}
+        assert len(found) == 3
+        for recipe, seconds in found.items():
+            assert seconds == pytest.approx(recipe.seconds, rel=0.25), recipe
+        assert sorted(rows, key=lambda r: r.seconds) == sorted(rows, key=found.get)
