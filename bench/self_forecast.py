@@ -1,4 +1,4 @@
-"""Forecasts of live runs beside what came of them: emulated runs with a real controller, workers and messages.
+"""Forecasts of live runs beside what came of them: emulated engines, real controller, workers and messages.
 
     python bench/self_forecast.py --json self_forecast.json     some five minutes on two idle cores
 

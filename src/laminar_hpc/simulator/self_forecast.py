@@ -4,8 +4,8 @@
 From the files of a run that goes on: what its newest launch is measured to do, what its present settings are
 simulated to do, and what others would: on the same GPUs (split, staleness bound, local batch, repack) the
 fastest first, then with more replicas or fewer. One JSON line is printed, and added to
-RUN_DIR/forecasts.jsonl. Where an earlier line of other settings foretold the present ones, that forecast stands in it too, beside what
-they are measured to do (`foretold`).
+RUN_DIR/forecasts.jsonl. Where an earlier line of other settings foretold the present ones, that forecast
+stands in it too, beside what they are measured to do (`foretold`).
 """
 
 import dataclasses
