@@ -12,12 +12,13 @@ from argparse import Namespace
 from pathlib import Path
 
 from laminar_hpc.machine.observability.console import count, duration, number
-from laminar_hpc.report import rundata, sections, summary
+from laminar_hpc.report import forecast, rundata, sections, summary
 from laminar_hpc.report.page import page, tiles
 from laminar_hpc.report.rundata import Run
 from laminar_hpc.report.svg import tag, text
 from laminar_hpc.store.run_files import write_whole
 
+_FORECAST_SECONDS = 30.0  # that a page waits for a forecast
 Tile = tuple[str, str, str]  # title, value, note
 
 
@@ -39,6 +40,7 @@ def main(options: Namespace) -> int:
 
     Raises LaminarError for what is no run."""
     run = rundata.load(Path(options.words[0]))
+    forecast.make(run.directory, _FORECAST_SECONDS)
     summary.write_loaded(run)
     print(write_loaded(run))
     return 0

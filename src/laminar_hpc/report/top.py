@@ -16,7 +16,7 @@ from rich.text import Text
 
 from laminar_hpc.machine.observability.console import count, duration, eta, number
 from laminar_hpc.machine.observability.output import printable
-from laminar_hpc.report import turns
+from laminar_hpc.report import forecast, turns
 from laminar_hpc.report.live import RunFollower, View
 from laminar_hpc.store.status import RankStatus
 
@@ -43,14 +43,18 @@ def main(options: Namespace) -> int:
         view = follower.look()
         console.print(frame(view, console.width))
         return int(view.state == "died")
+    forecaster = forecast.Forecaster(follower.view.run_dir)
     try:
         first, whole = frame(follower.look(), console.width), sys.stdout.isatty()
         with Live(first, console=console, screen=whole, auto_refresh=False) as live:
             while follower.view.state in ("going on", "starting"):
+                forecaster.look()
                 time.sleep(REFRESH_SECONDS)
                 live.update(frame(follower.look(), console.width), refresh=True)
     except KeyboardInterrupt:
         return 0
+    finally:
+        forecaster.close()
     if sys.stdout.isatty():  # the last frame stays when the screen is given back
         console.print(frame(follower.view, console.width))
     return 0
@@ -59,7 +63,7 @@ def main(options: Namespace) -> int:
 def frame(view: View, width: int = PIPE_WIDTH) -> Group:
     """One picture of the run, `width` columns wide."""
     parts: list = [_head(view), _progress(view), Text(), _ranks(view, width), Text()]
-    lines = (_queues, _weights, _turns, _moves, _last_evaluations, _reward_errors, _incidents)
+    lines = (_queues, _weights, _turns, _moves, _last_evaluations, _reward_errors, _incidents, _forecast)
     parts += [line for make in lines if (line := make(view))]
     return Group(*parts)
 
@@ -259,6 +263,15 @@ def _incidents(view: View) -> Text | None:
     )
     parts = [f"{view.counts[kind]} {name}" for kind, name in names if kind in view.counts]
     return _line("incidents", *parts) if parts else None
+
+
+def _forecast(view: View) -> Text | None:
+    """What the run foretells of itself, a line for each setting."""
+    line = forecast.newest(view.run_dir)
+    if line is None:
+        return None
+    first, *others = forecast.parts(line)
+    return Text("\n").join([_line("forecast", first), *(_line("", other) for other in others)])
 
 
 def _reward_errors(view: View) -> Text | None:

@@ -35,8 +35,15 @@ def main(options: Namespace) -> int:
     name, *overrides = options.words
     if options.without and options.staleness:
         raise LaminarError("--without and --staleness are two tables: ask for one of them")
+    pipelines = vars(options)["as"]
     if finished.is_run(name, experiments()):
+        if options.without or options.staleness:
+            raise LaminarError("--without and --staleness are asked of an EXPERIMENT; of a run ask --as")
+        if pipelines:
+            return finished.sim_as(name, overrides, pipelines, options.json)
         return finished.sim(name, overrides, options.json)
+    if pipelines:
+        raise LaminarError(f"--as={pipelines} is asked of a RUN_DIR; of an experiment ask pipelines=[...]")
     config = load_simulation(name, overrides)
     if options.without or options.staleness:
         return _worth(config, options)

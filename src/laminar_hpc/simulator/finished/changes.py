@@ -57,6 +57,13 @@ def best_together(measured: Measured, now: Figures, say: _Say = lambda line: Non
         found.append(best)
 
 
+def single_changes(config: RunConfig) -> list[tuple[str, ...]]:
+    """Every option of every setting alone that a start would take."""
+    allowed = _wrong(config)
+    words = [option for options in _OPTIONS for option in options(config)]
+    return [option for option in words if _wrong(changed(config, option)) <= allowed]
+
+
 def changed(config: RunConfig, words: tuple[str, ...]) -> RunConfig:
     """A copy with the overrides that this file makes."""
     other = copy.deepcopy(config)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.simulator import counterfactual
 from laminar_hpc.simulator.finished.changes import GAIN_MIN, Change, best_of_each, best_together
 from laminar_hpc.simulator.finished.courses import Turns
 from laminar_hpc.simulator.finished.measured import Figures, Measured, measure
@@ -39,6 +40,21 @@ def sim(run_dir: str, words: list[str], as_json: bool) -> int:
     return _answer("sim", run_dir, words, as_json, lambda *run: best_of_each(*run)[:1], lines)
 
 
+def sim_as(run_dir: str, words: list[str], pipelines: str, as_json: bool) -> int:
+    """Prints the run beside itself under other pipelines. Returns 0."""
+    names = counterfactual.names_of(pipelines)
+    measured, own = _measured("sim", run_dir, words)
+    others = dict[str, Figures]()
+    for name in names:
+        others[name] = counterfactual.run_as(measured, name)
+        say(f"as {name}: {others[name].tokens_per_second:,.0f} tokens/s")
+    if as_json:
+        print(json.dumps(counterfactual.as_dict(measured, own, others), indent=1))
+    else:
+        print("\n".join(counterfactual.table(measured, own, others)))
+    return 0
+
+
 def plan(run_dir: str, words: list[str], as_json: bool) -> int:
     """Prints the overrides that would be fastest together, step by step. Returns 0."""
 
@@ -60,18 +76,23 @@ def _answer(
     lines: Callable[[Measured, Figures, list[Change]], list[str]],
 ) -> int:
     """What both commands do: measure the run, predict it, look for changes, print."""
-    if words:
-        raise LaminarError(
-            f"laminar {command} RUN_DIR takes no settings, and got {' '.join(words)}: the run has its own"
-        )
-    measured = measure(Path(run_dir))
-    now = predict(measured)
+    measured, now = _measured(command, run_dir, words)
     changes = look_for(measured, now, say)
     if as_json:
         print(json.dumps(_as_dict(measured, now, changes), indent=1))
     else:
         print("\n".join(lines(measured, now, changes)))
     return 0
+
+
+def _measured(command: str, run_dir: str, words: list[str]) -> tuple[Measured, Figures]:
+    """A run, and its prediction."""
+    if words:
+        raise LaminarError(
+            f"laminar {command} RUN_DIR takes no settings, and got {' '.join(words)}: the run has its own"
+        )
+    measured = measure(Path(run_dir))
+    return measured, predict(measured)
 
 
 def table(happened: Figures, simulated: Figures) -> list[str]:

@@ -13,7 +13,7 @@ from laminar_hpc.simulator.finished.measured import (
     repack_requests,
 )
 from laminar_hpc.simulator.rules import Rules
-from laminar_hpc.simulator.run import simulate
+from laminar_hpc.simulator.run import SimulationOutcome, simulate
 from laminar_hpc.simulator.schema import WorkloadConfig
 from laminar_hpc.simulator.setup import Engines, SimulationSetup
 from laminar_hpc.simulator.trainer_cost import JobCosts, only_training
@@ -70,7 +70,11 @@ def setup_of(measured: Measured, config: RunConfig | None = None) -> SimulationS
 
 def predict(measured: Measured, config: RunConfig | None = None) -> Figures:
     """Figures of the simulated run."""
-    outcome = simulate(setup_of(measured, config))
+    return figures_of(simulate(setup_of(measured, config)))
+
+
+def figures_of(outcome: SimulationOutcome) -> Figures:
+    """The figures that a live run has too."""
     found, rollout = outcome.figures, outcome.gpu_seconds["rollout"]
     # a replica whose trajectories wait for their tools is in the middle of its local batch, as in a run
     at_tools = rollout.get("environment", 0.0) / sum(rollout.values())

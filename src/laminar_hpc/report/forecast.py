@@ -1,0 +1,106 @@
+"""What a run foretells of itself: RUN_DIR/forecasts.jsonl, which simulator/self_forecast.py writes beside
+`laminar top` and `laminar report`, in a process of its own that the run does not wait for."""
+
+import subprocess
+import sys
+import time
+from collections import deque
+from pathlib import Path
+
+from laminar_hpc.machine.files import jsonl
+from laminar_hpc.report.page import section
+from laminar_hpc.report.rundata import Run
+from laminar_hpc.report.svg import row, tag
+
+FILE = "forecasts.jsonl"
+_PROGRAM = "laminar_hpc.simulator.self_forecast"  # by name: the simulator reads runs by this room
+_EVERY_SECONDS = 60.0  # between two forecasts
+_SHOWN = 3  # other settings
+
+
+def newest(run_dir: Path) -> dict | None:
+    """The newest forecast; None without one."""
+    last = deque(jsonl.read(run_dir / FILE), maxlen=1)
+    return last[0] if last else None
+
+
+class Forecaster:
+    """Has a forecast made every minute, while somebody looks, and never waits for it."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._process: subprocess.Popen | None = None
+        self._next = 0.0
+
+    def look(self) -> None:
+        """Starts the next one where it is time."""
+        if self._process is not None and self._process.poll() is None:
+            return
+        if time.monotonic() >= self._next:
+            self._next = time.monotonic() + _EVERY_SECONDS
+            self._process = _started(self._run_dir)
+
+    def close(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+
+
+def make(run_dir: Path, seconds: float) -> None:
+    """One forecast now, if it is made within so many seconds."""
+    process = _started(run_dir)
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _started(run_dir: Path) -> subprocess.Popen:
+    command = ["nice", sys.executable, "-m", _PROGRAM, str(run_dir)]
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+def text(line: dict, one: dict) -> str:
+    """A forecast in words, with its gain over that of the present settings."""
+    figures, now = one["figures"], line["now"]["figures"]
+    gain = figures["tokens_per_second"] / now["tokens_per_second"] - 1.0
+    return f"{' '.join(one['words'])}: {figures['step_seconds']:.2f} s per step ({gain:+.0%} tokens/s)"
+
+
+def parts(line: dict) -> list[str]:
+    """The present settings, the best other ones, and what was foretold of the present ones."""
+    happened, now, told = line["happened"], line["now"]["figures"], line["foretold"]
+    measured = f"measured {happened['step_seconds']:.2f}, to step {line['step']}"
+    found = [f"{now['step_seconds']:.2f} s per step as it is ({measured})"]
+    found += [text(line, other) for other in line["others"][:_SHOWN]]
+    if told:
+        found.append(
+            f"foretold at step {told['step']} of {' '.join(told['words'])}: "
+            f"{told['figures']['step_seconds']:.2f} s per step"
+        )
+    return found
+
+
+def forecast_section(run: Run) -> str:
+    """The report's section: measured, simulated and foretold; empty without a forecast."""
+    line = newest(run.directory)
+    if line is None:
+        return ""
+    rows = [("measured", line["happened"]), ("simulated as it is", line["now"]["figures"])]
+    if told := line["foretold"]:
+        rows.append((f"foretold at step {told['step']}: {' '.join(told['words'])}", told["figures"]))
+    rows += [(" ".join(other["words"]), other["figures"]) for other in line["others"][:_SHOWN]]
+    head = row("settings", "tokens/s", "s per step", "trainer waits", "rollouts idle", cell="th")
+    body = "".join(
+        row(
+            name,
+            f"{f['tokens_per_second']:,.0f}",
+            f"{f['step_seconds']:.2f}",
+            f"{f['trainer_wait_share']:.0%}",
+            f"{f['rollout_idle_share']:.0%}",
+        )
+        for name, f in rows
+    )
+    note = f"From this run's own measurements, up to step {line['step']}; more with laminar sim RUN_DIR."
+    return section("Forecast", tag("table", head + body), note)
