@@ -16,7 +16,7 @@ throughput_gain      response tokens of trajectories that end, per second, with 
 kv_use_*             mean share of the KV cache in use, by the replicas' own reports
 mean_latency_ratio   of a trajectory from first to last token, with over without; goal <= 1.03
 planner_ms_1000      CPU time of policies.repack.plan on 1,000 replicas, worst of 5; goal < 100
-demo_auto_over_off   tokens/s in the simulator, answers as short as the demo's, with auto over off; the least of
+demo_auto_over_off   tokens/s in the simulator, answers as short as the demo's, auto over off: the least of
                      three seeds; goal >= 0.98
 limit_gain           the same gain as sensitivity's of replicas that never drain, which generate with any
                      weights: more than any repack can bring

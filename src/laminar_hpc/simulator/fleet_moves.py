@@ -135,7 +135,8 @@ class SimulatedRepacker:
             destination.visitors += 1
             mine = [request for request in moved if to[request.trajectory_id] is destination]
             self.rollouts.clock.after(seconds, self.arrived, source, destination, mine)
-        self.costs.add(seconds)
+        if kv:
+            self.costs.add(seconds)
 
     def arrived(
         self, source: SimulatedReplica, destination: SimulatedReplica, moved: list[SimulatedRequest]

@@ -116,7 +116,8 @@ class Migration:
             move = progress.move
             if now > move.deadline:
                 reason = f"{move.phase.value} took longer than {PHASE_SECONDS:g} s"
-                self.costs.add(PHASE_SECONDS)
+                if move.source is not None:
+                    self.costs.add(PHASE_SECONDS)
                 self._act(progress, move.call_off(reason))
             else:  # it has come to its next phase meanwhile
                 heappush(self._late_at, (move.deadline, move_id))
@@ -233,7 +234,8 @@ class Migration:
             self._call_off(move)
             return
         self._pool.put(move.trajectory_id, move.attempt + 1, moved(partial))
-        self.costs.add(now - progress.began)
+        if move.source is not None and partial.count:
+            self.costs.add(now - progress.began)
         for replica in (move.source, move.destination):
             self._send(replica, _outcome(move))
         self._shared.metrics.write(
