@@ -3,6 +3,7 @@ planner takes.
 
     python bench/repack.py --json repack.json     two runs of 3,600 emulated seconds at five times real time
     python bench/repack.py --emulated-seconds 1800 --scale 20     shorter, where there are cores to spare
+    python bench/repack.py --only dispatch --emulated-seconds 7200 --warm-up 3600     the order of prompts
 
 EMULATED: the engines (laminar_hpc/emulation) generate nothing. Real: controller, store, rollout workers,
 sockets, messages, moves. Lengths and constants are those of docs/simulator.md, unchanged: log-normal lengths
@@ -15,6 +16,8 @@ throughput_gain      response tokens of trajectories that end, per second, with 
                      goal >= 1.26
 kv_use_*             mean share of the KV cache in use, by the replicas' own reports
 mean_latency_ratio   of a trajectory from first to last token, with over without; goal <= 1.03
+dispatch_gain        the same of pipeline.dispatch=longest_first over in_order, without repack: 1,024 prompts
+                     that come again, as alike in all passes as in one, with a bound of two steps
 planner_ms_1000      CPU time of policies.repack.plan on 1,000 replicas, worst of 5; goal < 100
 demo_auto_over_off   tokens/s in the simulator, answers as short as the demo's, auto over off: the least of
                      three seeds; goal >= 0.98
@@ -39,7 +42,7 @@ import common
 
 from laminar_hpc.policies.repack import EngineLimits, MoveCosts, ReplicaView, RequestView, plan
 from laminar_hpc.report import rundata
-from laminar_hpc.simulator.constants import DEFAULT, PROMPT_TOKENS
+from laminar_hpc.simulator.constants import DEFAULT, GROUP_CORRELATION, PROMPT_TOKENS
 from laminar_hpc.simulator.emulation.launch import Emulation, prepare
 from laminar_hpc.simulator.rules import PIPELINES, Rules
 from laminar_hpc.simulator.run import simulate
@@ -88,10 +91,10 @@ VARIED = (
 )
 
 
-def emulate(options: argparse.Namespace, folder: Path, repack: str) -> dict:
-    """One run and its row."""
+def emulate(options: argparse.Namespace, folder: Path, repack: str, dispatch: str = "") -> dict:
+    """One run and its row. With `dispatch` prompts come again, and staleness is bounded."""
     folder.mkdir(parents=True)
-    config = prepare(folder, 20_000, PROMPT_TOKENS, CAP)
+    config = prepare(folder, 1024 if dispatch else 20_000, PROMPT_TOKENS, CAP)
     config.steps = STEPS
     config.rollout.replicas, config.rollout.kv_cache_tokens, config.rollout.max_concurrent = (
         REPLICAS,
@@ -110,6 +113,8 @@ def emulate(options: argparse.Namespace, folder: Path, repack: str) -> dict:
         DEFAULT.repack_period / options.scale,
         CONCURRENT,
     )
+    if dispatch:
+        p.dispatch, p.max_staleness, e.constants = dispatch, 2, {"prompt_correlation": GROUP_CORRELATION}
     layout = trainer_layout(
         MODELS["32B"], GPUS["H800"], TRAINING_GPUS, WorkloadConfig(max_response_tokens=CAP), DEFAULT
     )
@@ -278,7 +283,9 @@ def main() -> None:
     options.add_argument("--scale", type=float, default=5.0, help="emulated seconds per second (default 5)")
     options.add_argument("--per-process", type=int, default=8, help="replicas per process (default 8)")
     options.add_argument(
-        "--only", choices=("emulated", "sensitivity", "planner", "demo", "limit"), help="one part"
+        "--only",
+        choices=("emulated", "dispatch", "sensitivity", "planner", "demo", "limit"),
+        help="one part",
     )
     options = options.parse_args()
     rows, figures = [], {}
@@ -299,6 +306,12 @@ def main() -> None:
             "kv_use_with": with_kv["KV use"],
             "mean_latency_ratio": with_kv["latency s"] / without["latency s"],
         }
+    if options.only == "dispatch":
+        with common.run_folder(options) as folder:
+            ways = ("in_order", "longest_first")
+            found = [emulate(options, folder / way, "off", way) for way in ways]
+        rows += [{**row, "what": f"emulated, {way}"} for way, row in zip(ways, found, strict=True)]
+        figures["dispatch_gain"] = found[1]["tokens/s"] / found[0]["tokens/s"]
     if options.only in (None, "sensitivity"):
         found = sensitivity()
         rows += found

@@ -41,7 +41,7 @@ def test_presets_are_those_of_the_live_run():
     shared = {field.name for field in dataclasses.fields(Rules)} & {
         field.name for field in dataclasses.fields(PipelineConfig)
     }
-    assert {"refresh", "max_staleness", "consumption", "repack", "keep_kv"} == shared
+    assert {"refresh", "max_staleness", "consumption", "repack", "keep_kv", "dispatch"} == shared
     names = [path.stem for path in sorted((conf_directory() / "pipeline").glob("*.yaml"))]
     assert len(names) >= 5
     for name in names:
