@@ -6,7 +6,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from laminar_hpc.policies.speculation import FIRST, PAUSE_MAX, SpeculationGate
+from laminar_hpc.policies.speculation import FIRST, LOST, PAUSE_MAX, SpeculationGate
 
 
 def steps(gate: SpeculationGate, requests: int, count: int, seconds: dict[bool, float], tokens: float) -> int:
@@ -44,7 +44,8 @@ def test_a_full_engine_tries_nothing_without_evidence() -> None:
     assert not steps(gate, 64, 100, {False: 1.0, True: 9.0}, 1.0), "32 and 16 have not been tried"
     for requests in (16, 32):
         assert steps(gate, requests, 100, {False: 1.0, True: 1.0}, 3.0) > 80
-    assert steps(gate, 64, 500, {False: 1.0, True: 9.0}, 1.0) < 20
+    assert steps(gate, 64, 500, {False: 1.0, True: 9.0}, 1.0) == 1, "which says enough"
+    assert steps(gate, 64, 8000, {False: 1.0, True: 9.0}, 1.0) <= 8000 * LOST / 8 + 1, "1% of the time"
 
 
 @given(

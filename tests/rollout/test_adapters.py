@@ -40,12 +40,13 @@ class Stand:
     """An engine with adapters on a tiny model, places for five, and their slots. Weight id i is the adapter
     of seed i."""
 
-    def __init__(self, folder: Path, tensor_parallel: int) -> None:
+    def __init__(self, folder: Path, tensor_parallel: int, speculation: str) -> None:
         self.folder, self.loop = folder, LoopThread()
         self.model = make_model(folder / "model", 0)
         self.config = engine_config(self.model)
         self.config.model.lora.rank, self.config.model.lora.alpha = RANK, ALPHA
         self.config.rollout.tensor_parallel = tensor_parallel
+        self.config.rollout.speculation = speculation
         self.writer = slot_writer(folder, self.model, 5)
         self.engine = SglangServer(self.config, 0, folder)
         self.loop.run(self.engine.start(self.model, None, 1), seconds=250)
@@ -72,9 +73,16 @@ class Stand:
         self.writer.close()
 
 
-@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param((1, "off"), id="1"),
+        pytest.param((2, "off"), id="2", marks=pytest.mark.slow),
+        pytest.param((1, "suffix"), id="speculating", marks=pytest.mark.slow),
+    ],
+)
 def stand(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
-    stand = Stand(tmp_path_factory.mktemp("adapters"), request.param)
+    stand = Stand(tmp_path_factory.mktemp("adapters"), *request.param)
     yield stand
     stand.stop()
 

@@ -1,5 +1,7 @@
 """Adapters on the CPU: one product for all adapters of a batch is the sum of each request's own."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -51,6 +53,14 @@ def test_each_token_is_of_its_own_adapter(
             expected[at : at + length, first:last] += SCALINGS[place] * low @ b[place, first:last].double().T
         at += length
     torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_rows_of_a_pass_that_verifies_drafts_are_of_their_requests_adapter() -> None:
+    """SGLang would take as many rows of each request (lora/utils.py:517); drafts differ in length."""
+    backend = cpu_lora.CpuLoraBackend(PLACES, torch.device("cpu"))
+    batch = SimpleNamespace(spec_info=SimpleNamespace(lengths=torch.tensor([1, 3, 2])))
+    backend.prepare_lora_batch(batch, [2, 4, 2], RANKS, SCALINGS, use_cuda_graph=False)
+    assert backend.batch_info.tokens.tolist() == [0, 4, 5, 1, 2, 3]
 
 
 def test_nothing_is_pinned_inside() -> None:

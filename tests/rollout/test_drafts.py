@@ -63,7 +63,7 @@ def test_a_request_drafts_from_its_own_words_and_from_those_of_its_group() -> No
     assert known.draft("third", prompt, own, 1) == [24]
 
 
-def test_an_index_of_many_texts_begins_anew(monkeypatch) -> None:
+def test_an_index_of_many_texts_loses_the_oldest(monkeypatch) -> None:
     """What has ended is indexed by and by, the newest first, and no more of it is kept than ENDED_TOKENS."""
     monkeypatch.setattr(drafts, "ENDED_TOKENS", 400)
     monkeypatch.setattr(drafts, "STEP_TOKENS", 50)
@@ -78,5 +78,11 @@ def test_an_index_of_many_texts_begins_anew(monkeypatch) -> None:
         known.take_in()
     assert known.draft("other", [], [31000, 31001, 31002], 2) == [31003, 31004]
     assert known.draft("oldest", [], [1000, 1001, 1002], 2) == []
+    for number in range(40, 60):
+        known.ended(str(number), [], [1000 * number + i for i in range(40)])
+        known.take_in()
+        assert sum(len(index.tokens) for index in known._others) <= 400 + 2 * 41
+    assert known.draft("third", [], [59000, 59001, 59002], 1) == [59003]
+    assert known.draft("fourth", [], [31000, 31001, 31002], 1) == []
     known.forget({"new"})
     assert set(known._own) == {"new"}

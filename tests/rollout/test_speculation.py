@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from helpers.engines.chances import p_value
-from helpers.engines.pair import EOS, engine_config, hf_logprobs, make_model, reference
+from helpers.engines.moving import same_answers
+from helpers.engines.pair import EOS, engine_config, hf_logprobs, make_model, reference, start_pair
 from helpers.processes import LoopThread
 from laminar_hpc.engine.interface import Generation, sampling_parameters
 from laminar_hpc.engine.sglang.plugin.platform import activate
@@ -322,3 +323,16 @@ def test_draws_have_the_models_distribution(speculating):
     # the test can fail: were a tenth more taken for the most frequent triple, it would
     observed[observed.most_common(1)[0][0]] += draws // 10
     assert p_value(observed, prompt, speculating.model, [], temperature) < 1e-7
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_moved_answers_are_the_answers(tmp_path):
+    """Promise: a request that moves in mid-answer between two engines that speculate goes on as if it had
+    not, with the KV of all its tokens."""
+    pair = start_pair(tmp_path, speculation="suffix")
+    try:
+        pair.loop.run(same_answers(pair, range(4), 300, "shm"), seconds=300)
+        pair.loop.run(same_answers(pair, range(10, 14), 300, "tcp"), seconds=300)
+    finally:
+        pair.stop()

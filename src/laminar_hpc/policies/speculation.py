@@ -5,7 +5,8 @@ which depends on how many requests run. Both kinds of step are measured, apart f
 requests, and the better one is taken; the other is looked at again now and then, as texts and loads change.
 
 Invariant: while verifying is the slower kind at some number of requests, at most one step in `pause` verifies
-there, and `pause` doubles with each look that confirms it, up to PAUSE_MAX. Above FIRST requests nothing is
+there, and `pause` doubles with each look that confirms it, up to PAUSE_MAX; nor do these looks take more than
+a share of LOST of the time. Above FIRST requests nothing is
 tried unless verifying is better by MARGIN at half as many, so a full engine pays nothing where a small one
 says that it cannot pay.
 """
@@ -14,7 +15,9 @@ from dataclasses import dataclass, field
 
 FIRST = 8  # requests up to which verifying is tried without evidence
 MARGIN = 1.1  # more tokens per second at half as many requests, before it is tried at more
-TRIALS = 4  # steps of each kind before they are compared
+TRIALS = 4  # steps of each kind before they are compared ...
+HOPELESS = 0.7  # ... but one that verifies is enough where it brings less than this share of a plain one's
+LOST = 0.01  # of the time, for looks at whether verifying pays by now
 WEIGHT = 0.1  # of the newest step in an average: about the last 20 count
 PAUSE_MIN, PAUSE_MAX = 16, 512  # steps between two looks at the slower kind
 
@@ -50,7 +53,16 @@ class StepKinds:
 
     @property
     def known(self) -> bool:
-        return min(self.plain.steps, self.verifying.steps) >= TRIALS
+        enough = self.verifying.steps >= TRIALS or (self.verifying.steps > 0 and self.gain < HOPELESS)
+        return self.plain.steps >= TRIALS and enough
+
+    @property
+    def rest(self) -> float:
+        """Steps between two looks at the slower kind. One that verifies in vain takes the time of so many
+        plain steps, less what it brings."""
+        if self.gain > 1.0 or not self.plain.seconds:
+            return self.pause
+        return max(self.pause, (self.verifying.seconds / self.plain.seconds - self.verifying.tokens) / LOST)
 
     @property
     def gain(self) -> float:
@@ -72,10 +84,10 @@ class SpeculationGate:
             if not half.known or half.gain < MARGIN:
                 return False
         if not kinds.known:
-            return kinds.verifying.steps < TRIALS
+            return kinds.plain.steps >= TRIALS
         better = kinds.gain > 1.0
         kinds.since += 1
-        if kinds.since < kinds.pause:
+        if kinds.since < kinds.rest:
             return better
         kinds.since = 0
         return not better

@@ -111,11 +111,12 @@ def engine_config(model: Path) -> RunConfig:
     return config
 
 
-def start_pair(folder: Path, tensor_parallel: int = 1, kv_heads: int = 2) -> Pair:
+def start_pair(folder: Path, tensor_parallel: int = 1, kv_heads: int = 2, speculation: str = "off") -> Pair:
     """Starts both at once. The caller stops them."""
     models = [make_model(folder / f"model{seed}", seed, kv_heads=kv_heads) for seed in (0, 1)]
     config, loop = engine_config(models[0]), LoopThread()
     config.rollout.tensor_parallel = tensor_parallel
+    config.rollout.speculation = speculation
 
     async def start() -> list[SglangServer]:
         engines = [SglangServer(config, index, folder) for index in range(2)]

@@ -66,7 +66,8 @@ class CpuLoraBackend(BaseLoRABackend):
     ) -> None:
         """Called before each forward pass; `weight_indices` are places of the pool, one per request, of which
         those of the model alone have rank 0."""
-        lengths = getattr(forward_batch.spec_info, "lengths", None)  # of a pass that verifies drafts
+        drafts = getattr(forward_batch, "spec_info", None)
+        lengths = getattr(drafts, "lengths", None)  # of a pass that verifies drafts
         if lengths is None:
             lengths = generate_sequence_lengths(forward_batch, device="cpu").long()
         adapted = sorted({place for place in weight_indices if lora_ranks[place]})

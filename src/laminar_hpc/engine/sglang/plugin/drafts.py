@@ -13,7 +13,7 @@ KEY = 3  # tokens that must agree before a text is looked at
 MATCH = 32  # tokens that are compared; a longer agreement says no more
 OCCURRENCES = 8  # of the same KEY tokens that are looked at, the newest
 PROMPT = 4096  # tokens at a prompt's end in which a request looks for its own words
-ENDED_TOKENS = 1 << 19  # of ended responses that an engine keeps
+ENDED_TOKENS = 1 << 18  # of ended responses that an engine keeps, some 250 bytes each
 STEP_TOKENS = 4096  # of them that are taken into the index in one decoding step, some milliseconds
 _BETWEEN = -1  # stands between two texts, and is no token
 
@@ -23,9 +23,7 @@ class TextIndex:
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
-        self._places: defaultdict[tuple[int, ...], deque[int]] = defaultdict(
-            lambda: deque(maxlen=OCCURRENCES)
-        )
+        self._places: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Adds to the last text."""
@@ -33,7 +31,10 @@ class TextIndex:
         first = max(len(text), KEY)
         text.extend(tokens)
         for end in range(first, len(text)):  # what follows the KEY tokens before `end` is known from now on
-            places[tuple(text[end - KEY : end])].append(end)
+            found = places[tuple(text[end - KEY : end])]
+            found.append(end)
+            if len(found) > 2 * OCCURRENCES:
+                del found[:OCCURRENCES]
 
     def begin(self, tokens: Sequence[int]) -> None:
         """Adds a text of its own."""
@@ -44,7 +45,7 @@ class TextIndex:
         """How many tokens at the end of `tail` agree with what was found, at most MATCH, and up to `count`
         that followed there: the longest agreement wins, and the newest of equal ones. (0, []) for none."""
         best, place = 0, 0
-        for end in reversed(self._places.get(tuple(tail[-KEY:]), ())):
+        for end in reversed(self._places.get(tuple(tail[-KEY:]), [])[-OCCURRENCES:]):
             length = KEY
             longest = min(MATCH, len(tail), end)
             while length < longest and self.tokens[end - 1 - length] == tail[-1 - length]:
@@ -72,7 +73,8 @@ class Drafts:
     whatever weights: samples of the same group are the newest of it, and agree for longest."""
 
     def __init__(self, others: bool) -> None:
-        self._others = TextIndex() if others else None
+        # the newest and the one before, of half of ENDED_TOKENS each
+        self._others = [TextIndex(), TextIndex()] if others else []
         self._ended: deque[list[int]] = deque()  # not in the index yet
         self._waiting = 0  # tokens of them
         self._own: dict[str, OwnWords] = {}
@@ -80,7 +82,7 @@ class Drafts:
     def ended(self, request_id: str, prompt: Sequence[int], response: Sequence[int]) -> None:
         """A request has its last token. Indexed by and by, and only once drafts are asked for."""
         self._own.pop(request_id, None)
-        if self._others is None:
+        if not self._others:
             return
         self._ended.append([*prompt[-MATCH:], *response])
         self._waiting += len(self._ended[-1])
@@ -88,15 +90,15 @@ class Drafts:
             self._waiting -= len(self._ended.popleft())
 
     def take_in(self) -> None:
-        """Indexes some of what has ended, the newest first. A full index begins anew."""
+        """Indexes some of what has ended, the newest first."""
         room = STEP_TOKENS
-        while self._others is not None and self._ended and room > 0:
-            if len(self._others.tokens) > ENDED_TOKENS:
-                self._others = TextIndex()
+        while self._ended and room > 0:
+            if 2 * len(self._others[0].tokens) > ENDED_TOKENS:
+                self._others = [TextIndex(), self._others[0]]
             text = self._ended.pop()
             self._waiting -= len(text)
             room -= len(text)
-            self._others.begin(text)
+            self._others[0].begin(text)
 
     def draft(self, request_id: str, prompt: Sequence[int], response: Sequence[int], count: int) -> list[int]:
         """Up to `count` tokens that may follow `response`: of the request's own words where they agree for
@@ -108,12 +110,9 @@ class Drafts:
         own.index.extend(list(islice(response, own.known, None)))
         own.known = len(response)
         tail = own.index.tokens[-MATCH:]
-        agreed, found = own.index.draft(tail, count)
-        if self._others is not None:
-            also, theirs = self._others.draft(tail, count)
-            if theirs and also >= agreed:
-                found = theirs
-        return found
+        # the longest agreement; of equal ones others' newest
+        found = [index.draft(tail, count) for index in (*self._others, own.index)]
+        return max(found, key=lambda one: one[0] if one[1] else 0)[1]
 
     def forget(self, running: set[str]) -> None:
         """Of requests that ended without a word (aborted ones), none is kept."""

@@ -83,8 +83,8 @@ def room(request: Any) -> int:
     (output_streamer.py:433 looks at a step's last token alone)."""
     parameters, length = request.sampling_params, len(request.output_ids)
     left = parameters.max_new_tokens - length
-    interval = parameters.stream_interval
-    return min(left, interval - (length - 1) % interval) if request.stream and interval else left
+    interval = (request.stream and parameters.stream_interval) or 1  # 1: each step is sent
+    return min(left, interval - (length - 1) % interval) if interval > 1 else left
 
 
 def before_stop(request: Any, draft: list[int]) -> list[int]:
