@@ -166,7 +166,10 @@ rows = Extension(
     language="c++",
     py_limited_api=True,
     # a product is added with one rounding wherever the processor can, also at the end of a row
-    extra_compile_args=["-std=c++17", "-O3", "-ffp-contract=fast", "-fvisibility=hidden", "-g0", "-pthread"],
+    extra_compile_args=[
+        *("-std=c++17", "-O3", "-ffp-contract=fast", "-fvisibility=hidden", "-g0", "-pthread"),
+        "-Wno-psabi",  # vectors are passed within the file only
+    ],
     extra_link_args=["-pthread"],
     optional=True,
 )

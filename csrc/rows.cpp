@@ -22,6 +22,12 @@ constexpr double kOfThread = 1 << 18;  // multiplications that are worth a threa
 
 using Lanes = float __attribute__((vector_size(64)));
 using Image = float __attribute__((vector_size(64), aligned(4), may_alias));  // as it lies in memory
+#if defined(__clang__)
+#define PERMUTED(x, ...) __builtin_shufflevector(x, x, __VA_ARGS__)
+#else
+using Places = int32_t __attribute__((vector_size(64)));
+#define PERMUTED(x, ...) __builtin_shuffle(x, Places{__VA_ARGS__})
+#endif
 
 struct Product {
   const float* x;
@@ -60,8 +66,8 @@ namespace narrow {
 #undef TILE
 }  // namespace narrow
 #pragma GCC pop_options
-#define CHOSEN(function) \
-  (__builtin_cpu_supports("avx512vl") ? wide::function : __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? narrow::function : any::function)
+#define FITS(feature) __builtin_cpu_supports(feature)
+#define CHOSEN(function) (FITS("avx512vl") ? wide::function : FITS("avx2") && FITS("fma") ? narrow::function : any::function)
 #else
 #define CHOSEN(function) any::function
 #endif

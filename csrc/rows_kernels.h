@@ -9,12 +9,12 @@ INLINE Lanes rest(const float* from, int64_t count) {  // zeros add nothing
   return some;
 }
 
-INLINE float folded(const Lanes& x) {
-  float sums[kLanes];
-  std::memcpy(sums, &x, sizeof sums);
-  for (int64_t half = kLanes / 2; half; half /= 2)
-    for (int64_t i = 0; i < half; ++i) sums[i] += sums[i + half];
-  return sums[0];
+// Lanes i and i + 8 are added, then i and i + 4, i + 2, i + 1.
+INLINE float folded(Lanes x) {
+  x += PERMUTED(x, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
+  x += PERMUTED(x, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11);
+  x += PERMUTED(x, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13);
+  return x[0] + x[1];
 }
 
 // out[i][j] = the sum over k of x[i][k] * w[j][k], and bias[j]. Lane l adds up k = l, l + 16, l + 32 ...

@@ -141,22 +141,18 @@ class PackAttention(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple:
         lengths, scale, window = ctx.options
         parts = [x.split(lengths) for x in (*ctx.saved_tensors, gradient)]
-        found = [_gradients(*of_one, scale, window) for of_one in zip(*parts, strict=True)]
+        found = [_gradients(of_one, scale, window) for of_one in zip(*parts, strict=True)]
         return *(torch.cat(of_all) for of_all in zip(*found, strict=True)), None, None, None
 
 
 def _gradients(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    upstream: torch.Tensor,
-    scale: float,
-    window: int | None,
+    of_one: tuple[torch.Tensor, ...], scale: float, window: int | None
 ) -> tuple[torch.Tensor, ...]:
-    """Of one sequence."""
+    """Of one sequence: query, key, value and the gradient of its output."""
     with torch.enable_grad():
-        leaves = [x.detach().requires_grad_() for x in (query, key, value)]
-        length = len(query)
+        *inputs, upstream = of_one
+        leaves = [x.detach().requires_grad_() for x in inputs]
+        length = len(upstream)
         near = torch.ones(length, length, dtype=torch.bool).tril()
         mask = near if window is None else near.triu(1 - window)
         q, k, v = (x.transpose(0, 1)[None] for x in leaves)
