@@ -89,9 +89,11 @@ def load_plan(name: str, overrides: list[str]) -> PlanConfig:
 def _load(schema: type[Config], what: str, folder: str, name: str, overrides: list[str]) -> Config:
     """`name`: a file of `folder`; its schema and those of its group's folder are composed with it."""
     own, words = take_config_dir(overrides)
-    shipped, known = conf_directory() / "simulation", _names(folder)
+    shipped = conf_directory() / "simulation"
+    known: list[str] = _names(folder)
+    yours: list[str] = []
     parent, _, group = folder.rpartition("/")
-    there, yours = f"{', '.join(known)} in {shipped}/{folder}", list[str]()
+    there = f"{', '.join(known)} in {shipped}/{folder}"
     if own is not None:
         yours = sorted(path.stem for path in (own / group).glob("*.yaml"))
         there += f"; {', '.join(yours) or 'none'} in {own / group}"
