@@ -152,10 +152,13 @@ class EmulationConfig:
         "Llama-3.1-405B",
         "DeepSeek-V3",
         "Kimi-K2",
+        "Moonlight-16B-A3B",
+        "Qwen3-Next-80B-A3B",
+        "Qwen3.5-35B-A3B",
         default="32B",
     )
     """whose costs, by conf/simulation/tables and simulator/constants.py"""
-    gpu: str = choice("H800", "A100", "H100", "H20", "H200", "B200", "GB200", "L40S", "MI300X")
+    gpu: str = choice("H800", "A100", "H100", "H20", "H200", "B200", "GB200", "L40S", "RTX4090", "MI300X")
     """the same"""
     tensor_parallel: int | None = number(None, at_least=1, at_most=64)
     """GPUs of a replica; null = the model's own"""

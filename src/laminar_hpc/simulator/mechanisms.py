@@ -20,6 +20,11 @@ def _no_repack(run: SimulationSetup) -> SimulationSetup:
     return replace(run, rules=replace(run.rules, repack="off"))
 
 
+def _in_order(run: SimulationSetup) -> SimulationSetup:
+    """Lengths are known of prompts that come again alone."""
+    return replace(run, rules=replace(run.rules, dispatch="in_order")) if run.workload.prompts else run
+
+
 def _no_relays(run: SimulationSetup) -> SimulationSetup:
     """The trainer stands still while it hands its weights to all rollouts, each of which takes as long."""
     engines = tuple(
@@ -50,6 +55,8 @@ def _handled_first(run: SimulationSetup) -> SimulationSetup:
 
 MECHANISMS: dict[str, Mechanism] = {
     "repack": Mechanism("long responses are moved together", _no_repack),
+    "dispatch": Mechanism("local batches share the prompts whose responses were long", _in_order),
+    "speculation": Mechanism("engines verify guesses", config=lambda c: replace(c, speculation=False)),
     "relays": Mechanism("weights go through the relays", _no_relays),
     "own_pace": Mechanism("each replica takes new weights when it has drained", _all_wait),
     "overlap": Mechanism("the next batch is handled during training", _handled_first),
