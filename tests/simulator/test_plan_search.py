@@ -24,8 +24,9 @@ SMALL = [
 LONG = [
     *SMALL,
     "pools=[{gpu: H100, count: 16}]",
+    "workload.prompts_per_step=32",
     "workload.max_response_tokens=65536",
-    "workload.mean_response_tokens=20000",
+    "workload.mean_response_tokens=48000",
 ]
 POOLS = [
     "{gpu: H100, count: 8}",

@@ -57,6 +57,7 @@ def test_every_mechanism_is_part_of_some_run(name):
     """Promise: each entry changes a run that has it, and leaves out the same when left out twice."""
     sites = "sites=[{gpu: A100, count: 8, wan_gbps: 2, preemptible: true, mtbf_hours: 3}]"
     words = [*SMALL, "pipelines=[laminar]", sites, "rollout_mtbf_hours=5"]
+    words += ["speculation=true", "workload.prompts=64"]
     config = load_simulation("small", words)
     whole = setup_of(config, "laminar", 16, 8, 4)
     once, mechanism = setup_of(MECHANISMS[name].config(config), "laminar", 16, 8, 4), MECHANISMS[name]
