@@ -22,6 +22,7 @@ from laminar_hpc.rollout.routes import as_rows
 
 PROMPT = [(7 * i) % VOCAB for i in range(30)]
 LENGTH = 60
+LONG = 200  # of what is to move before it ends
 
 
 class Engines:
@@ -133,7 +134,7 @@ def test_an_aborted_request_keeps_its_routes(engines: Engines) -> None:
         for generation in await asyncio.gather(call, other):
             if generation.finish_reason == "abort":
                 return generation
-        raise AssertionError("both have ended by themselves")
+        return await stopped(name)  # both have ended by themselves, on a busy machine
 
     first = engines.loop.run(stopped("stopped"), seconds=60)
     tokens = [*PROMPT, *first.tokens.tolist()]
@@ -145,20 +146,26 @@ def test_moved_kv_brings_its_routes(engines: Engines) -> None:
     who finds the moved prefix there has the routes that its KV was made with. Without them it is refused."""
     ours, theirs = engines.engines
     prompt = [(11 * i + 3) % VOCAB for i in range(40)]
+    sampling = engines.sampling | {"max_new_tokens": LONG}
 
-    async def move(name: str, marked: bool) -> tuple[Generation, list[int], bytes]:
-        call = asyncio.create_task(ours.generate(prompt, engines.sampling, name, "0", None, routes_from=0))
-        address = await theirs.kv_reserve(name, 0, len(prompt) + LENGTH)
-        while True:
+    async def detached(name: str) -> Generation:
+        """What it had when it left; all of it where it ended first, which a busy machine may have it do."""
+        call = asyncio.create_task(ours.generate(prompt, sampling, name, "0", None, routes_from=0))
+        address = await theirs.kv_reserve(name, 0, len(prompt) + LONG)
+        while not call.done():
             try:
                 await ours.kv_send(name, name, address)
+                await ours.kv_detach(name, name)
                 break
             except KvRefused:
-                assert not call.done(), "it has ended before it could move"
                 await asyncio.sleep(0.005)
-        await ours.kv_detach(name, name)
-        first = await call
-        assert first.finish_reason == "moved"
+        return await call
+
+    async def move(name: str, marked: bool) -> tuple[Generation, list[int], bytes]:
+        first = await detached(name)
+        while first.finish_reason != "moved":
+            await asyncio.gather(ours.kv_abort(name), theirs.kv_abort(name))
+            first = await detached(name)
         tokens, routes = [*prompt, *first.tokens.tolist()], first.routes or b""
         if marked:  # as if the source had computed others, by rounding
             routes = (np.frombuffer(routes, np.uint8) ^ 1).tobytes()
@@ -168,7 +175,7 @@ def test_moved_kv_brings_its_routes(engines: Engines) -> None:
         first, tokens, routes = await move("moves", marked=True)
         engines.check(tokens, engines.rows(first))
         sent = await theirs.kv_import("moves", tokens, routes)
-        left = engines.sampling | {"max_new_tokens": LENGTH - len(first.tokens)}
+        left = sampling | {"max_new_tokens": LONG - len(first.tokens)}
         second = await theirs.generate(tokens, left, "moves", "0", None, routes_from=len(tokens) - 1)
         await asyncio.gather(ours.kv_commit("moves"), theirs.kv_commit("moves"))
         assert second.cached_tokens == sent == len(tokens) - 1
