@@ -154,7 +154,11 @@ def main(options: Namespace) -> int:
     lines = write(config, plan, folder)
     if options.json:
         second = plan.runner_up and _as_dict(plan.runner_up)
-        answer: dict[str, object] = {"best": _as_dict(plan.best), "runner_up": second, "simulated": plan.simulated}
+        answer: dict[str, object] = {
+            "best": _as_dict(plan.best),
+            "runner_up": second,
+            "simulated": plan.simulated,
+        }
         answer |= {"divisions": plan.candidates, "excluded": plan.excluded, "cut_off": plan.cut_off}
         print(json.dumps(answer, indent=1))
     else:
