@@ -21,7 +21,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 import numpy as np
@@ -35,6 +35,7 @@ from laminar_hpc.controller.fleet.members import Members
 from laminar_hpc.controller.fleet.replicas import Replicas
 from laminar_hpc.controller.loop import make_controller
 from laminar_hpc.controller.shared import Outbox, RunState
+from laminar_hpc.controller.staleness import StalenessControl
 from laminar_hpc.controller.tables import Tables
 from laminar_hpc.controller.trajectories.partial_responses import PartialResponsePool
 from laminar_hpc.controller.trajectories.tracker import TrajectoryTracker
@@ -103,6 +104,7 @@ def controller(words: list[str], relays: int, namespace: str | None) -> None:
         slots=RUN_ID,
         replicas=Replicas(),
         pool=PartialResponsePool(),
+        staleness=StalenessControl(config, store),
     )
     loop = make_controller(tables, hub, trace, relays)
     chain: list[int] = []
@@ -327,8 +329,11 @@ class ChainRun:
         none."""
         self.step += 1
         self._commands.send(self.step)
-        if not self._commands.poll(START_SECONDS):
-            raise TimeoutError(f"the trainer's stand-in was blocked for {START_SECONDS} s")
+        sentinels = [process.sentinel for process in self._others]
+        if self._commands not in wait([self._commands, *sentinels], START_SECONDS):
+            ended = [process.name for process in self._others if not process.is_alive()]
+            what = f"has ended: {ended}" if ended else f"was blocked for {START_SECONDS} s"
+            raise TimeoutError(f"the controller's or the trainer's stand-in {what}; see {self.run_dir}/logs")
         stall, link = self._commands.recv()
         self.stall = stall
         return link
