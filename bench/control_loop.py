@@ -65,6 +65,7 @@ from laminar_hpc.store import status
 
 GROUPS, SAMPLES, BOUND = 8192, 16, 3  # BOUND steps ahead of the trainer
 WORKING = 64
+CURVE = [(1, 0.01), (64, 0.012)]  # requests, seconds of a decode step
 TRAJECTORIES, PINGS, RELAYS, PULLS = 64, 0.1, 8, 32  # of a turn; of all members, how large a part pings
 STEP_TURNS = 100
 FRAMES = 1000  # at most, that a turn takes
@@ -129,7 +130,7 @@ class Workers:
         )
 
     def _load(self, replica: int) -> ReplicaLoad:
-        return ReplicaLoad("draining", 0, 2, 0, 2, 0, 100 + replica, 10_000, 10.0, 64)
+        return ReplicaLoad("draining", 0, 2, 0, 2, 0, 100 + replica, 10_000, 10.0, CURVE)
 
     def say(self, role: str, index: int, *messages: Message) -> None:
         self.hub.arrived.extend((f"{role}:{index}:", message) for message in messages)
