@@ -169,7 +169,7 @@ def test_an_image_is_built_and_trains_the_demo(tmp_path: Path) -> None:
         str(context),
     )
     work = call("from", "--name=tried", "localhost/laminar_hpc")
-    run = [*buildah, "run", "--isolation=chroot", f"--volume={tmp_path}/work:/work", work, "--", "laminar"]
+    run = [*buildah, "run", "--isolation=chroot", f"--volume={tmp_path}/work:/laminar", work, "--", "laminar"]
     (tmp_path / "work").mkdir()
     trains(run, tmp_path / "work")
 

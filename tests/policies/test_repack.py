@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from laminar_hpc.policies.remaining import RemainingLengths
 from laminar_hpc.policies.repack import (
+    SOURCES_MAX,
     EngineLimits,
     Load,
     MoveCosts,
@@ -131,6 +132,26 @@ def test_a_source_is_spread_where_no_destination_takes_it_whole():
         Transfer(0, 2, (4, 5)),
     ]
     assert plan([view(0, *samples), *others[:2]], limits(), FREE, 1) == []
+
+
+def test_full_replicas_hide_nobody_with_room():
+    """Promise: however many replicas are too full to take anything, a tail finds one that has room; and where
+    all that could take it whole are full, what several have left is found."""
+    full = [several(10 + i, 10, kv=96 + 0.3 * i) for i in range(12)]
+    tails = [several(0, 2, kv=10), several(1, 3, kv=12)]
+    (transfer,) = plan([*tails, *full], limits(), FREE, 20)
+    assert (transfer.source, transfer.destination) == (0, 1)
+    nearly = [several(30 + i, 10, kv=90, remaining=1.0) for i in range(12)]
+    spread = plan([several(0, 4, kv=24, remaining=1.0), *nearly], limits(), FREE, 20)
+    assert {t.source for t in spread} == {0} and len(spread) > 1
+
+
+def test_a_plan_of_a_large_fleet_is_bounded():
+    """Promise: at most SOURCES_MAX replicas are emptied in one plan, and the next one goes on."""
+    fleet = [several(i, 2, kv=10) for i in range(300)]
+    first = plan(fleet, limits(), FREE, 1000)
+    assert len({t.source for t in first}) == SOURCES_MAX
+    assert len({t.source for t in plan(carried_out(fleet, first), limits(), FREE, 1000)}) == SOURCES_MAX
 
 
 def test_it_is_done_where_it_frees_more_than_it_costs():

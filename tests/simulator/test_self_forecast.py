@@ -8,11 +8,11 @@ from helpers.made_up_runs import made_up_run
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.report import forecast, rundata, top
 from laminar_hpc.report.live import View
-from laminar_hpc.report.rundata import Run
+from laminar_hpc.report.rundata import FORECASTS, Run
 from laminar_hpc.simulator import self_forecast
 from laminar_hpc.simulator.finished.measured import measure_run
 from laminar_hpc.simulator.finished.prediction import predict
-from laminar_hpc.simulator.self_forecast import FILE, foretold, settings_of
+from laminar_hpc.simulator.self_forecast import foretold, settings_of
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def test_a_run_foretells_itself(run, tmp_path, capsys):
     fastest on the same GPUs first; the line is where readers look for it."""
     assert self_forecast.main([str(tmp_path)]) == 0
     line = json.loads(capsys.readouterr().out)
-    assert forecast.FILE == FILE and forecast.newest(tmp_path) == line
+    assert forecast.newest(tmp_path) == line
     assert line["now"]["figures"]["step_seconds"] == pytest.approx(line["happened"]["step_seconds"], rel=0.03)
     assert line["step"] == 12 and line["foretold"] is None
     first, *others = line["others"]
@@ -52,7 +52,7 @@ def test_a_forecast_stands_beside_what_came_of_it(run, tmp_path, capsys):
     assert foretold([line], settings_of(config)) is None
 
     later = {**line, "step": 24, "foretold": found}
-    with open(tmp_path / FILE, "a") as file:
+    with open(tmp_path / FORECASTS, "a") as file:
         file.write(json.dumps(later) + "\n")
     page = forecast.forecast_section(made)
     assert "foretold at step 12: rollout.replicas=4" in page and "pipeline=laminar" in page
@@ -81,5 +81,5 @@ def test_nothing_is_foretold_of_a_run_that_is_too_short(tmp_path, monkeypatch, c
     monkeypatch.setattr(self_forecast, "read_config", lambda _: config)
     assert self_forecast.main([str(tmp_path)]) == 1
     assert "4 steps are too few" in json.loads(capsys.readouterr().out)["why_not"]
-    assert not (tmp_path / FILE).exists() and forecast.forecast_section(made) == ""
+    assert not (tmp_path / FORECASTS).exists() and forecast.forecast_section(made) == ""
     assert top._forecast(View(tmp_path)) is None

@@ -66,9 +66,8 @@ def dealt(tokens: Sequence[float], batch: int) -> list[int]:
     hands: list[list[int]] = [[] for _ in range(runs)]
     for rank, place in enumerate(order):
         row, at = divmod(rank, runs)
-        hands[at if row % 2 == 0 else runs - 1 - at].append(
-            place
-        )  # to and fro, so that no run has all the best
+        # to and fro, so that no run has all the longest
+        hands[at if row % 2 == 0 else runs - 1 - at].append(place)
     return [place for hand in hands for place in hand]
 
 

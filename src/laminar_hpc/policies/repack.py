@@ -16,24 +16,25 @@ Requests that wait in a full engine have no KV yet; they go to replicas of the s
 
 Invariants: a trajectory stays on its weights and moves at most once in a plan; no replica is both emptied and
 filled; what a destination holds, grown as expected, stays within its KV cache and its requests; at most
-`emptied_max` replicas are emptied; each transfer lowers the sum of T by more than its cost, so plan after
-plan ends: nothing moves back and forth.
+`emptied_max` replicas, and SOURCES_MAX, are emptied; each transfer lowers the sum of T by more than its cost,
+so plan after plan ends: nothing moves back and forth.
 
 Pure: controller and simulator call `plan` every few seconds and after each publication.
 """
 
 import math
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import groupby, islice
 from statistics import fmean
 from typing import NamedTuple
 
 FIRST_MOVE_SECONDS = 2.0  # what a move is taken to cost before the first one has been measured
 _DISTURBED = 2.0  # replicas that a move costs its time: source and destination
-_PROBES = 8  # destinations that are tried for one source
+_PROBES = 8  # destinations at each end, the fullest and the emptiest, that are tried for one source
+SOURCES_MAX = 64  # emptied by a plan, so that it takes a turn's time at any scale; the next one goes on
 _FULL = 0.98  # share of the KV limit at which a destination takes nothing more
 
 
@@ -179,8 +180,8 @@ def plan(
     return transfers
 
 
-@dataclass
-class _Place:
+@dataclass(eq=False)
+class PlannedReplica:
     """A replica while a plan is made."""
 
     view: ReplicaView
@@ -197,10 +198,16 @@ class _Place:
 
     @property
     def kv_tokens(self) -> float:
-        return self.view.kv_tokens if self.load is None else self.load.kv_tokens
+        """That it holds; of one that was filled, that it is to hold."""
+        return self.load.kv_peak if self.filled and self.load else self.view.kv_tokens
+
+    @property
+    def count(self) -> int:
+        """Of its requests."""
+        return self.load.requests if self.load else self.view.requests
 
 
-_Part = tuple[_Place, list[RequestView]]  # what goes to a destination
+_Part = tuple[PlannedReplica, list[RequestView], Load]  # what goes to a destination, and its load
 
 
 class _Group:
@@ -209,43 +216,55 @@ class _Group:
     def __init__(self, views: list[ReplicaView], limits: EngineLimits, costs: MoveCosts) -> None:
         self._limits = limits
         self._costs = costs
-        self._places = [_Place(v) for v in sorted(views, key=lambda v: (v.kv_tokens, v.replica))]
-        self._open = [place for place in self._places if not place.view.queued]  # fullest last
+        self._places = [PlannedReplica(v) for v in sorted(views, key=lambda v: (v.kv_tokens, v.replica))]
+        # fullest last; one that is full can take nothing, and is not worth emptying
+        self._open = [place for place in self._places if not place.view.queued and self._has_room(place)]
+
+    def _has_room(self, place: PlannedReplica) -> bool:
+        return place.kv_tokens < _FULL * self._limits.kv_tokens and place.count < self._limits.requests
 
     def empty(self, emptied_max: int) -> Iterator[Transfer]:
-        """Sources from the emptiest up."""
+        """Sources from the emptiest up, SOURCES_MAX at most."""
+        emptied_max = min(emptied_max, SOURCES_MAX)
         for source in list(self._open):
             if emptied_max <= 0:
                 return
             if source.filled or not self._roomy(source):
                 continue
             parts = self._spread(source)
-            if parts and self._gain(source, parts) > self._costs.seconds(source.open(), self._limits):
+            if parts and self._gain(source, Load(), parts) > self._costs.seconds(source.open(), self._limits):
                 emptied_max -= 1
-                self._open = [place for place in self._open if place is not source]
+                self._open.remove(source)
                 yield from self._fill(source, parts, empties=True)
 
-    def _roomy(self, source: _Place) -> bool:
+    def _roomy(self, source: PlannedReplica) -> bool:
         """Whether the others could take it, by what is known without a look at the requests."""
         limit, free, places = self._limits, 0.0, 0
         for other in self._open:
             if other is not source:
                 free += max(0.0, limit.kv_tokens - other.kv_tokens)
-                places += max(
-                    0, limit.requests - (other.load.requests if other.load else other.view.requests)
-                )
+                places += max(0, limit.requests - other.count)
             if free >= source.kv_tokens and places >= source.view.requests:
                 return True
         return False
 
-    def _spread(self, source: _Place) -> list[_Part]:
+    def _spread(self, source: PlannedReplica) -> list[_Part]:
         """Where all of the source's requests go; [] where they don't fit. To one, the fullest, if it can take
-        all of them; else the samples of a prompt stay together where they can."""
+        all of them; else the samples of a prompt stay together where they can. Tried are the fullest that
+        have room for what the source holds, then the emptiest of all."""
         whole, limits = source.open(), self._limits
-        probed = [place for place in self._open[: -_PROBES - 2 : -1] if place is not source][:_PROBES]
+        end = bisect_right(self._open, limits.kv_tokens - whole.kv_tokens, key=lambda place: place.kv_tokens)
+        able = (
+            place
+            for place in (self._open[at] for at in range(end - 1, -1, -1))
+            if place is not source and place.count + whole.requests <= limits.requests
+        )
+        emptiest = (place for place in self._open if place is not source)
+        probed = list(dict.fromkeys([*islice(able, _PROBES), *islice(emptiest, _PROBES)]))
         for place in probed:
             if limits.fits(place.open() + whole):
-                return [(place, source.requests)]
+                return [(place, source.requests, whole)]
+        probed.sort(key=lambda place: -place.kv_tokens)
         if sum(max(0.0, limits.kv_tokens - place.open().kv_peak) for place in probed) < whole.kv_tokens:
             return []
         by_group = sorted(source.requests, key=lambda request: (request.group_id, request.trajectory_id))
@@ -258,33 +277,35 @@ class _Group:
                 ((Load.of(b), b) for b in bundles), key=lambda item: -item[0].kv_tokens
             ):
                 for at in range(len(probed)):
+                    # the sum is not made where the KV that is held already is too much
+                    if loads[at].kv_tokens + load.kv_tokens > limits.kv_tokens:
+                        continue
                     if limits.fits(grown := loads[at] + load):
                         loads[at] = grown
                         taken[at] += bundle
                         break
                 else:
                     left.append(bundle)
-        return [] if left else [part for part in zip(probed, taken, strict=True) if part[1]]
+        parts = [(place, part, Load.of(part)) for place, part in zip(probed, taken, strict=True) if part]
+        return [] if left else parts
 
-    def _gain(self, source: _Place, parts: list[_Part]) -> float:
-        """Seconds by which the sum of T falls."""
+    def _gain(self, source: PlannedReplica, stays: Load, parts: list[_Part]) -> float:
+        """Seconds by which the sum of T falls; `stays`: of the source's load."""
         drain = self._limits.drain
-        gone = {request.trajectory_id for _, taken in parts for request in taken}
-        stays = [request for request in source.requests if request.trajectory_id not in gone]
-        gain = drain(source.open()) - drain(Load.of(stays))
-        for place, taken in parts:
-            gain -= drain(place.open() + Load.of(taken)) - drain(place.open())
+        gain = drain(source.open()) - drain(stays)
+        for place, _, load in parts:
+            gain -= drain(place.open() + load) - drain(place.open())
         return gain
 
-    def _fill(self, source: _Place, parts: list[_Part], empties: bool) -> Iterator[Transfer]:
-        for place, taken in parts:
-            place.load = place.open() + Load.of(taken)
+    def _fill(self, source: PlannedReplica, parts: list[_Part], empties: bool) -> Iterator[Transfer]:
+        for place, taken, load in parts:
+            self._open.remove(place)
+            place.load = place.open() + load
             place.filled = True
+            if self._has_room(place):
+                insort(self._open, place, key=lambda p: p.kv_tokens)
             ids = tuple(request.trajectory_id for request in taken)
             yield Transfer(source.view.replica, place.view.replica, ids, empties)
-        limit = _FULL * self._limits.kv_tokens
-        self._open = [place for place in self._open if place.kv_tokens < limit]
-        self._open.sort(key=lambda place: (place.kv_tokens, place.view.replica))
 
     def level(self) -> Iterator[Transfer]:
         """Requests that wait in an engine go to replicas with room, the emptiest first."""
@@ -292,13 +313,16 @@ class _Group:
             for place in list(self._open):
                 source.open()
                 queue = [request for request in source.requests if request.queued]
-                load, taken = place.open(), list[RequestView]()
-                while queue and self._limits.fits(grown := load + Load.of([queue[-1]])):
+                load, taken = Load(), list[RequestView]()
+                while queue and self._limits.fits(place.open() + (grown := load + Load.of([queue[-1]]))):
                     load = grown
                     taken.append(queue.pop())
-                parts = [(place, taken)]
-                if taken and self._gain(source, parts) > self._costs.seconds(Load(), self._limits):
+                if not taken:
+                    continue
+                gone = {request.trajectory_id for request in taken}
+                stays = [r for r in source.requests if r.trajectory_id not in gone]
+                parts = [(place, taken, load)]
+                if self._gain(source, Load.of(stays), parts) > self._costs.seconds(Load(), self._limits):
                     yield from self._fill(source, parts, empties=False)
-                    gone = {request.trajectory_id for request in taken}
-                    source.requests = [r for r in source.requests if r.trajectory_id not in gone]
-                    source.load = Load.of(source.requests)
+                    source.requests = stays
+                    source.load = Load.of(stays)

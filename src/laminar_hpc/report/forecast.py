@@ -9,10 +9,9 @@ from pathlib import Path
 
 from laminar_hpc.machine.files import jsonl
 from laminar_hpc.report.page import section
-from laminar_hpc.report.rundata import Run
+from laminar_hpc.report.rundata import FORECASTS, Run
 from laminar_hpc.report.svg import row, tag
 
-FILE = "forecasts.jsonl"
 _PROGRAM = "laminar_hpc.simulator.self_forecast"  # by name: the simulator reads runs by this room
 _EVERY_SECONDS = 60.0  # between two forecasts
 _SHOWN = 3  # other settings
@@ -20,7 +19,7 @@ _SHOWN = 3  # other settings
 
 def newest(run_dir: Path) -> dict | None:
     """The newest forecast; None without one."""
-    last = deque(jsonl.read(run_dir / FILE), maxlen=1)
+    last = deque(jsonl.read(run_dir / FORECASTS), maxlen=1)
     return last[0] if last else None
 
 

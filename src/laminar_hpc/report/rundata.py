@@ -28,6 +28,8 @@ from laminar_hpc.store.run_files import config_of, metrics_of
 from laminar_hpc.store.store_copy import ReadableStore, readable_store
 from laminar_hpc.store.store_layout import connect_read_only, has_tables
 
+FORECASTS = "forecasts.jsonl"  # in the run's directory: what the run foretells of itself
+
 
 class Consumed(msgspec.Struct):
     """A trajectory trained on. `consumed_step` is the step of the weights that it was trained with; times are

@@ -20,12 +20,12 @@ from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.load import read_config
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.machine.files import jsonl
+from laminar_hpc.machine.processes import die_with_parent
 from laminar_hpc.report import rundata
 from laminar_hpc.simulator.finished.changes import changed, single_changes
 from laminar_hpc.simulator.finished.measured import Figures, Measured, measure_run
 from laminar_hpc.simulator.finished.prediction import predict
 
-FILE = "forecasts.jsonl"  # in the run's directory, as report/forecast.py reads it
 _TRAJECTORIES = 10_000  # simulated for each setting, some 20 us each
 _STEPS_MIN = 6
 
@@ -98,12 +98,13 @@ def forecast(run_dir: Path) -> dict:
         "happened": dataclasses.asdict(measured.happened),
         "now": dataclasses.asdict(now),
         "others": [dataclasses.asdict(other) for other in others],
-        "foretold": foretold(list(jsonl.read(run_dir / FILE)), now.settings),
+        "foretold": foretold(list(jsonl.read(run_dir / rundata.FORECASTS)), now.settings),
     }
 
 
 def main(arguments: list[str]) -> int:
     """0; 1, with a line that says why, where nothing can be foretold yet."""
+    die_with_parent()
     run_dir = Path(arguments[0])
     try:
         line = json.dumps(forecast(run_dir))
@@ -111,7 +112,10 @@ def main(arguments: list[str]) -> int:
         print(json.dumps({"why_not": str(error)}))
         return 1
     print(line)
-    with suppress(OSError), open(run_dir / FILE, "a") as file:  # a run that others own is read alone
+    with (
+        suppress(OSError),
+        open(run_dir / rundata.FORECASTS, "a") as file,
+    ):  # a run that others own is read alone
         file.write(line + "\n")
     return 0
 

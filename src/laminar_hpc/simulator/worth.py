@@ -47,7 +47,7 @@ class WorthRow:
 
 
 @dataclass(frozen=True)
-class _Place:
+class Setting:
     """A pipeline at a scale. `trainer`: GPUs of the trainer of each group."""
 
     config: SimulationConfig
@@ -102,7 +102,7 @@ def without(config: SimulationConfig, names: list[str], told: Told) -> list[Wort
     """For each pipeline and scale the whole, without each of `names` that it has, and without all of these.
     Raises LaminarError for one that no pipeline has."""
     used, rows = set[str](), list[WorthRow]()
-    for place in _places(config):
+    for place in _settings(config):
         here = [name for name in names if place.has(name)]
         used |= set(here)
         runs = {"whole": partial(place.figures, ())}
@@ -123,20 +123,20 @@ def at_bounds(config: SimulationConfig, bounds: list[float], told: Told) -> list
     if not asked:
         raise LaminarError(f"--staleness: {', '.join(config.pipelines)} train what was just generated")
     rows = list[WorthRow]()
-    for place in _places(replace(config, pipelines=asked)):
+    for place in _settings(replace(config, pipelines=asked)):
         runs = {f"bound {bound:g}": partial(place.figures, (), bound) for bound in bounds}
         rows += _rows(place, runs, told)
     return rows
 
 
-def _places(config: SimulationConfig) -> Iterator[_Place]:
+def _settings(config: SimulationConfig) -> Iterator[Setting]:
     for gpus in config.gpus:
         for pipeline in config.pipelines:
-            yield _Place(config, pipeline, gpus, split(config, pipeline, gpus // config.trainer_groups))
+            yield Setting(config, pipeline, gpus, split(config, pipeline, gpus // config.trainer_groups))
 
 
 def _rows(
-    place: _Place, runs: Mapping[str, Callable[[], list[dict[str, float]]]], told: Told
+    place: Setting, runs: Mapping[str, Callable[[], list[dict[str, float]]]], told: Told
 ) -> Iterator[WorthRow]:
     first = list[float]()
     for name, simulate_it in runs.items():

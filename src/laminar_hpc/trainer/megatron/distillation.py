@@ -36,7 +36,7 @@ class TeacherRows(NamedTuple):
     divergence: str
 
 
-class Shard(Protocol):
+class VocabularyShard(Protocol):
     """What head.py knows of this rank's columns of the vocabulary."""
 
     real: int
@@ -78,7 +78,7 @@ class Comparison:
     """Of the rows of one pass with their teacher; `found` are the divergences of the chunks watched so
     far."""
 
-    def __init__(self, shard: Shard, teacher: TeacherRows, product: Product) -> None:
+    def __init__(self, shard: VocabularyShard, teacher: TeacherRows, product: Product) -> None:
         self._shard = shard
         self._teacher = teacher
         self._product = product
