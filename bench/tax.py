@@ -5,7 +5,8 @@
 
 A live run of the example first, its processes on the cores of --cores; then the same work on the same cores:
 SGLang's server driven directly (the same prompts, as many tokens of each response, a local batch at once),
-and the trainer's step on each batch without anything around it. A repeat is one of each, one after the other.
+and beside it the trainer's step on each batch without anything around it. Both go on until both have been
+measured, since a core gives a process less while its neighbour works. A repeat is one of each.
 
 Shares are bare over live: in CPU seconds per token of all processes of a role (of the rollout the worker, the
 engine and the rewards), which other work on the machine changes little; and as `wall` in tokens per second of
@@ -20,10 +21,13 @@ import argparse
 import asyncio
 import json
 import os
+import select
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import common
@@ -34,6 +38,7 @@ from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.engine.interface import sampling_parameters
 from laminar_hpc.engine.sglang.server import SglangServer
 from laminar_hpc.machine.files import jsonl
+from laminar_hpc.machine.processes import die_with_parent
 from laminar_hpc.machine.roles import assign_roles
 from laminar_hpc.report import rundata
 from laminar_hpc.report.idle import busy, overlap
@@ -41,6 +46,7 @@ from laminar_hpc.report.rundata import Run
 from laminar_hpc.store.payload.whole import Whole
 
 SKIP = 2  # steps
+PARTS = ("engine", "trainer")
 STEPS = 12
 COLUMNS = ("repeat", "part", "ms of CPU per 1,000 tokens: live", "bare", "share", "wall share")
 Seconds = dict[str, float]  # CPU seconds by role
@@ -110,8 +116,22 @@ def batches_of(run: Run, first: int, last: int) -> list[list[Whole]]:
 # ---- bare parts --------------------------------------------------------------------------------------------
 
 
-def trainer_alone(config: RunConfig, batches: list[list[Whole]]) -> tuple[float, float]:
-    """(CPU seconds, seconds) of the trainer's step on each batch; to be called in a process of its own."""
+def passes(cpu: Callable[[], float]) -> Iterator[int]:
+    """In a process of its own: a pass over the work that warms up; one that is measured, once the parent says
+    so, and printed; then others while the other part is measured."""
+    yield 0
+    print("ready", flush=True)
+    sys.stdin.readline()
+    spent, begun = cpu(), time.perf_counter()
+    yield 1
+    print(json.dumps([cpu() - spent, time.perf_counter() - begun]), flush=True)
+    number = 1
+    while not select.select([sys.stdin], [], [], 0)[0]:
+        yield (number := number + 1)
+
+
+def trainer_alone(config: RunConfig, batches: list[list[Whole]]) -> None:
+    """The trainer's step on each batch."""
     import torch
     import torch.distributed as dist
 
@@ -123,15 +143,13 @@ def trainer_alone(config: RunConfig, batches: list[list[Whole]]) -> tuple[float,
     torch.set_num_threads(config.trainer.threads)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     learner = Learner(config, MegatronPolicy(config))
-    learner.train(in_memory(batches[0]), 0, lambda: None)  # warms up
-    spent, begun = time.process_time(), time.perf_counter()
-    for step, batch in enumerate(batches):
-        learner.train(in_memory(batch), step, lambda: None)
-    return time.process_time() - spent, time.perf_counter() - begun
+    for _ in passes(time.process_time):
+        for step, batch in enumerate(batches):
+            learner.train(in_memory(batch), step, lambda: None)
 
 
-async def engine_alone(config: RunConfig, batches: list[list[Whole]], folder: Path) -> tuple[float, float]:
-    """(CPU seconds of server and driver, seconds) of generating each batch anew."""
+async def engine_alone(config: RunConfig, batches: list[list[Whole]], folder: Path) -> None:
+    """Generates each batch anew; CPU seconds are those of server and driver."""
     server, me = SglangServer(config, 0, folder), psutil.Process()
     try:
         await server.start(Path(config.model.path), 0, seed=1)
@@ -143,30 +161,55 @@ async def engine_alone(config: RunConfig, batches: list[list[Whole]], folder: Pa
         async def all_of(batch: list[Whole], name: str) -> None:
             await asyncio.gather(*(one(w, f"{name}-{w.record.trajectory_id}") for w in batch))
 
-        await all_of(batches[0], "warm")
-        spent, begun = cpu_of(me), time.perf_counter()
-        for number, batch in enumerate(batches):
-            await all_of(batch, str(number))
-        return cpu_of(me) - spent, time.perf_counter() - begun
+        for number in passes(lambda: cpu_of(me)):
+            for step, batch in enumerate(batches):
+                await all_of(batch, f"{number}-{step}")
     finally:
         await server.stop()
 
 
-def in_process(
-    options: argparse.Namespace, what: str, run_dir: Path, first: int, last: int
-) -> tuple[float, float]:
-    """A bare part in a process of its own."""
-    words = [sys.executable, __file__, "--child", what, str(run_dir), str(first), str(last)]
-    done = subprocess.run(words, stdout=subprocess.PIPE, timeout=options.run_seconds, check=True, text=True)
-    cpu, seconds = json.loads(done.stdout.splitlines()[-1])
-    return cpu, seconds
+def side_by_side(
+    options: argparse.Namespace, run_dir: Path, first: int, last: int
+) -> dict[str, tuple[float, float]]:
+    """(CPU seconds, seconds) of each bare part on the work of these steps."""
+    words = [str(run_dir), str(first), str(last)]
+    with ExitStack() as stack:
+        parts = {}
+        for part in PARTS:
+            command = [sys.executable, __file__, "--child", part, *words]
+            parts[part] = stack.enter_context(
+                subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            )
+            stack.callback(parts[part].kill)
+        too_long = threading.Timer(options.run_seconds, lambda: [each.kill() for each in parts.values()])
+        too_long.start()
+        stack.callback(too_long.cancel)
+
+        def said(part: str, start: str) -> str:
+            for line in parts[part].stdout:
+                if line.startswith(start):
+                    return line
+            raise SystemExit(f"the bare {part} ended before it was measured")
+
+        for part in PARTS:
+            said(part, "ready")
+        for each in parts.values():
+            print("go", file=each.stdin, flush=True)
+        found = {part: tuple(json.loads(said(part, "["))) for part in PARTS}
+        for each in parts.values():
+            each.stdin.close()
+        for each in parts.values():
+            each.wait()
+        return found
 
 
-def child(what: str, run_dir: Path, first: int, last: int) -> tuple[float, float]:
+def child(what: str, run_dir: Path, first: int, last: int) -> None:
+    die_with_parent()
     config, batches = read_config(run_dir / "config.yaml"), batches_of(rundata.load(run_dir), first, last)
     if what == "trainer":
-        return trainer_alone(config, batches)
-    return asyncio.run(engine_alone(config, batches, run_dir))
+        trainer_alone(config, batches)
+    else:
+        asyncio.run(engine_alone(config, batches, run_dir))
 
 
 # ---- together ----------------------------------------------------------------------------------------------
@@ -179,12 +222,12 @@ def repeat_of(options: argparse.Namespace, folder: Path, repeat: int) -> list[di
     whole = responses + sum(step["prompt_tokens"] for step in steps)
     times = {step["step"]: step["time"] for step in run.steps}
     window = [(times[first], times[last])]
-    rows = []
+    bare, rows = side_by_side(options, run.directory, first, last), []
     for part, role, kinds, tokens in (
         ("engine", "rollout", ("generate",), responses),
         ("trainer", "trainer", ("train",), whole),
     ):
-        cpu, seconds = in_process(options, part, run.directory, first, last)
+        cpu, seconds = bare[part]
         at_work = overlap(busy(run.spans[f"{role}0"], kinds), window)
         rows.append(
             {
@@ -208,7 +251,7 @@ def main() -> None:
     options = options.parse_args()
     if options.child:
         what, run_dir, first, last = options.child
-        print(json.dumps(child(what, Path(run_dir), int(first), int(last))))
+        child(what, Path(run_dir), int(first), int(last))
         return
     options.steps = options.steps or STEPS
     if options.cores:
