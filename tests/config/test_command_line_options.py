@@ -55,7 +55,7 @@ def test_a_wrong_option_is_refused_in_one_line(words, text):
 def test_cfg_prints_what_the_words_compose_to(capsys):
     """`job` is the configuration of the run, `hydra` Hydra's own settings, `all` both; nothing starts."""
     job = yaml.safe_load(printed(capsys, "train", "experiment=demo", "steps=7", "--cfg", "job"))
-    assert (job["steps"], job["optimizer"]["lr"], job["pipeline"]["name"]) == (7, 5e-5, "laminar")
+    assert (job["steps"], job["optimizer"]["lr"], job["pipeline"]["name"]) == (7, 1e-4, "laminar")
     hydra = yaml.safe_load(printed(capsys, "train", "--cfg=hydra"))
     assert set(hydra) == {"hydra"}
     both = yaml.safe_load(printed(capsys, "train", "experiment=demo", "--cfg=all", "steps=7"))
