@@ -15,6 +15,7 @@ from laminar_hpc.machine.files.open_files import allow_connections
 from laminar_hpc.machine.locks.lock_owner import Watched
 from laminar_hpc.machine.locks.run_lock import RunLock, refuse_if_held
 from laminar_hpc.machine.observability import console
+from laminar_hpc.machine.observability.prometheus import check_prometheus
 from laminar_hpc.machine.observability.wandb_mirror import check_wandb
 from laminar_hpc.store.recovery import own_era, retire, settle
 from laminar_hpc.store.rundir import Start, journal_folder, prepare, store_directory, store_path, unusable
@@ -46,6 +47,7 @@ def start_up(config: RunConfig, say: Callable[[str], None]) -> Begun:
     members = derived.trainer_ranks + derived.rollout_ranks * (1 + derived.relay_ranks_per_machine)
     allow_connections(members, meshes=False)
     check_wandb(config.observability.wandb)
+    check_prometheus(config)
     under_way = config.role != "all" and config.resume == "auto" and read_address(run_dir) is not None
     for text in [] if under_way else console.derived_block(derived_values(config, derived)):
         say(text)  # else the controller that has died has said it
