@@ -21,6 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families as parse
 
 from helpers import synthetic
 from helpers.paths import ROOT
+from helpers.processes import free_port
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.rules import broken_rules
 from laminar_hpc.config.schema import RunConfig
@@ -212,11 +213,6 @@ def config_of(run_dir: Path, address: str, key: str = "") -> RunConfig:
     config.observability.prometheus = address
     config.observability.prometheus_key = key
     return config
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return probe.getsockname()[1]
 
 
 def get(port: int, path: str = "/metrics", key: str = "") -> tuple[int, bytes]:
