@@ -19,8 +19,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from laminar_hpc.config.errors import LaminarError, Refused
+from laminar_hpc.config.errors import LaminarError, Refused, said
 from laminar_hpc.launch.python_child import TrainProcess
+from laminar_hpc.machine.locks.run_lock import refuse_if_held
 from laminar_hpc.report.live import RunFollower
 from laminar_hpc.store.run_files import metrics_of
 
@@ -154,10 +155,13 @@ class LaminarRun:
             return None
 
     def _has_ended(self, follower: RunFollower | None) -> bool:
-        """By its process, or else by its files as they were at the last look."""
+        """By its process, or else by its files as they were at the last look: a controller that has recorded
+        the end writes summary and report before it lets go of the folder."""
         if self._process is not None:
             return self._process.code is not None
-        return follower is not None and follower.view.state in ("ended", "died")
+        if follower is None or follower.view.state not in ("ended", "died"):
+            return False
+        return follower.view.state == "died" or not said(refuse_if_held, self.run_dir)
 
     def _raise_if_failed(self, follower: RunFollower | None) -> None:
         if self._process is not None:
