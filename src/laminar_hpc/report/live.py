@@ -8,7 +8,7 @@ read alike.
 import os
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -103,21 +103,24 @@ class RunFollower:
             return "going on"
         return "starting" if time.time() - self.view.last_sign < FRESH_SECONDS else "died"
 
-    def _new_records(self) -> list[dict]:
+    def _new_records(self) -> Iterator[dict]:
         """Whole lines since the last look, from its start where the run was moved aside and begun anew."""
         try:
             file = open(self._metrics, "rb")  # noqa: SIM115 (closed below)
         except FileNotFoundError:
-            return []
+            return
         with file:
             if not (head := file.read(HEAD_BYTES)).startswith(self._head):
                 self.view = self._new_view(self.view.run_dir)
                 self._offset = 0
             file.seek(self._offset)
-            lines = file.read().split(b"\n")
-        self._offset += sum(len(line) + 1 for line in lines[:-1])
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break
+                self._offset += len(line)
+                if record := _decoded(line):
+                    yield record
         self._head = head[: self._offset]
-        return [record for line in lines[:-1] if (record := _decoded(line))]
 
     def _take(self, record: dict) -> None:
         view, kind = self.view, record.get("kind")

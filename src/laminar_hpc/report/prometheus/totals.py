@@ -74,6 +74,16 @@ HISTOGRAMS = {
 }
 
 
+def _by_kind(rows: dict[str, RecordSum]) -> dict[str, list[tuple[str, RecordSum]]]:
+    found = defaultdict(list)
+    for name, row in rows.items():
+        found[row.kind].append((name, row))
+    return dict(found)
+
+
+_COUNTERS_OF, _HISTOGRAMS_OF = _by_kind(COUNTERS), _by_kind(HISTOGRAMS)
+
+
 @dataclass
 class Histogram:
     """Counts below each of BUCKETS and above the last, and the sum."""
@@ -105,12 +115,12 @@ class RunTotals:
 
     def hear(self, record: dict) -> None:
         """Adds one record of metrics.jsonl."""
-        kind = record.get("kind")
-        for name, row in COUNTERS.items():
-            if row.kind == kind and row.only(record):
+        kind = str(record.get("kind"))
+        for name, row in _COUNTERS_OF.get(kind, ()):
+            if row.only(record):
                 self.counters[name] += (record.get(row.field) or 0) if row.field else 1
-        for name, row in HISTOGRAMS.items():
-            if row.kind == kind and isinstance(value := record.get(row.field), int | float):
+        for name, row in _HISTOGRAMS_OF.get(kind, ()):
+            if isinstance(value := record.get(row.field), int | float):
                 self.histograms[name].add(value)
         if kind == "logprob_mismatch":
             self.mismatches[str(record.get("replica"))] = record
