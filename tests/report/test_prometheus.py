@@ -248,6 +248,16 @@ def test_a_scrape_by_http(run_dir: Path) -> None:
     assert (run_dir / "logs" / "prometheus.log").read_text() == ""
 
 
+def test_a_run_under_way_goes_on_without(run_dir: Path) -> None:
+    """A controller that takes over warns of a port that is taken, as by one that hangs; it ends no run."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        config, said = config_of(run_dir, str(other.getsockname()[1])), list[str]()
+        with prometheus(config, said.append, under_way=True):
+            assert len(said) == 1 and said[0].startswith("warning ") and "goes on without" in said[0]
+        with pytest.raises(LaminarError, match="choose another"), prometheus(config, said.append):
+            pass
+
+
 def listeners(port: int) -> list[int]:
     """The processes that listen at a port of loopback."""
     import psutil

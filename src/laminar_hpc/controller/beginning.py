@@ -28,12 +28,14 @@ _STORE_CHECK_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class Begun:
-    """What a controller has before it lets anybody in. `era`: its own in the journal; 0 without one."""
+    """What a controller has before it lets anybody in. `era`: its own in the journal; 0 without one.
+    `under_way`: others of the run may have outlived an earlier controller."""
 
     derived: Derived
     start: Start
     lock: RunLock
     era: int
+    under_way: bool = False
 
 
 def start_up(config: RunConfig, say: Callable[[str], None]) -> Begun:
@@ -47,8 +49,9 @@ def start_up(config: RunConfig, say: Callable[[str], None]) -> Begun:
     members = derived.trainer_ranks + derived.rollout_ranks * (1 + derived.relay_ranks_per_machine)
     allow_connections(members, meshes=False)
     check_wandb(config.observability.wandb)
-    check_prometheus(config)
     under_way = config.role != "all" and config.resume == "auto" and read_address(run_dir) is not None
+    if not under_way:
+        check_prometheus(config)
     for text in [] if under_way else console.derived_block(derived_values(config, derived)):
         say(text)  # else the controller that has died has said it
     for text in warnings(config, derived):
@@ -64,7 +67,7 @@ def start_up(config: RunConfig, say: Callable[[str], None]) -> Begun:
         raise
     report(RankReport(joined_as="controller 0"))
     try:
-        return Begun(derived, *take_run_dir(config, lock, say))
+        return Begun(derived, *take_run_dir(config, lock, say), under_way)
     except BaseException:
         lock.release()
         raise

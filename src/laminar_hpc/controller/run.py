@@ -196,7 +196,7 @@ def run(
     with ExitStack() as at_the_end:
         at_the_end.callback(lock.release)
         with before_it_begins():
-            at_the_end.enter_context(prometheus(config, say))
+            at_the_end.enter_context(prometheus(config, say, begun.under_way))
         run_dir, controller, dies = Path(config.run_dir), None, False
         redirect_output()
         # before they see this controller

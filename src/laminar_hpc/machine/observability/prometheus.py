@@ -35,23 +35,35 @@ def check_prometheus(config: RunConfig) -> None:
 
 
 @contextmanager
-def prometheus(config: RunConfig, say: Callable[[str], None]) -> Iterator[None]:
-    """Figures of the run can be read while this is open. Raises LaminarError as `check_prometheus`; the run
-    directory is there and the run's own."""
-    address = scrape_address(config.observability.prometheus)
-    if address is None:
-        yield
-        return
-    with closing(_listener(*address)) as listener:
-        process = _started(config, listener, key := _key(config, address[0]))
+def prometheus(config: RunConfig, say: Callable[[str], None], under_way: bool = False) -> Iterator[None]:
+    """Figures of the run can be read while this is open; the run directory is there and the run's own. Raises
+    LaminarError as `check_prometheus`, but of a run that is `under_way`, which goes on without."""
     try:
-        host = f"[{address[0]}]" if ":" in address[0] else address[0]
-        wants = f"  (wants the key in {key})" if key else ""
-        say(line("metrics", f"http://{host}:{address[1]}/metrics{wants}"))
+        process = _answering(config, say)
+    except LaminarError as error:
+        if not under_way:
+            raise
+        say(line("warning", f"{error}; the run goes on without its figures there"))
+        process = None
+    try:
         yield
     finally:
-        process.kill()
-        process.wait()
+        if process is not None:
+            process.kill()
+            process.wait()
+
+
+def _answering(config: RunConfig, say: Callable[[str], None]) -> subprocess.Popen[bytes] | None:
+    """The process that answers; None where none is wanted."""
+    address = scrape_address(config.observability.prometheus)
+    if address is None:
+        return None
+    with closing(_listener(*address)) as listener:
+        process = _started(config, listener, key := _key(config, address[0]))
+    host = f"[{address[0]}]" if ":" in address[0] else address[0]
+    wants = f"  (wants the key in {key})" if key else ""
+    say(line("metrics", f"http://{host}:{address[1]}/metrics{wants}"))
+    return process
 
 
 def _listener(host: str, port: int) -> socket.socket:
