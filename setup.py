@@ -22,8 +22,8 @@ HERE = Path(__file__).parent
 # What src/laminar_hpc itself imports; lock.txt holds the version of each, and of everything they bring along.
 DIRECT = (
     "aiohttp datasets httpx huggingface-hub hydra-core jinja2 math-verify megatron-core msgspec "
-    "numpy omegaconf psutil pyarrow pydantic pyyaml pyzmq rich safetensors sympy tensorboardX tokenizers "
-    "transformers"
+    "numpy omegaconf pandas prometheus-client psutil pyarrow pydantic pyyaml pyzmq rich safetensors sympy "
+    "tensorboardX tokenizers transformers"
 ).split()
 
 
@@ -199,6 +199,7 @@ setup(
         **{name: ["*.json", "*.jsonl", "*.jinja", "*.safetensors"] for name in examples},
         **{name: ["*.sbatch", "*.sh"] for name in slurm},
         "laminar_hpc.report": ["*.css", "*.js"],
+        "laminar_hpc.report.prometheus": ["grafana.json"],
         "laminar_hpc.launch.project": ["template/**/*"],
     },
     include_package_data=False,

@@ -3,7 +3,9 @@
 import json
 import re
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -44,16 +46,28 @@ def test_the_questions_of_the_first_week_have_an_answer() -> None:
     assert "tmux" in block("Does it outlive my ssh session?")
 
 
+class Written:
+    """A process that writes a run of one step and ends."""
+
+    code = 0
+
+    def __init__(self, words: Sequence[str]) -> None:
+        self.words = words
+        folder = Path(next(w for w in words if w.startswith("run_dir=/")).partition("=")[2])
+        folder.mkdir(parents=True)
+        (folder / "summary.json").write_text(json.dumps({"steps": 1}))
+        (folder / "metrics.jsonl").write_text('{"kind": "step", "step": 1, "loss": 0.5}\n{"kind": "end"}\n')
+
+    def raise_if_failed(self) -> None:
+        """It has not."""
+
+
 def test_what_a_script_reads_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Promise: the Python lines are valid, and read the files that a run writes."""
     code = block("Is there a Python API?")
-    (tmp_path / "runs/one").mkdir(parents=True)
-    (tmp_path / "runs/one/summary.json").write_text(json.dumps({"steps": 1}))
-    (tmp_path / "runs/one/metrics.jsonl").write_text('{"kind": "step", "step": 1}\n{"kind": "end"}\n')
-    started = []
-    monkeypatch.setattr("subprocess.run", lambda words, check: started.append(words))
+    monkeypatch.setattr("laminar_hpc.launch.python_api.TrainProcess", Written)
     monkeypatch.chdir(tmp_path)
-    names: dict[str, object] = {}
+    names: dict[str, Any] = {}
     exec(compile(code, "week_one", "exec"), names)
-    assert started[0][:2] == ["laminar", "train"] and names["summary"] == {"steps": 1}
-    assert names["steps"] == [{"kind": "step", "step": 1}]
+    assert names["run"]._process.words[0] == "experiment=demo" and names["summary"] == {"steps": 1}
+    assert names["run"].run_dir == tmp_path / "runs/one" and names["steps"].loss.to_dict() == {1: 0.5}

@@ -1,6 +1,7 @@
-"""Which of some processes live, looked at while they end; and a thread with an event loop."""
+"""Which of some processes live, looked at while they end; a free port; and a thread with an event loop."""
 
 import asyncio
+import socket
 import threading
 import time
 from collections.abc import Coroutine, Iterable
@@ -9,6 +10,12 @@ from contextlib import suppress
 from typing import Any
 
 import psutil
+
+
+def free_port() -> int:
+    """Of loopback, at which nobody listens now."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return probe.getsockname()[1]
 
 
 def found(pids: Iterable[int]) -> list[psutil.Process]:

@@ -85,6 +85,7 @@ for words in (["experiment=demo"], ["experiment=tools"], ["--config-dir", "conf"
     for name, files in {"cpu": ("lock", "nodeps"), "cuda13": ("lock", "torch", "nodeps", "cuda13")}.items():
         with_hashes(dist / f"{name}.txt", files, wheel)
     assert {f"laminar_hpc/{name}.abi3.so" for name in ("_kv", "_sums", "_rows")} <= names
+    assert {"laminar_hpc/report/page.css", "laminar_hpc/report/prometheus/grafana.json"} <= names
     for line in (
         "laminar = laminar_hpc.launch.cli:main",
         "laminar_cpu = laminar_hpc.engine.sglang.plugin",

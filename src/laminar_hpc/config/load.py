@@ -38,6 +38,7 @@ _PATHS = (
     "data.train",
     "relay.shm_dir",
     "checkpoint.key",
+    "observability.prometheus_key",
 )
 Config = TypeVar("Config")
 _named: dict[str, type] = {}  # what Hydra's store holds

@@ -20,6 +20,7 @@ from laminar_hpc.config.learning_schema import AlgorithmConfig
 from laminar_hpc.config.objectives import SEQUENCE_LOSSES, WEIGHTS, is_own, wrong_options
 from laminar_hpc.config.routing import wrong_replay
 from laminar_hpc.config.schema import RunConfig
+from laminar_hpc.config.scraping import wrong_scraping
 from laminar_hpc.config.teachers import wrong_teachers
 
 _NEUTRAL = {
@@ -44,6 +45,7 @@ def broken_rules(config: RunConfig, model: dict | None) -> list[str]:
     parts = [_source, _data, _devices, _sampling, _rollout, _environment, _pipeline, _batch]
     parts += [_loss, _corrections, _rewards, _advantages, _schedule]
     texts = [text for part in parts for text in part(config)]
+    texts += wrong_scraping(config)
     texts += [*wrong_teachers(config, model), *wrong_critic(config, model), *wrong_determinism(config)]
     if model is not None:
         experts = experts_of(model)

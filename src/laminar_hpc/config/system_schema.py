@@ -287,3 +287,8 @@ class ObservabilityConfig:
     """offline: files under run_dir/wandb; online: needs `wandb login` or WANDB_API_KEY"""
     wandb_project: str = "laminar"
     """project on Weights & Biases"""
+    prometheus: str = "0"
+    """PORT on loopback, or ADDRESS:PORT, at which Prometheus reads the run's figures; 0 = none; see
+    docs/observing.md"""
+    prometheus_key: str = ""
+    """file of the key that a scrape has to bring; empty = none on loopback, RUN_DIR/prometheus.key beyond"""

@@ -15,6 +15,7 @@ from laminar_hpc.machine.files.open_files import allow_connections
 from laminar_hpc.machine.locks.lock_owner import Watched
 from laminar_hpc.machine.locks.run_lock import RunLock, refuse_if_held
 from laminar_hpc.machine.observability import console
+from laminar_hpc.machine.observability.prometheus import check_prometheus
 from laminar_hpc.machine.observability.wandb_mirror import check_wandb
 from laminar_hpc.store.recovery import own_era, retire, settle
 from laminar_hpc.store.rundir import Start, journal_folder, prepare, store_directory, store_path, unusable
@@ -27,12 +28,14 @@ _STORE_CHECK_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class Begun:
-    """What a controller has before it lets anybody in. `era`: its own in the journal; 0 without one."""
+    """What a controller has before it lets anybody in. `era`: its own in the journal; 0 without one.
+    `under_way`: others of the run may have outlived an earlier controller."""
 
     derived: Derived
     start: Start
     lock: RunLock
     era: int
+    under_way: bool = False
 
 
 def start_up(config: RunConfig, say: Callable[[str], None]) -> Begun:
@@ -47,6 +50,8 @@ def start_up(config: RunConfig, say: Callable[[str], None]) -> Begun:
     allow_connections(members, meshes=False)
     check_wandb(config.observability.wandb)
     under_way = config.role != "all" and config.resume == "auto" and read_address(run_dir) is not None
+    if not under_way:
+        check_prometheus(config)
     for text in [] if under_way else console.derived_block(derived_values(config, derived)):
         say(text)  # else the controller that has died has said it
     for text in warnings(config, derived):
@@ -62,7 +67,7 @@ def start_up(config: RunConfig, say: Callable[[str], None]) -> Begun:
         raise
     report(RankReport(joined_as="controller 0"))
     try:
-        return Begun(derived, *take_run_dir(config, lock, say))
+        return Begun(derived, *take_run_dir(config, lock, say), under_way)
     except BaseException:
         lock.release()
         raise

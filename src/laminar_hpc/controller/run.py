@@ -50,6 +50,7 @@ from laminar_hpc.machine.locks.run_lock import RunLock
 from laminar_hpc.machine.observability import console
 from laminar_hpc.machine.observability.durations import read_durations
 from laminar_hpc.machine.observability.metrics import MetricsWriter
+from laminar_hpc.machine.observability.prometheus import prometheus
 from laminar_hpc.machine.observability.trace import Trace
 from laminar_hpc.machine.observability.wandb_mirror import WandbMirror
 from laminar_hpc.machine.processes import on_stop_signals
@@ -194,6 +195,8 @@ def run(
     lock = begun.lock
     with ExitStack() as at_the_end:
         at_the_end.callback(lock.release)
+        with before_it_begins():
+            at_the_end.enter_context(prometheus(config, say, begun.under_way))
         run_dir, controller, dies = Path(config.run_dir), None, False
         redirect_output()
         # before they see this controller

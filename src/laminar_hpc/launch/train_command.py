@@ -136,12 +136,14 @@ def start(config: RunConfig, derived: Derived, words: list[str]) -> int:
     from laminar_hpc.data.pretrained import download_model
     from laminar_hpc.data.prompts import wrong_first_rows
     from laminar_hpc.launch import supervisor
+    from laminar_hpc.machine.observability.prometheus import check_prometheus
     from laminar_hpc.machine.observability.wandb_mirror import check_wandb
 
     if supervisor.nothing_to_start(config):
         return 0
     lines = [*said(check_machine, config, derived), *said(check_devices, config, derived)]
-    lines += [*said(check_wandb, config.observability.wandb), *wrong_first_rows(config)]
+    lines += [*said(check_wandb, config.observability.wandb), *said(check_prometheus, config)]
+    lines += wrong_first_rows(config)
     if not lines:
         download_model(config, print)
         lines = lacking(config)

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from laminar_hpc.line.messages.data import Trajectory
 
 ENVIRONMENT = "environment."  # what reward parts begin with that environments/turns/episode.py gives
+REWARD_PREFIX = "reward_mean/"  # of a step's field, before the name of a reward function
 _COUNTS = frozenset(
     {
         "trajectories",
@@ -65,7 +66,7 @@ def reward_means(trajectories: Sequence[Trajectory], names: Iterable[str]) -> di
     """Mean of each reward function over the trajectories that it gave a reward to; nothing for one that
     gave none."""
     given = {name: [t.reward_parts[name] for t in trajectories if name in t.reward_parts] for name in names}
-    return {f"reward_mean/{name}": sum(values) / len(values) for name, values in given.items() if values}
+    return {f"{REWARD_PREFIX}{name}": sum(values) / len(values) for name, values in given.items() if values}
 
 
 def merged(parts: list[dict[str, float]]) -> dict[str, float]:

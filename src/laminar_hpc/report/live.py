@@ -8,6 +8,7 @@ read alike.
 import os
 import time
 from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,9 +19,11 @@ from laminar_hpc.store.run_files import metrics_of
 from laminar_hpc.store.status import Status
 
 FRESH_SECONDS = 5.0  # a controller writes its status once a second; a busy one may miss a few
+SILENT_SECONDS = 3.0  # a process that was not heard for longer is shown as silent
 RECENT_STEPS = 60
 BEHIND = ("score", "tool", "send")  # go on beside what a process itself does
 TAIL_BYTES = 4096  # of a trace: room for some spans
+HEAD_BYTES = 256
 
 
 @dataclass
@@ -56,25 +59,39 @@ class View:
 
 
 class RunFollower:
-    """Follows one run directory. Raises LaminarError when it is no run."""
+    """Follows one run directory; `hear` gets each record once, in order. `recent`: how many steps the view
+    has, None for all. Raises LaminarError when it is no run."""
 
-    def __init__(self, run_dir: Path) -> None:
-        self.view = View(Path(run_dir))
+    def __init__(
+        self,
+        run_dir: Path,
+        hear: Callable[[dict], None] = lambda _: None,
+        recent: int | None = RECENT_STEPS,
+    ) -> None:
+        self._recent = recent
+        self.view = self._new_view(Path(run_dir))
+        self._hear = hear
         self._metrics = metrics_of(self.view.run_dir)
+        self._head = b""  # how the file begins, which tells it from that of a run begun anew
         self._offset = 0
 
-    def look(self) -> View:
-        """The run now."""
-        view = self.view
+    def _new_view(self, run_dir: Path) -> View:
+        return View(run_dir, steps=deque(maxlen=self._recent))
+
+    def look(self, traces: bool = True) -> View:
+        """The run now; `traces`: with what each process did last."""
         for record in self._new_records():
             self._take(record)
+            self._hear(record)
+        view = self.view
         latest = status.read(view.run_dir)
         # not that of an earlier launch
         view.status = latest if latest and latest.time >= view.started - 1.0 else None
         if view.status:
             view.wanted_steps = view.status.steps
             view.last_sign = max(view.last_sign, view.status.time)
-        view.processes = _processes(view.run_dir)
+        if traces:
+            view.processes = _processes(view.run_dir)
         view.state = self._state()
         return view
 
@@ -86,19 +103,24 @@ class RunFollower:
             return "going on"
         return "starting" if time.time() - self.view.last_sign < FRESH_SECONDS else "died"
 
-    def _new_records(self) -> list[dict]:
+    def _new_records(self) -> Iterator[dict]:
         """Whole lines since the last look, from its start where the run was moved aside and begun anew."""
-        size = self._metrics.stat().st_size if self._metrics.is_file() else 0
-        if size < self._offset:
-            self.view = View(self.view.run_dir)
-            self._offset = 0
-        if size == self._offset:
-            return []
-        with open(self._metrics, "rb") as file:
+        try:
+            file = open(self._metrics, "rb")  # noqa: SIM115 (closed below)
+        except FileNotFoundError:
+            return
+        with file:
+            if not (head := file.read(HEAD_BYTES)).startswith(self._head):
+                self.view = self._new_view(self.view.run_dir)
+                self._offset = 0
             file.seek(self._offset)
-            lines = file.read(size - self._offset).split(b"\n")
-        self._offset += sum(len(line) + 1 for line in lines[:-1])
-        return [record for line in lines[:-1] if (record := _decoded(line))]
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break
+                self._offset += len(line)
+                if record := _decoded(line):
+                    yield record
+        self._head = head[: self._offset]
 
     def _take(self, record: dict) -> None:
         view, kind = self.view, record.get("kind")

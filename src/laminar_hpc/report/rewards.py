@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+from laminar_hpc.policies.metrics import REWARD_PREFIX
 from laminar_hpc.report import summary, svg
 from laminar_hpc.report.page import chart, figure, grid, section
 from laminar_hpc.report.rundata import Run
@@ -33,9 +34,7 @@ def rewards(run: Run) -> str:
 
 def _means(run: Run, names: list[str]) -> str:
     colors = {name: COLORS[i % len(COLORS)] for i, name in enumerate(names)}
-    series = [
-        Series(name, color, run.over_steps(summary.REWARD_PREFIX + name)) for name, color in colors.items()
-    ]
+    series = [Series(name, color, run.over_steps(REWARD_PREFIX + name)) for name, color in colors.items()]
     return figure(
         "mean of each reward function per batch",
         svg.legend(list(colors.items())) + svg.lines(series, "trainer step"),

@@ -17,7 +17,7 @@ from rich.text import Text
 from laminar_hpc.machine.observability.console import count, duration, eta, number
 from laminar_hpc.machine.observability.output import printable
 from laminar_hpc.report import forecast, turns
-from laminar_hpc.report.live import RunFollower, View
+from laminar_hpc.report.live import SILENT_SECONDS, RunFollower, View
 from laminar_hpc.store.status import RankStatus
 
 REFRESH_SECONDS = 1.0
@@ -145,8 +145,8 @@ def _rank_cells(rank: RankStatus, view: View) -> list[str | Text]:
     silent = view.status.time - rank.heard if view.status else 0.0
     load = rank.load if view.state != "ended" else None
     if load is None:
-        return [*cells, f"silent {duration(silent)}" if silent > 3 else "", "", "", "", "", ""]
-    state = f"silent {duration(silent)}" if silent > 3 else load.phase
+        return [*cells, f"silent {duration(silent)}" if silent > SILENT_SECONDS else "", "", "", "", "", ""]
+    state = f"silent {duration(silent)}" if silent > SILENT_SECONDS else load.phase
     numbers = (str(load.running), str(load.queued), str(load.scoring))
     bar = _bar(load.kv_tokens, load.kv_capacity)
     return [*cells, state, *numbers, bar, count(load.tokens_per_second)]

@@ -8,20 +8,16 @@ file that `checkpoint.key` names. Imports no torch.
 import hashlib
 import hmac
 import json
-import os
-import secrets
 from contextlib import suppress
 from pathlib import Path
 
 from laminar_hpc.config.errors import Refused
 from laminar_hpc.config.schema import RunConfig
-from laminar_hpc.machine.files import durable
+from laminar_hpc.machine.files.secret_file import MAKE_ONE, make_secret, read_secret
 from laminar_hpc.store import checkpoints
 from laminar_hpc.store.checkpoints import LIST_FILE, SIGNATURE_FILE, DamagedCheckpoint
 
 KEY_FILE = "checkpoint.key"
-_LENGTH_MIN = 32  # characters of a key
-_MAKE_ONE = "make one: (umask 077; openssl rand -hex 32 > FILE)"
 _TRUST = (
     "name the key of the run that wrote it (checkpoint.key=FILE), or say checkpoint.unsigned=true if nobody "
     "else could write there, as loading it may run what its writer wanted"
@@ -56,64 +52,16 @@ def own_key(config: RunConfig, run_dir: Path) -> SigningKey:
     if key := read_key(path):
         return key
     if config.checkpoint.key:
-        raise Refused([f"checkpoint.key={path} is missing: {_MAKE_ONE}"])
-    new = path.with_name(f".{KEY_FILE}.{secrets.token_hex(8)}")
-    with open(_private(new), "wb") as file:
-        file.write(secrets.token_hex(32).encode() + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
-    try:
-        os.link(new, path)
-    except FileExistsError:  # another trainer generation's, which has signed with it
-        pass
-    except OSError:  # a file system without links
-        new.rename(path)
-    finally:
-        new.unlink(missing_ok=True)
-    durable.sync_folder(path.parent)
+        raise Refused([f"checkpoint.key={path} is missing: {MAKE_ONE}"])
+    make_secret(path)
     return own_key(config, run_dir)
 
 
 def read_key(path: Path) -> SigningKey | None:
     """None where there is none. Raises LaminarError for a file that is no key, or that others than its
     owner may read or have written."""
-    try:
-        secret = path.read_bytes().strip()
-        secret_kept = _is_private(path)
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise Refused([f"{path}, the key of checkpoints, cannot be read ({error.strerror})"]) from None
-    if not secret_kept:
-        raise Refused(
-            [
-                f"{path}, the key of checkpoints, belongs to another user or others may read it: if it is "
-                f"yours, chown and chmod 600 it"
-            ]
-        )
-    if len(secret) < _LENGTH_MIN:
-        raise Refused([f"{path} is no key: it has less than {_LENGTH_MIN} characters; {_MAKE_ONE}"])
-    return SigningKey(secret)
-
-
-def _private(path: Path) -> int:
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-
-
-def _is_private(path: Path) -> bool:
-    """Whether it is as a file that we make ourselves: some file systems give all the same owner and mode."""
-    found = path.stat()
-    if found.st_uid in (os.geteuid(), 0) and not found.st_mode & 0o077:
-        return True
-    probe = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    with suppress(OSError):
-        try:
-            os.close(_private(probe))
-            ours = probe.stat()
-        finally:
-            probe.unlink(missing_ok=True)
-        return found.st_uid == ours.st_uid and not found.st_mode & 0o077 & ~ours.st_mode
-    return False
+    secret = read_secret(path, "the key of checkpoints")
+    return None if secret is None else SigningKey(secret)
 
 
 def objection(config: RunConfig, run_dir: Path, checkpoint: Path) -> str:

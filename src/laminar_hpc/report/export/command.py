@@ -4,25 +4,20 @@ What is written appears when complete."""
 import json
 import os
 import re
-import sqlite3
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 
 import pyarrow as pa
-from tokenizers import Tokenizer
 
 from laminar_hpc.config.errors import LaminarError, Refused
-from laminar_hpc.report.export import rows
+from laminar_hpc.report.export.batches import TEXTS, batches
 from laminar_hpc.store.archive import table
-from laminar_hpc.store.payload.layout import DamagedResponse
-from laminar_hpc.store.run_files import config_of, metrics_of
-from laminar_hpc.store.store_copy import readable_store
-from laminar_hpc.store.store_layout import connect_read_only, has_tables
+from laminar_hpc.store.run_files import metrics_of
 
 _STEPS = re.compile(r"(\d*):(\d*)|(\d+)")
-_TEXTS = pa.schema([("prompt", pa.string()), ("response", pa.string())])
 Write = Callable[[pa.RecordBatch], None]
 
 
@@ -40,13 +35,9 @@ def main(options: Namespace) -> int:
         raise Refused([f"{what}: use jsonl or parquet, by the name of the file or with --format"])
     first, last = _steps(options.steps)
     metrics_of(run_dir)
-    config = config_of(run_dir)
     if Path(target).exists():
         raise Refused([f"--out {target} exists; name another file"])
-    try:
-        count = _export(run_dir, config, kind, Path(target), first, last)
-    except (sqlite3.Error, DamagedResponse) as error:
-        raise LaminarError(f"{run_dir} cannot be read ({error}); look at it with laminar audit") from None
+    count = _export(run_dir, kind, Path(target), first, last)
     print(f"{target}: {count:,} trajectories")
     return 0
 
@@ -60,22 +51,13 @@ def _merged(options: Namespace) -> int:
     return 0
 
 
-def _export(run_dir: Path, config: dict, kind: str, target: Path, first: int, last: int | None) -> int:
-    store = readable_store(run_dir, config.get("store_dir"))
-    none = LaminarError(f"{run_dir} has no store yet, at {store.path}; wait for the run's first step")
-    if not store.path.is_file():
-        raise none
-    with closing(connect_read_only(store.path, 10.0)) as db:
-        if not has_tables(db, store.path):
-            raise none
-        texts, count = _texts(config), 0
-        gone = rows.lost(db, run_dir, first, last)
-        if gone:
-            print(f"left out: {len(gone)} steps that are not kept (archive={config.get('archive')})")
-        with _complete(target) as beside, _WRITERS[kind](beside) as write:
-            for step, part in rows.parts(db, run_dir, first, last):
-                write(texts(table.batch_of(step, part)))
-                count += len(part)
+def _export(run_dir: Path, kind: str, target: Path, first: int, last: int | None) -> int:
+    count, found = 0, batches(run_dir, first, last, print)
+    head = next(found, None)  # whatever is wrong with the run is said before a file is begun
+    with _complete(target) as beside, _WRITERS[kind](beside) as write:
+        for batch in chain([] if head is None else [head], found):
+            write(batch)
+            count += batch.num_rows
     return count
 
 
@@ -90,23 +72,6 @@ def _steps(words: str) -> tuple[int, int | None]:
     if last is not None and last < first:
         raise Refused([f"--steps {words}: no step is in it; write A:B with A <= B"])
     return first, last
-
-
-def _texts(config: dict) -> Callable[[pa.RecordBatch], pa.RecordBatch]:
-    """Adds the texts; empty where the model's folder has no tokenizer.json."""
-    path = Path((config.get("model") or {}).get("path") or "") / "tokenizer.json"
-    tokenizer = Tokenizer.from_file(str(path)) if path.is_file() else None
-    if tokenizer is None:
-        print(f"without texts: {path} is not there, so only token ids are written")
-
-    def with_texts(batch: pa.RecordBatch) -> pa.RecordBatch:
-        for name, tokens in (("prompt", "prompt_tokens"), ("response", "response_tokens")):
-            ids = batch.column(tokens).to_pylist()
-            said = tokenizer.decode_batch(ids, skip_special_tokens=False) if tokenizer else [None] * len(ids)
-            batch = batch.append_column(_TEXTS.field(name), pa.array(said, pa.string()))
-        return batch
-
-    return with_texts
 
 
 @contextmanager
@@ -136,7 +101,7 @@ def _jsonl(path: Path) -> Iterator[Write]:
 
 @contextmanager
 def _parquet(path: Path) -> Iterator[Write]:
-    with table.writer(path, pa.unify_schemas([table.SCHEMA, _TEXTS])) as file:
+    with table.writer(path, pa.unify_schemas([table.SCHEMA, TEXTS])) as file:
         yield file.write_batch
 
 
