@@ -12,9 +12,11 @@ _RESET = struct.pack("ii", 1, 0)  # SO_LINGER of 0 s: close() sends RST
 
 class Proxy:
     """Forwards to `target` on loopback. `reset` breaks all connections; while `stalled` no byte passes and
-    nothing is said, as where packets are dropped; `garble` spoils what comes from the target next."""
+    nothing is said, as where packets are dropped; `garble` spoils what comes from the target next; `cuts`:
+    all connections break each time that so many bytes have passed, ascending."""
 
     def __init__(self, target: int) -> None:
+        self.cuts = list[int]()
         self._target, self.stalled, self.garble, self.passed = target, False, False, 0
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=100)
         self.port: int = self._listener.getsockname()[1]
@@ -78,6 +80,9 @@ class Proxy:
         except OSError:
             return False
         self.passed += len(data)
+        if self.cuts and self.passed >= self.cuts[0]:
+            del self.cuts[0]
+            self._cut = True
         return bool(data)
 
     def _drop(self) -> None:
