@@ -13,8 +13,11 @@ from laminar_hpc.line.join_key import JoinKey
 from laminar_hpc.line.messages.bulk import BulkRefused, Reply, Request, decode_reply, encode_bulk
 
 _AGAIN_SECONDS = 6.0  # without an answer the connection is made anew
-_REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-_REFUSALS |= zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+# a door with another key of its own ends the connection without a word, but so does a line that breaks then
+_UNSAID = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+_REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_AUTH | _UNSAID
+_UNSAID_MAX = 8  # in a row
+_BROKEN_SECONDS = 0.1  # from a connection that has broken to the next one
 
 
 class KeyRefused(LaminarError):
@@ -36,6 +39,7 @@ class BulkClient:
         self._context = zmq.Context()
         self._dealer: zmq.Socket | None = None
         self._monitor: zmq.Socket | None = None
+        self._failures = 0  # handshakes in a row
 
     def ask(self, request: Request) -> tuple[Reply, bytes]:
         """Raises KeyRefused, LaminarError with the door's reason, or when nothing answers in time."""
@@ -62,7 +66,7 @@ class BulkClient:
 
     def _connect(self) -> None:
         self._dealer = connect(self._context, secrets.token_hex(8).encode(), self._key)
-        self._monitor = self._dealer.get_monitor_socket(_REFUSALS)
+        self._monitor = self._dealer.get_monitor_socket(_REFUSALS | zmq.EVENT_DISCONNECTED)
 
     def _disconnect(self) -> None:
         if self._dealer is not None:
@@ -80,10 +84,16 @@ class BulkClient:
         while (left := until - time.monotonic()) > 0:
             events = dict(poller.poll(int(left * 1000) + 1))
             if self._dealer in events:
+                self._failures = 0
                 return _read(self._dealer.recv_multipart())
             if self._monitor in events:
-                recv_monitor_message(self._monitor)
-                raise KeyRefused(self._key)
+                event = recv_monitor_message(self._monitor)["event"]
+                self._failures += bool(event & _REFUSALS)
+                if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH or self._failures > _UNSAID_MAX:
+                    raise KeyRefused(self._key)
+                if event == zmq.EVENT_DISCONNECTED:  # with the request, or its answer
+                    time.sleep(_BROKEN_SECONDS)
+                    return None
         return None
 
 
