@@ -18,8 +18,9 @@ STEPS = 24
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_demo_trains_on_responses_from_elsewhere(tmp_path: Path) -> None:
-    """Controller, trainer and relay in one folder; a real engine joins that sees neither it nor model and
-    data, and the line breaks within responses. The model learns sums, nothing is lost or trained twice."""
+    """Controller, trainer and relay in one folder; a relay and a real engine join that see neither it nor its
+    shared memory, model and data, and the line breaks within responses. The model learns sums, nothing is
+    lost or trained twice."""
     run_dir, away, joined, proxy = tmp_path / "run", tmp_path / "away", None, None
     words = [str(run_dir), *SHORT, f"steps={STEPS}", "cluster.storage=stream"]
     with open(tmp_path / "out", "w") as out:
@@ -34,10 +35,10 @@ def test_the_demo_trains_on_responses_from_elsewhere(tmp_path: Path) -> None:
             key = key_of_run(run_dir, away)
             proxy = Proxy(key.port)
             proxy.cuts = [30_000 * k for k in range(1, 6)]
-            joined = join(away, f"127.0.0.1:{proxy.port}", [run_dir, ROOT / "examples"])
+            joined = join(away, f"127.0.0.1:{proxy.port}", [run_dir, ROOT / "examples", Path("/dev/shm")])
             assert everything.wait(400) == 0, (tmp_path / "out").read_text()
             said, _ = joined.communicate(timeout=60)
-            assert joined.returncode == 0, said
+            assert joined.returncode == 0 and "relay, rollout" in said, said
         finally:
             if proxy is not None:
                 proxy.close()
