@@ -14,6 +14,7 @@ import shutil
 import time
 from argparse import Namespace
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 from laminar_hpc import __version__
@@ -35,13 +36,14 @@ from laminar_hpc.line.join_key import (
     read_join_key,
     write_join_key,
 )
-from laminar_hpc.line.messages.bulk import AskToJoin, JoinGranted, ReadBytes
+from laminar_hpc.line.messages.bulk import AskController, AskToJoin, JoinGranted, ReadBytes
 from laminar_hpc.machine.files.folders import slots_root
 from laminar_hpc.machine.observability import console, output
 from laminar_hpc.machine.processes import machine_name, on_stop_signals
 from laminar_hpc.policies.restarts import Restarts
 
 _ASK_SECONDS = 60.0
+_LOST_SECONDS = 10.0
 _LOOK_SECONDS = 1.0
 _READ_BYTES = 4 << 20
 _OWN = ("run_dir", "role", "cluster", "dry_run", "first_index")  # settings that joining itself makes
@@ -51,8 +53,14 @@ class JoinedGroup(RoleGroup):
     """Relays or a rollout of a run whose folder is not here."""
 
     def may_go_on(self) -> bool:
-        """The controller tells them to leave when the run is over."""
-        return (self.run_dir / ADDRESS_FILE).exists()
+        """Whether the run still answers: they have waited for its controller before they ended."""
+        key = read_join_key(self.run_dir / JOINED_FILE)
+        with closing(BulkClient(key, _LOST_SECONDS)) as client:
+            try:
+                return bool(client.ask(AskController()))
+            except LaminarError as error:
+                print(console.line("left", f"{self.role}: {error}"), flush=True)
+                return False
 
 
 def main(options: Namespace) -> int:
@@ -63,18 +71,18 @@ def main(options: Namespace) -> int:
         raise LaminarError("laminar join needs --key FILE, a copy of the run's RUN_DIR/join.key")
     replicas = _count(options.replicas)
     key = _key(Path(options.key), place)
-    client = BulkClient(key, _ASK_SECONDS)
-    folder = Path()
-    try:
+    with closing(BulkClient(key, _ASK_SECONDS)) as client:
         granted = _granted(client)
         folder = _folder(granted, words)
-        settings = prepare(folder, key, granted, words, client)
-        client.close()
-        groups = _groups(folder, granted, settings, replicas)
-        return _run(folder, groups)
+        try:
+            settings = prepare(folder, key, granted, words, client)
+        except BaseException:
+            shutil.rmtree(folder)
+            raise
+    try:
+        return _run(folder, _groups(folder, granted, settings, replicas))
     finally:
-        if folder.name:
-            leave_nothing(folder)
+        _leave(folder)
 
 
 def _granted(client: BulkClient) -> JoinGranted:
@@ -103,7 +111,7 @@ def prepare(
     follow_controller(folder, granted.address, key.host)
     own = folder / "conf" / "experiment" / "joined.yaml"
     own.parent.mkdir(parents=True, exist_ok=True)
-    own.write_text(f"# @package _global_\n{granted.config}")
+    own.write_text(as_experiment(granted.config))
     model = granted.model or _model(folder, granted, words, client)
     settings = [
         f"--config-dir={folder / 'conf'}",
@@ -115,6 +123,11 @@ def prepare(
     ]
     _check(load_config([*settings, "role=rollout"]))
     return settings
+
+
+def as_experiment(config: str) -> str:
+    """A run's configuration as a file for `experiment=`."""
+    return f"# @package _global_\n{config}"
 
 
 def _check(config: RunConfig) -> None:
@@ -138,9 +151,7 @@ def _model(folder: Path, granted: JoinGranted, words: Sequence[str], client: Bul
     given = [word.partition("=")[2] for word in words if word.startswith("model.path=")]
     there = Path(given[-1]) if given else Path(load_yaml(granted.config)["model"]["path"])
     sizes = granted.model_files
-    if given or all(
-        (there / name).is_file() and (there / name).stat().st_size == sizes[name] for name in sizes
-    ):
+    if given or _is_here(there, sizes):
         return there
     model = folder / "model"
     print(console.line("model", f"fetching {console.size(sum(sizes.values()))} of {there}"), flush=True)
@@ -153,6 +164,11 @@ def _model(folder: Path, granted: JoinGranted, words: Sequence[str], client: Bul
                     raise LaminarError(f"{there / name} of the run has become shorter: join again")
                 file.write(body)
     return model
+
+
+def _is_here(folder: Path, sizes: dict[str, int]) -> bool:
+    files = {folder / name: size for name, size in sizes.items()}
+    return all(file.is_file() and file.stat().st_size == size for file, size in files.items())
 
 
 def _groups(folder: Path, granted: JoinGranted, settings: Sequence[str], replicas: int) -> list[WorkerGroup]:
@@ -181,7 +197,7 @@ def _run(folder: Path, groups: Sequence[WorkerGroup]) -> int:
     return agent.run()
 
 
-def leave_nothing(folder: Path) -> None:
+def _leave(folder: Path) -> None:
     """Keys, address and model are removed; logs and traces stay."""
     forget_keys(folder)
     (folder / ADDRESS_FILE).unlink(missing_ok=True)
