@@ -1,10 +1,12 @@
-"""Folders of the dead are removed, and no others."""
+"""Folders of the dead are removed, and no others; machines are told apart."""
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 
+from laminar_hpc.machine import processes
 from laminar_hpc.machine.files.folders import OWNER_FILE, claim, remove_abandoned
 
 CLAIM_AND_DIE = """
@@ -37,3 +39,12 @@ def test_only_folders_of_dead_processes_of_this_machine_are_removed(tmp_path):
     assert set(remove_abandoned(tmp_path, "x-")) == {folders["dead"], folders["reused"]}
     left = {path.name for path in tmp_path.iterdir()}
     assert left == {"x-mine", "x-elsewhere", "x-nobody's", "x-broken", "x-link", "y-dead"}
+
+
+def test_machines_of_one_name_are_told_apart(tmp_path, monkeypatch):
+    """Two that are called the same and mount the same kind of folder are two: the pid of a process on one is
+    not looked up on the other. On one machine all processes say the same."""
+    here = processes.machine_name(str(tmp_path))
+    assert here == processes.machine_name(str(tmp_path)) and here.startswith(socket.gethostname() + "/")
+    monkeypatch.setattr(processes, "_boot", lambda: "0123456789abcdef")
+    assert processes.machine_name(str(tmp_path)) != here

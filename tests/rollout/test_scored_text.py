@@ -40,7 +40,7 @@ def test_the_end_token_is_no_part_of_it(tmp_path, special):
     config = SimpleNamespace(model=SimpleNamespace(path=str(model(tmp_path, special))))
     channel = SimpleNamespace(send=lambda message: None)
     trace = SimpleNamespace(record=lambda *_, **__: None)
-    scoring = Scoring(SimpleNamespace(config=config, channel=channel, trace=trace), Pool(), print)
+    scoring = Scoring(SimpleNamespace(config=config, channel=channel, trace=trace), Pool(), print, print)
     group = PromptGroup(0, [0], "one", {}, [])
     for tokens in ([0, 3, 1, 2], [0, 1], [2], []):
         asyncio.run(scoring._score("", group, Sample(0, 0), tokens_array(tokens)))

@@ -263,6 +263,11 @@ class ClusterConfig:
     """address at which the controller listens and others reach this run"""
     port: int = number(0, at_least=0, at_most=65_535)
     """0 = any free port"""
+    storage: str = choice("shared", "stream")
+    """stream: rollouts send their responses to the controller over an encrypted line, and may be where no
+    file system of the run is (laminar join); shared: all roles see run_dir"""
+    join_port: int = number(0, at_least=0, at_most=65_535)
+    """of storage=stream: where rollouts send and machines join; 0 = any free port"""
     join_timeout_seconds: float = seconds(300.0)
     """for all ranks to be there"""
     heartbeat_timeout_seconds: float = seconds(30.0)

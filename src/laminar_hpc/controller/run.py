@@ -22,6 +22,7 @@ from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.config.teachers import check_rows
 from laminar_hpc.controller import snapshot
 from laminar_hpc.controller.beginning import Begun, start_up
+from laminar_hpc.controller.bulk_door import bulk_door
 from laminar_hpc.controller.collector import collect_rarely
 from laminar_hpc.controller.fleet.members import Members, rollout_silence
 from laminar_hpc.controller.fleet.replicas import Replicas
@@ -205,6 +206,7 @@ def run(
         hub = Hub(run_dir, run_id, config.cluster.host, config.cluster.port, machine)
         try:
             controller = build(config, begun, hub, relays, machine, say)
+            at_the_end.enter_context(bulk_door(controller, say, lambda: lock.is_sure and not dies))
             # a refused resume leaves that of the run as it was
             durable.replace(run_dir / "config.yaml", dump_config(config).encode())
             collect_rarely()

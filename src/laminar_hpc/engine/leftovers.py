@@ -30,8 +30,11 @@ def find(shm: Path | None = None, temporary: Path | None = None) -> list[Leftove
     slots = [("weight slots", path) for path in folders.abandoned(shm, folders.SLOTS_PREFIX)]
     engines = [("engine files", path) for path in folders.abandoned(temporary, folders.ENGINE_FOLDER_PREFIX)]
     boxes = [("sandbox files", path) for path in folders.abandoned(temporary, folders.SANDBOX_FOLDER_PREFIX)]
+    payloads = [
+        ("unsent responses", path) for path in folders.abandoned(temporary, folders.PAYLOADS_FOLDER_PREFIX)
+    ]
     moves = [("KV caches", path) for path in offers.abandoned(shm)]
-    return [Leftover(what, path, _size(path)) for what, path in (*slots, *engines, *boxes, *moves)]
+    return [Leftover(what, path, _size(path)) for what, path in (*slots, *engines, *boxes, *payloads, *moves)]
 
 
 def clean(shm: Path | None = None, temporary: Path | None = None) -> list[Leftover]:

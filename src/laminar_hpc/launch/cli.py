@@ -114,6 +114,21 @@ COMMANDS: dict[str, Subcommand] = {
         },
         KEYS,
     ),
+    "join": Subcommand(
+        elsewhere("launch.join"),
+        "add rollouts on this machine to a run with cluster.storage=stream; no shared folder is needed",
+        {
+            "laminar join 10.0.0.1:40123 --key join.key": "with a copy of the run's RUN_DIR/join.key",
+            "laminar join 10.0.0.1:40123 --key join.key --replicas 4": "on four of its GPUs",
+            "laminar join 10.0.0.1:40123 --key join.key model.path=/models/a": "the model is here already",
+        },
+        ("HOST:PORT",),
+        {
+            "--key": value("FILE", "the run's key, mode 0600"),
+            "--replicas": value("N", "rollouts to start here (1)", default="1"),
+        },
+        KEYS,
+    ),
     "slurm": Subcommand(
         elsewhere("launch.slurm.check"),
         "look at all nodes of a Slurm allocation: network, clocks, limits, versions, GPUs, shared storage",

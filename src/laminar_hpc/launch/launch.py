@@ -25,7 +25,12 @@ from laminar_hpc.line.address import read_address
 from laminar_hpc.line.agent_line import PERMANENT, REFUSED, RankOrders
 from laminar_hpc.line.stop import request_stop
 from laminar_hpc.machine.files import jsonl
-from laminar_hpc.machine.files.folders import ENGINE_FOLDER_PREFIX, remove_abandoned, remove_dead_slots
+from laminar_hpc.machine.files.folders import (
+    ENGINE_FOLDER_PREFIX,
+    PAYLOADS_FOLDER_PREFIX,
+    remove_abandoned,
+    remove_dead_slots,
+)
 from laminar_hpc.machine.locks.run_lock import refuse_if_held
 from laminar_hpc.machine.observability import console
 from laminar_hpc.policies.restarts import Restarts
@@ -121,7 +126,8 @@ class WorkerGroup:
         life = self.life
         life.close(self.log())
         remove_dead_slots(self.config.relay.shm_dir)
-        remove_abandoned(Path(tempfile.gettempdir()), ENGINE_FOLDER_PREFIX)
+        for prefix in (ENGINE_FOLDER_PREFIX, PAYLOADS_FOLDER_PREFIX):
+            remove_abandoned(Path(tempfile.gettempdir()), prefix)
         rank, number = life.failed or (0, int(self._is_ended))
         left = self.role in LEAVES and self.is_told and not self._is_ended
         if number == 0 or (left and number == -signal.SIGTERM):

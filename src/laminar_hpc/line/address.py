@@ -60,11 +60,15 @@ def new_address(run_id: str, host: str, machine: str) -> tuple[ControllerAddress
 
 
 def write_address(run_dir: Path, address: ControllerAddress) -> None:
-    """Writes controller.json, mode 0600, by renaming: a reader sees all of it or none."""
-    temporary = run_dir / f".{ADDRESS_FILE}.{os.getpid()}"
+    write_private(run_dir / ADDRESS_FILE, msgspec.json.encode(address))
+
+
+def write_private(path: Path, content: bytes) -> None:
+    """Mode 0600, by renaming: a reader sees all of it or none."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-        file.write(msgspec.json.encode(address))
-    temporary.replace(run_dir / ADDRESS_FILE)
+        file.write(content)
+    temporary.replace(path)
 
 
 def read_address(run_dir: Path) -> ControllerAddress | None:

@@ -3,6 +3,11 @@
 import zmq
 from zmq.utils import z85
 
+# A stranger that does not say who it is gives its place back after this; so does a member that meets a
+# controller in a long turn, and it comes again.
+_HANDSHAKE_SECONDS = 5.0
+_QUEUE_MESSAGES = 4096  # above the window of line/delivery.py; what the socket drops is sent again
+
 
 class CurveAuthenticator:
     """Lets in who holds the secret of `client_key` (z85). For the thread that polls `socket` and then calls
@@ -26,3 +31,19 @@ class CurveAuthenticator:
 
     def close(self) -> None:
         self.socket.close(0)
+
+
+def secured_router(context: zmq.Context, secret: str, message_bytes_max: int) -> zmq.Socket:
+    """A ROUTER for holders of the key that the context's CurveAuthenticator lets in; not yet bound. `secret`:
+    its own (z85)."""
+    router = context.socket(zmq.ROUTER)
+    router.setsockopt(zmq.ROUTER_HANDOVER, 1)
+    router.setsockopt(zmq.LINGER, 2000)
+    router.setsockopt(zmq.SNDHWM, _QUEUE_MESSAGES)
+    router.setsockopt(zmq.RCVHWM, 0)  # as in line/dealer.py; the members' windows bound it
+    router.setsockopt(zmq.HANDSHAKE_IVL, int(_HANDSHAKE_SECONDS * 1000))
+    router.setsockopt(zmq.MAXMSGSIZE, message_bytes_max)
+    router.setsockopt(zmq.ZAP_DOMAIN, b"laminar")
+    router.curve_server = True
+    router.curve_secretkey = secret.encode()
+    return router

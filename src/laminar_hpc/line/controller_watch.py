@@ -11,6 +11,7 @@ from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.line.address import ControllerAddress, read_address
 from laminar_hpc.line.agent_line import orders
 from laminar_hpc.line.endings import RUN_FAILED, ControllerLost, StopReceived
+from laminar_hpc.line.join_key import has_joined
 from laminar_hpc.line.messages.membership import Hello
 from laminar_hpc.line.waiting import sign_of
 from laminar_hpc.machine.processes import process_is_alive
@@ -131,7 +132,7 @@ class ControllerWatch:
         if died and orders().one_terminal:
             return StopReceived(RUN_FAILED)  # who started the controller says how it died
         how = f"(pid {self.neighbour}) has died" if died else f"has been silent for {limit:.0f} s"
-        return ControllerLost(
-            f"the controller {how}; see {self._run_dir / 'logs' / 'controller0.log'}, "
-            "then go on with the same command and resume=auto"
-        )
+        log_file, cure = self._run_dir / "logs" / "controller0.log", "the same command and resume=auto"
+        if has_joined(self._run_dir):
+            return ControllerLost(f"the controller {how}: if its run goes on, join it again")
+        return ControllerLost(f"the controller {how}; see {log_file}, then go on with {cure}")

@@ -1,8 +1,8 @@
 """A worker's encrypted socket to the controller."""
 
-import zmq
+from typing import Protocol
 
-from laminar_hpc.line.address import ControllerAddress
+import zmq
 
 PING_SECONDS = 1.0
 _RECONNECT_SECONDS = 3.0  # a connection that carries nothing for this long is made anew
@@ -10,7 +10,17 @@ _HANDSHAKE_SECONDS = 5.0  # the controller's loop takes part in it
 _QUEUE_MESSAGES = 4096  # above the window of line/delivery.py, so that a send never waits for room
 
 
-def connect(context: zmq.Context, identity: bytes, address: ControllerAddress) -> zmq.Socket:
+class ServerAddress(Protocol):
+    """Where a secured socket listens, and the keys (z85) to talk to it."""
+
+    host: str
+    port: int
+    server_public: str
+    client_public: str
+    client_secret: str
+
+
+def connect(context: zmq.Context, identity: bytes, address: ServerAddress) -> zmq.Socket:
     """Connects again by itself. Frames of a lost connection are gone."""
     dealer = context.socket(zmq.DEALER)
     dealer.setsockopt(zmq.IDENTITY, identity)
@@ -27,7 +37,7 @@ def connect(context: zmq.Context, identity: bytes, address: ControllerAddress) -
     return dealer
 
 
-def connect_secured(dealer: zmq.Socket, address: ControllerAddress) -> None:
+def connect_secured(dealer: zmq.Socket, address: ServerAddress) -> None:
     """With the keys that the address names."""
     dealer.curve_serverkey = address.server_public.encode()
     dealer.curve_publickey = address.client_public.encode()

@@ -23,7 +23,7 @@ import zmq
 
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.line.address import ControllerAddress, new_address, read_address, write_address
-from laminar_hpc.line.admission import CurveAuthenticator
+from laminar_hpc.line.admission import CurveAuthenticator, secured_router
 from laminar_hpc.line.delivery import DeliveryError, Header, Receiver, Sender, decode_header, encode_header
 from laminar_hpc.line.messages.data import Message
 from laminar_hpc.line.messages.membership import Hello, Ping, Pong, Rejoin, StopRequest, Welcome
@@ -34,11 +34,7 @@ log = logging.getLogger(__name__)
 _FRAMES_AT_ONCE = 100  # between two looks at who asks for admission
 # that a turn takes, behind which no ping waits longer than it takes to store so much; one frame may be larger
 _BYTES_AT_ONCE = 4 << 20
-# A stranger that does not say who it is gives its place back after this; so does a member that meets a
-# controller in a long turn, and it comes again.
-_HANDSHAKE_SECONDS = 5.0
 _MESSAGE_BYTES_MAX = 1 << 30  # a peer that sends a larger one is cut off
-_QUEUE_MESSAGES = 4096  # above the window of line/delivery.py; what the socket drops is sent again
 
 
 @dataclass(frozen=True)
@@ -81,16 +77,7 @@ class Hub:
         self._run_dir = run_dir
         self._address, secret = new_address(run_id, host, machine)
         self._admission = CurveAuthenticator(self._context, self._address.client_public)
-        self._router = self._context.socket(zmq.ROUTER)
-        self._router.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        self._router.setsockopt(zmq.LINGER, 2000)
-        self._router.setsockopt(zmq.SNDHWM, _QUEUE_MESSAGES)
-        self._router.setsockopt(zmq.RCVHWM, 0)  # as in line/dealer.py; the members' windows bound it
-        self._router.setsockopt(zmq.HANDSHAKE_IVL, int(_HANDSHAKE_SECONDS * 1000))
-        self._router.setsockopt(zmq.MAXMSGSIZE, _MESSAGE_BYTES_MAX)
-        self._router.setsockopt(zmq.ZAP_DOMAIN, b"laminar")
-        self._router.curve_server = True
-        self._router.curve_secretkey = secret.encode()
+        self._router = secured_router(self._context, secret, _MESSAGE_BYTES_MAX)
         try:
             self._router.bind(f"tcp://{socket.gethostbyname(host)}:{port or '*'}")
         except (zmq.ZMQError, OSError) as error:

@@ -30,13 +30,19 @@ def process_is_alive(pid: int) -> bool:
 
 def process_world() -> str:
     """What makes process ids mean something: this boot of this machine, and this container."""
-    return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+    return f"{_boot()} {os.readlink('/proc/self/ns/pid')}"
+
+
+def _boot() -> str:
+    """Names this machine since it was started; no other one has the same."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def machine_name(shm_dir: str) -> str:
-    """Names what shares memory with this process: the host, and which shared-memory folders it sees."""
+    """Names what shares memory with this process: the host, which shared-memory folders it sees, and its
+    boot, as machines of several places may all be called the same."""
     device = os.stat(shm_dir).st_dev if os.path.isdir(shm_dir) else 0
-    return f"{socket.gethostname()}/{device}"
+    return f"{socket.gethostname()}/{device}/{_boot()[:8]}"
 
 
 def parent_process() -> str:

@@ -13,8 +13,8 @@ from laminar_hpc.line.messages.data import ResponsePlace
 from laminar_hpc.line.messages.rollouts import Generated, Lost
 from laminar_hpc.rollout.health import BatchHealth
 from laminar_hpc.rollout.in_flight import Outcome, TrajectoryInFlight
+from laminar_hpc.rollout.payloads import Payloads
 from laminar_hpc.rollout.scoring import Scoring
-from laminar_hpc.store.payload.writer import PayloadWriter
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ class Results:
     def __init__(
         self,
         context: RoleContext,
-        payloads: PayloadWriter,
+        payloads: Payloads,
         scoring: Scoring,
         health: BatchHealth,
         finished: Callable[[int], None],

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,32 +12,34 @@ from laminar_hpc.data.tokens import TextDecoder, stop_token_ids
 from laminar_hpc.environments.reward_pool import RewardPool, Score
 from laminar_hpc.environments.turns.session import EnvironmentFailed
 from laminar_hpc.line.context import RoleContext
-from laminar_hpc.line.messages.data import PromptGroup, Sample
+from laminar_hpc.line.messages.data import PromptGroup, ResponsePlace, Sample
 from laminar_hpc.line.messages.rollouts import Lost, Scored, ScoreOrder
 from laminar_hpc.rollout.episodes import Episodes
 from laminar_hpc.rollout.homes import Home
 from laminar_hpc.rollout.in_flight import TrajectoryInFlight
 from laminar_hpc.rollout.partial_response import tokens_of
-from laminar_hpc.store.payload.layout import Tokens, drawn, last_drawn
-from laminar_hpc.store.payload.reader import read
+from laminar_hpc.store.payload.layout import Response, Tokens, drawn, last_drawn
 
 logger = logging.getLogger(__name__)
 
 
 class Scoring:
     """`pool` is started and closed by the caller. `failed(error)` is called when no reward worker can be
-    started any more. `episodes`: where trajectories have several turns."""
+    started any more. `read`: responses that others have generated. `episodes`: where trajectories have
+    several turns."""
 
     def __init__(
         self,
         context: RoleContext,
         pool: RewardPool,
         failed: Callable[[BaseException], None],
+        read: Callable[[Sequence[tuple[int, ResponsePlace]]], list[Response]],
         episodes: Episodes | None = None,
     ) -> None:
         self.context = context
         self.pool = pool
         self.failed = failed
+        self._read = read
         self.episodes = episodes
         model = Path(context.config.model.path)
         self.decoder = TextDecoder(model)
@@ -100,7 +102,7 @@ class Scoring:
     async def _score_ordered(self, order: ScoreOrder, sample: Sample) -> None:
         wanted = [(order.trajectory_id, order.place)]
         try:
-            [response] = await asyncio.to_thread(read, self.context.run_dir, wanted)
+            [response] = await asyncio.to_thread(self._read, wanted)
         except LaminarError as error:
             self.context.channel.send(Lost(order.trajectory_id, order.attempt, str(error)))
             return

@@ -55,6 +55,7 @@ from laminar_hpc.rollout.in_flight import Outcome, TrajectoryInFlight
 from laminar_hpc.rollout.interruption import Interruptible
 from laminar_hpc.rollout.migration import ReplicaMigration
 from laminar_hpc.rollout.move_source import HandOver, MoveSource
+from laminar_hpc.rollout.payloads import open_payloads
 from laminar_hpc.rollout.profiling import EngineProfile
 from laminar_hpc.rollout.reporting import UtilizationReporter
 from laminar_hpc.rollout.resets import ResetsAhead
@@ -64,7 +65,6 @@ from laminar_hpc.rollout.served_weights import ServedWeights
 from laminar_hpc.rollout.shutdown import SETTLE_SECONDS, GracefulShutdown
 from laminar_hpc.rollout.state import ReplicaState, WrongState
 from laminar_hpc.rollout.versions import HeldVersions, Versions
-from laminar_hpc.store.payload.writer import PayloadWriter
 from laminar_hpc.weights.probe import probe_sequences
 from laminar_hpc.weights.slots import SlotGone, SlotReader
 
@@ -103,10 +103,10 @@ class RolloutWorker:
         stop_ids = stop_token_ids(model)
         moves = MoveSource(context, self.engines)
         self.episodes = new_episodes(context, stop_ids, moves.hand_over)
-        self.scoring = Scoring(context, self.pool, self._leave, self.episodes)
         cluster, one_world = context.config.cluster, context.config.role == "all"  # which a full disk ends
         patience = 0.0 if one_world else cluster.join_timeout_seconds
-        self.payloads = PayloadWriter(context.run_dir, f"rollout{context.index}", patience)
+        self.payloads, read = open_payloads(context, patience)
+        self.scoring = Scoring(context, self.pool, self._leave, read, self.episodes)
         self.health = BatchHealth(context.index, self.state, self.engines)
         turns = self.episodes.run if self.episodes else None
         self.batch = LocalBatch(

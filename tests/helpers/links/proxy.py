@@ -12,9 +12,13 @@ _RESET = struct.pack("ii", 1, 0)  # SO_LINGER of 0 s: close() sends RST
 
 class Proxy:
     """Forwards to `target` on loopback. `reset` breaks all connections; while `stalled` no byte passes and
-    nothing is said, as where packets are dropped; `garble` spoils what comes from the target next."""
+    nothing is said, as where packets are dropped; `garble` spoils what comes from the target next; `cuts`:
+    all connections break each time that so many bytes have passed, ascending; `record` gets what goes to the
+    target."""
 
     def __init__(self, target: int) -> None:
+        self.cuts = list[int]()
+        self.record: bytearray | None = None
         self._target, self.stalled, self.garble, self.passed = target, False, False, 0
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=100)
         self.port: int = self._listener.getsockname()[1]
@@ -74,10 +78,15 @@ class Proxy:
             data = source.recv(_CHUNK)
             if self.garble and sink is pair[0]:
                 data, self.garble = bytes(255 - byte for byte in data), False
+            if self.record is not None and sink is pair[1]:
+                self.record += data
             sink.sendall(data)
         except OSError:
             return False
         self.passed += len(data)
+        if self.cuts and self.passed >= self.cuts[0]:
+            del self.cuts[0]
+            self._cut = True
         return bool(data)
 
     def _drop(self) -> None:

@@ -12,6 +12,7 @@ from laminar_hpc.machine.processes import process_started, process_world
 OWNER_FILE = "owner"
 ENGINE_FOLDER_PREFIX = "laminar-engine-"  # in the folder for temporary files: an engine's sockets and files
 SANDBOX_FOLDER_PREFIX = "laminar-sandbox-"  # beside those, a sandbox's
+PAYLOADS_FOLDER_PREFIX = "laminar-payloads-"  # there too: responses that a rollout has not sent yet
 SLOTS_PREFIX = "laminar-"  # in relay.shm_dir, where no engine's folder lies
 
 

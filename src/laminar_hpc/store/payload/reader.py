@@ -30,9 +30,14 @@ _AT_ONCE_BYTES = 64 << 20  # per thread and turn
 LATE_SECONDS = 10.0
 
 
+def is_file_name(name: str) -> bool:
+    """Whether a rollout names a payload file so: it leads nowhere else."""
+    return bool(_NAME.fullmatch(name))
+
+
 def is_sound(place: ResponsePlace | None) -> bool:
     """Whether this can be a place at all: a peer may say anything."""
-    return place is not None and bool(_NAME.fullmatch(place.file)) and place.offset >= 0 and place.size > 0
+    return place is not None and is_file_name(place.file) and place.offset >= 0 and place.size > 0
 
 
 def read(

@@ -1,0 +1,165 @@
+"""`laminar join`: what it takes from the run and puts into its folder, and what it refuses, in one line each."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from laminar_hpc import __version__
+from laminar_hpc.config.errors import LaminarError, Refused
+from laminar_hpc.config.load import dump_config, load_config
+from laminar_hpc.config.schema import RunConfig
+from laminar_hpc.controller.bulk_door import BulkDoor
+from laminar_hpc.launch import cli, join
+from laminar_hpc.line.address import new_address, read_address
+from laminar_hpc.line.bulk_client import BulkClient
+from laminar_hpc.line.join_key import JOIN_FILE, has_joined, key_of
+from laminar_hpc.line.messages.bulk import AskToJoin, JoinGranted
+from laminar_hpc.store import status
+
+
+class JoinableRun:
+    """Its bulk door, over a demo's configuration with `words`."""
+
+    def __init__(self, folder: Path, *words: str) -> None:
+        self.run_dir = folder / "run"
+        self.run_dir.mkdir()
+        settings = [f"run_dir={self.run_dir}", "cluster.storage=stream", "role=controller"]
+        self.config: RunConfig = load_config(["experiment=demo", *settings, *words])
+        self.address, _ = new_address("run-1", "127.0.0.1", "there")
+        self.door = BulkDoor(self.config, "store", self.address, "no-such-slots")
+        self.place = self.door.key.place
+        self.key = str(self.run_dir / JOIN_FILE)
+
+    def shows(self, *roles: str) -> None:
+        """What the controller writes of its members; they are on the machine `there`."""
+        ranks = [status.RankStatus(role, 0, 7, "there", 0.0) for role in roles]
+        queues = status.Queues(0, 0, 0, 0, 0)
+        status.write(self.run_dir, status.Status(0.0, os.getpid(), "there", 0, 9, "", None, ranks, queues))
+
+    def prepared(self, folder: Path, *words: str) -> tuple[list[str], RunConfig]:
+        """The words of a rank that has joined, and what they mean to it."""
+        client = BulkClient(self.door.key, 20.0)
+        try:
+            granted, _ = client.ask(AskToJoin(__version__))
+            assert isinstance(granted, JoinGranted)
+            folder.mkdir()
+            settings = join.prepare(folder, self.door.key, granted, words, client)
+        finally:
+            client.close()
+        return settings, load_config([*settings, "role=rollout"])
+
+
+@pytest.fixture
+def run(tmp_path):
+    made = JoinableRun(tmp_path)
+    made.shows("trainer", "relay")
+    yield made
+    made.door.close(is_over=True)
+
+
+def test_a_rank_elsewhere_has_the_runs_configuration(run, tmp_path):
+    """Setting by setting, but for role, folder and host; what this machine says itself goes before it. The
+    controller is found in its folder."""
+    away = tmp_path / "away"
+    _, config = run.prepared(away, "rollout.max_concurrent=7")
+    assert config.rollout.max_concurrent == 7 and config.run_dir == str(away) and config.role == "rollout"
+    config.rollout.max_concurrent = run.config.rollout.max_concurrent
+    config.run_dir, config.role = run.config.run_dir, run.config.role
+    assert config == run.config
+    assert read_address(away) == run.address
+    assert has_joined(away) and key_of(away) == run.door.key and not has_joined(run.run_dir)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["experiment=retool_7b", "model.path=${examples:arithmetic/base}"],
+        [
+            "data.chat_template=true",
+            "data.system_prompt=a: b # c",
+            "data.chat_template_arguments={x: [1, {y: 2}]}",
+        ],
+        ["reward.function=null", "reward.functions={a: {function: laminar_hpc.environments.math.reward}}"],
+        ["rollout.engine_arguments={mem-fraction-static: '0.3'}", "pipeline.max_staleness=auto:4"],
+    ],
+)
+def test_any_configuration_crosses_as_it_is(tmp_path, words):
+    """Tables, lists, texts with signs of YAML: a file of Hydra's gives what the run was started with."""
+    words = [word for word in words if word != "reward.function=null"]
+    config = load_config(["experiment=demo", *words] if not words[0].startswith("experiment") else words)
+    file = tmp_path / "conf" / "experiment" / "joined.yaml"
+    file.parent.mkdir(parents=True)
+    file.write_text(join.as_experiment(dump_config(config)))
+    assert load_config([f"--config-dir={tmp_path / 'conf'}", "experiment=joined"]) == config
+
+
+def test_a_model_that_is_not_here_is_fetched(run, tmp_path, monkeypatch):
+    """Byte by byte, the files that an engine needs; one that is here at the same path is taken."""
+    _, config = run.prepared(tmp_path / "first")
+    assert config.model.path == run.config.model.path
+    real, here = Path(run.config.model.path), tmp_path / "second"
+    monkeypatch.setattr(join, "_is_here", lambda *_: False)
+    _, config = run.prepared(here)
+    assert config.model.path == str(here / "model")
+    names = {path.name for path in (here / "model").iterdir()}
+    assert {"config.json", "tokenizer.json", "model.safetensors"} <= names
+    assert all((here / "model" / name).read_bytes() == (real / name).read_bytes() for name in names)
+
+
+def test_what_is_missing_here_is_said_before_anything_starts(run, tmp_path):
+    """A model's folder and a reward that this machine has not."""
+    words = ["model.path=/nowhere/model", "reward.function=not_here.score"]
+    with pytest.raises(Refused) as refused:
+        run.prepared(tmp_path / "away", *words)
+    lines = str(refused.value).splitlines()
+    assert len(lines) == 2 and all(line.startswith("on this machine: ") for line in lines)
+    assert "not_here" in lines[0] and "/nowhere/model: there is no model" in lines[1]
+
+
+def test_a_relay_is_started_where_the_run_has_none(run, tmp_path, monkeypatch):
+    """By the machines of the run's relays, once its trainers are there."""
+    run.shows("relay")
+    client = BulkClient(run.door.key, 20.0)
+    assert client.ask(AskToJoin(__version__))[0].relays is None
+    run.shows("relay", "trainer")
+    granted, _ = client.ask(AskToJoin(__version__))
+    later, _ = client.ask(AskToJoin(__version__))
+    client.close()
+    assert granted.relays == ["there"] and granted.machine == later.machine + 1
+    made = list[tuple[str, int]]()
+
+    def group(config: RunConfig, *_: object, **__: object) -> None:
+        made.append((config.role, config.first_index))
+
+    monkeypatch.setattr(join, "JoinedGroup", group)
+    settings, _ = run.prepared(tmp_path / "away")
+    join._groups(tmp_path / "away", granted, settings, 2)
+    assert made == [("relay", granted.machine), ("rollout", 0), ("rollout", 0)]
+    monkeypatch.setattr(join, "machine_name", lambda _: "there")
+    join._groups(tmp_path / "away", granted, settings, 1)
+    assert made[3:] == [("rollout", 0)]
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["{place}"], "laminar join needs --key FILE"),
+        (["{place}", "--key", "absent"], "absent cannot be read"),
+        (["10.0.0.1", "--key", "{key}"], "10.0.0.1: write HOST:PORT"),
+        (["host:99999", "--key", "{key}"], "host:99999: write HOST:PORT"),
+        (["{place}", "--key", "{key}", "--replicas", "0"], "--replicas=0: write a number from 1 on"),
+        (["{place}", "--key", "{key}", "cluster.port=7"], "cluster.port=7: that is the run's to say"),
+        (["{place}", "--key", "{key}", "role=trainer"], "role=trainer: that is the run's to say"),
+        (["{place}", "--key", "{key}", "run_dir=."], "cannot be made (File exists): name a new folder"),
+        (["{place}", "--key", "{key}", "run_dir=x", "rollout.nothing=1"], "rollout.nothing"),
+    ],
+)
+def test_what_cannot_begin_is_one_line(run, tmp_path, monkeypatch, words, said):
+    """Nothing is left in the folder where it was typed."""
+    (tmp_path / "typed").mkdir()
+    monkeypatch.chdir(tmp_path / "typed")
+    with pytest.raises(LaminarError) as refused:
+        cli.run(["join", *(word.format(place=run.place, key=run.key) for word in words)])
+    assert said in str(refused.value) and len(str(refused.value).splitlines()) == 1
+    assert list((tmp_path / "typed").iterdir()) == []
