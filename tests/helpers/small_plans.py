@@ -10,6 +10,13 @@ WORK = [  # of the question
     "workload.mean_response_tokens=30",
     "workload.max_response_tokens=128",
 ]
+FEW_STEPS = [  # of a simulation
+    "workload.prompts_per_step=32",
+    "workload.samples_per_prompt=4",
+    "workload.updates_per_step=4",
+    "steps=4",
+    "warmup_steps=1",
+]
 SMALL = [  # of the run: a small model, and no engine
     f"model.path={examples_directory('arithmetic/base')}",
     "model.dtype=float32",

@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from helpers.paths import ROOT
+from helpers.small_plans import FEW_STEPS as SMALL
 from laminar_hpc.config.directories import conf_directory
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.load import load_config
@@ -25,14 +26,6 @@ from laminar_hpc.simulator.rules import PIPELINES, Rules
 from laminar_hpc.simulator.schema import WorkloadConfig
 from laminar_hpc.simulator.settings import experiments, load_plan, load_simulation, questions
 from laminar_hpc.simulator.workload import Workload, capped_mean, mu_of_mean, read_lengths
-
-SMALL = [
-    "workload.prompts_per_step=32",
-    "workload.samples_per_prompt=4",
-    "workload.updates_per_step=4",
-    "steps=4",
-    "warmup_steps=1",
-]
 
 
 def test_presets_are_those_of_the_live_run():

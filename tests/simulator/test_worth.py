@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from helpers.small_plans import FEW_STEPS
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.launch import cli
 from laminar_hpc.simulator import worth
@@ -12,11 +13,7 @@ from laminar_hpc.simulator.settings import load_simulation
 from laminar_hpc.simulator.sweep import point, setup_of
 
 SMALL = [
-    "workload.prompts_per_step=32",
-    "workload.samples_per_prompt=4",
-    "workload.updates_per_step=4",
-    "steps=4",
-    "warmup_steps=1",
+    *FEW_STEPS,
     "gpus=[16]",
     "trainer_share=0.5",
 ]

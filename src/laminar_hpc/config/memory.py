@@ -25,7 +25,7 @@ from laminar_hpc.config.schema import RunConfig
 
 USABLE = 0.95  # of a GPU's memory; a process's CUDA context and fragmentation take the rest
 _CONTEXT_BYTES = 500_000_000  # of each process more than one on a GPU
-_GRAPH_BYTES = (
+GRAPH_BYTES = (
     1_000_000_000  # an engine's CUDA graphs and activations, which only a shared GPU has no room for
 )
 _NCCL_BYTES = 250_000_000  # buffers of a relay's link to another machine
@@ -60,7 +60,7 @@ def move_bytes(config: RunConfig) -> int:
 def shared_bytes(need: Need, engines: int) -> int:
     """Of a GPU with a trainer rank, if need.trainer is above 0, and `engines` replicas."""
     beside = max(0, engines + bool(need.trainer) - 1) * _CONTEXT_BYTES
-    return need.trainer + engines * (need.rollout + _GRAPH_BYTES) + beside
+    return need.trainer + engines * (need.rollout + GRAPH_BYTES) + beside
 
 
 def shared_engines(config: RunConfig) -> int:

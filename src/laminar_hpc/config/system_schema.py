@@ -158,7 +158,10 @@ class EmulationConfig:
         default="32B",
     )
     """whose costs, by conf/simulation/tables and simulator/constants.py"""
-    gpu: str = choice("H800", "A100", "H100", "H20", "H200", "B200", "GB200", "L40S", "RTX4090", "MI300X")
+    gpu: str = choice(
+        *("H800", "A100", "H100", "H20", "H200", "B200", "GB200"),
+        *("L40S", "L4", "A10", "RTX3090", "RTX4090", "MI300X"),
+    )
     """the same"""
     tensor_parallel: int | None = number(None, at_least=1, at_most=64)
     """GPUs of a replica; null = the model's own"""

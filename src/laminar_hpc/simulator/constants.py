@@ -109,6 +109,9 @@ class Constants:
     # Standard deviation of the log of an expert's tokens: a Gini coefficient of 0.2, between the 0.15 and
     # the 0.24 that bound Qwen3-30B's on real text (arXiv 2605.20982)
     expert_load_spread: float = number(0.36, at_least=0, at_most=5)
+    # What products with an adapter add to decode steps and prefill, but for attention: 7 s to the 28 that
+    # 96 prompts take without on an A100, 7B, rank 64 at most (vllm-project/vllm, issue 10062).
+    decode_adapter_share: float = number(0.25, at_least=0, at_most=10)
     # assumption: clipping, optimizer and launches of an update
     update_overhead: float = number(0.2, at_least=0, at_most=1e6)
     # log-probs of the old policy; DAPO has no reference model

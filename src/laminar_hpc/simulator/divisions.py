@@ -14,22 +14,25 @@ from dataclasses import dataclass
 
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.system_schema import TrainerConfig
-from laminar_hpc.simulator.constants import DEFAULT
-from laminar_hpc.simulator.cost import kv_capacity
+from laminar_hpc.simulator.one_gpu import is_one_gpu, shared_trainers
+from laminar_hpc.simulator.plan_memory import engine_tokens, shared_tokens
 from laminar_hpc.simulator.schema import PlanConfig, PoolConfig
 from laminar_hpc.simulator.tables import GPUS, MODELS, Gpu
 from laminar_hpc.simulator.trainer_fit import fitting_trainer, serves
 
+RECOMPUTED = {"selective": "norms and gates recomputed", "full": "activations recomputed"}
 _PARTS = 4  # with objective=cost a pool's rollouts are taken by quarters
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """`rollouts`: (pool index, GPUs, tensor parallel), of one tensor parallel size."""
+    """`rollouts`: (pool index, GPUs, tensor parallel), of one tensor parallel size. `shared`: trainer and
+    replica are on the same GPU, and this is the trainer's recomputation there."""
 
     trainer_pool: int
     trainer_gpus: int
     rollouts: tuple[tuple[int, int, int], ...]
+    shared: str = ""
 
     @property
     def tensor_parallel(self) -> int:
@@ -43,8 +46,9 @@ class Candidate:
 def price(config: PlanConfig, candidate: Candidate) -> float:
     """$ per hour of all GPUs in use."""
     per_gpu = [pool.price if pool.price is not None else GPUS[pool.gpu].price for pool in config.pools]
+    beside = () if candidate.shared else candidate.rollouts
     return candidate.trainer_gpus * per_gpu[candidate.trainer_pool] + sum(
-        gpus * per_gpu[pool] for pool, gpus, _ in candidate.rollouts
+        gpus * per_gpu[pool] for pool, gpus, _ in beside
     )
 
 
@@ -58,7 +62,7 @@ def tensor_parallels(config: PlanConfig, pool: PoolConfig) -> list[int]:
         if tp <= machine
         and (machine == pool.count or machine % tp == 0)
         and serves(model, tp)
-        and kv_capacity(model, GPUS[pool.gpu], tp, DEFAULT.kv_memory_share) >= tokens_min
+        and engine_tokens(config, GPUS[pool.gpu], tp) >= tokens_min
     ][:3]
 
 
@@ -88,11 +92,14 @@ def trainer_gpu(config: PlanConfig, pool: int, gpus: int) -> Gpu:
 
 def trainer_of(config: PlanConfig, pool: int, gpus: int) -> TrainerConfig | None:
     """The trainer's settings on `gpus` of the pool; None where the model does not fit."""
-    return fitting_trainer(MODELS[config.model], trainer_gpu(config, pool, gpus), gpus, config.workload)
+    gpu = trainer_gpu(config, pool, gpus)
+    return fitting_trainer(MODELS[config.model], gpu, gpus, config.workload, config.lora)
 
 
 def trainer_settings(config: PlanConfig, candidate: Candidate) -> TrainerConfig:
     """Raises LaminarError when the model cannot be trained on the candidate's GPUs."""
+    if candidate.shared:
+        return shared_trainers(config)[candidate.shared]
     trainer = trainer_of(config, candidate.trainer_pool, candidate.trainer_gpus)
     if trainer is None:
         gpu = config.pools[candidate.trainer_pool].gpu
@@ -102,11 +109,10 @@ def trainer_settings(config: PlanConfig, candidate: Candidate) -> TrainerConfig:
 
 def kv_cache_tokens(config: PlanConfig, candidate: Candidate) -> int:
     """KV tokens of every replica: one experiment file has one number, so that of the smallest GPUs."""
-    model = MODELS[config.model]
-    return min(
-        kv_capacity(model, GPUS[config.pools[pool].gpu], tp, DEFAULT.kv_memory_share)
-        for pool, _, tp in candidate.rollouts
-    )
+    gpus = [GPUS[config.pools[pool].gpu] for pool, *_ in candidate.rollouts]
+    if candidate.shared:
+        return shared_tokens(config, gpus[0], trainer_settings(config, candidate))
+    return min(engine_tokens(config, gpu, candidate.tensor_parallel, candidate.replicas) for gpu in gpus)
 
 
 def away(config: PlanConfig, candidate: Candidate) -> list[PoolConfig]:
@@ -124,6 +130,9 @@ def repack_of(config: PlanConfig, candidate: Candidate) -> str:
 
 def candidates(config: PlanConfig) -> Iterator[Candidate]:
     """Every placement that fits: trainer's pool and size, and the replicas of each pool."""
+    if is_one_gpu(config):
+        yield from (Candidate(0, 1, ((0, 1, 1),), choice) for choice in shared_trainers(config))
+        return
     parallel = [tensor_parallels(config, pool) for pool in config.pools]
     for index, pool in enumerate(config.pools):
         for trainer in [] if pool.only_generates else trainer_sizes(pool):
@@ -156,42 +165,11 @@ def _amounts(config: PlanConfig, room: int, tp: int) -> set[int]:
     return {room * part // _PARTS // tp * tp for part in parts}
 
 
-def why_nothing_fits(config: PlanConfig) -> str:
-    """What the pools lack: GPUs to train on, GPUs to generate on, or both at the same time."""
-    cure = "add GPUs, take a smaller model, or lower workload.max_response_tokens"
-    model, pools = config.model, ", ".join(f"{pool.count} {pool.gpu}" for pool in config.pools)
-    trains = {
-        pool.gpu: n for pool in config.pools if not pool.only_generates and (n := _min_trainer(config, pool))
-    }
-    generates = {pool.gpu: min(sizes) for pool in config.pools if (sizes := tensor_parallels(config, pool))}
-    if trains and generates:
-        to_train, to_generate = (
-            " or ".join(f"{n} {gpu}" for gpu, n in needed.items()) for needed in (trains, generates)
-        )
-        return (
-            f"plan: {model} fits on no division of {pools}: it needs at least {to_train} to train and "
-            f"{to_generate} beside to generate; {cure}"
-        )
-    what = "generate" if trains else "train" if generates else "train or generate"
-    kind = "pool"
-    if what == "train" and any(pool.preemptible for pool in config.pools):
-        kind = "pool that is not preemptible"
-    elif what == "train" and any(pool.only_generates for pool in config.pools):
-        kind = "pool without wan_gbps, which is where the trainer is,"
-    return f"plan: {model} fits on no {kind} to {what} ({pools}); {cure}"
-
-
-def _min_trainer(config: PlanConfig, pool: PoolConfig) -> int | None:
-    """GPUs of the pool's type that train the model, looked for up to 64 machines."""
-    machine = GPUS[pool.gpu].machine
-    sizes = [*range(1, machine), *(n * machine for n in (1, 2, 4, 8, 16, 32, 64))]
-    return next(
-        (n for n in sizes if fitting_trainer(MODELS[config.model], GPUS[pool.gpu], n, config.workload)), None
-    )
-
-
 def describe(config: PlanConfig, candidate: Candidate) -> str:
     """A placement in one line."""
+    if candidate.shared:
+        kept = RECOMPUTED.get(candidate.shared, "activations kept")
+        return f"1 {config.pools[candidate.trainer_pool].gpu}, which trainer ({kept}) and 1 replica share"
     rollouts = ", ".join(
         f"{gpus // tp} replica{'s' if gpus > tp else ''} of TP{tp} on {gpus} {config.pools[pool].gpu}"
         for pool, gpus, tp in candidate.rollouts

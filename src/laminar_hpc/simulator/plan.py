@@ -30,8 +30,9 @@ from laminar_hpc.simulator.divisions import (
     repack_of,
     trainer_gpu,
     trainer_settings,
-    why_nothing_fits,
 )
+from laminar_hpc.simulator.one_gpu import taking_turns
+from laminar_hpc.simulator.plan_refusal import why_nothing_fits
 from laminar_hpc.simulator.rules import PIPELINES
 from laminar_hpc.simulator.run import simulate
 from laminar_hpc.simulator.schema import PlanConfig
@@ -196,7 +197,7 @@ def setup_of(config: PlanConfig, candidate: Candidate) -> SimulationSetup:
         seed=config.seed,
         max_concurrent=config.max_concurrent,
         trainer_mtbf=hours and hours * 3600 / machines,
-        layout=layout_of(trainer_settings(config, candidate)),
+        layout=layout_of(trainer_settings(config, candidate), config.lora),
         equal_batches=True,
     )
     capacity = kv_cache_tokens(config, candidate)
@@ -206,7 +207,8 @@ def setup_of(config: PlanConfig, candidate: Candidate) -> SimulationSetup:
 
 def evaluate(config: PlanConfig, candidate: Candidate) -> dict:
     """Figures of a simulated run of it."""
-    return simulate(setup_of(config, candidate)).figures
+    run = setup_of(config, candidate)
+    return simulate(taking_turns(run) if candidate.shared else run).figures
 
 
 def judge(config: PlanConfig, planned: RatedCandidate) -> None:

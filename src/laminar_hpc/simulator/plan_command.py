@@ -12,13 +12,19 @@ from laminar_hpc.config.check import check
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.load import load_config
 from laminar_hpc.config.system_schema import TrainerConfig
-from laminar_hpc.simulator.divisions import away, describe, kv_cache_tokens, repack_of, trainer_settings
+from laminar_hpc.simulator.divisions import (
+    RECOMPUTED,
+    away,
+    describe,
+    kv_cache_tokens,
+    repack_of,
+    trainer_settings,
+)
 from laminar_hpc.simulator.finished import command as finished
 from laminar_hpc.simulator.plan import Plan, RatedCandidate, search
 from laminar_hpc.simulator.plan_files import (
     beside_trainers,
     experiment,
-    lanes,
     launch_script,
     numbers,
     on_one_machine,
@@ -26,6 +32,7 @@ from laminar_hpc.simulator.plan_files import (
     sbatch,
     trainer_machines,
 )
+from laminar_hpc.simulator.plan_memory import lanes
 from laminar_hpc.simulator.schema import PlanConfig
 from laminar_hpc.simulator.settings import load_plan, output_folder, questions, say
 
@@ -36,17 +43,17 @@ def expectations(config: PlanConfig, plan: Plan) -> list[str]:
     assert f is not None
     best = plan.best.candidate
     t, machines = trainer_settings(config, best), sum(part.count for part in rollout_machines(config, best))
-    recomputed = {"selective": ", norms and gates recomputed", "full": ", activations recomputed"}
-    recompute = recomputed.get(t.recompute_activations, "")
+    recompute = RECOMPUTED.get(t.recompute_activations, "")
     lines = [
         f"plan         {describe(config, plan.best.candidate)}",
-        f"trainer      {layout_text(t)}, micro-batches of {t.pack_tokens:,} tokens{recompute}",
+        f"trainer      {layout_text(t)}, micro-batches of {t.pack_tokens:,} tokens"
+        f"{', ' * bool(recompute)}{recompute}",
         f"rollouts     {kv_cache_tokens(config, best):,} KV tokens each, repack {repack_of(config, best)};  "
         f"relays {machines * lanes(config)} on {machines} rollout machine{'s' if machines > 1 else ''}",
         f"expected     {f['tokens_per_second']:,.0f} tokens/s, a step in {f['step_seconds']:,.0f} s, "
         f"trainer waits {f['trainer_wait_share']:.0%}, rollouts idle {f['rollout_idle_share']:.0%}, "
         f"staleness {f['staleness_training_mean']:.1f} (max {f['staleness_training_max']})",
-        f"price        ${plan.best.price:,.0f} per hour, "
+        f"price        ${plan.best.price:,.{0 if plan.best.price >= 10 else 2}f} per hour, "
         f"{f['tokens_per_second'] * 3.6e-3 / plan.best.price:,.2f} M tokens per $",
     ]
     if plan.runner_up is not None:

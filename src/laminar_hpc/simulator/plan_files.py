@@ -2,12 +2,13 @@
 that starts each machine's part and a Slurm job that runs it on all of them. Everything that was simulated
 stands in the file."""
 
+import dataclasses
 import json
 import math
 from dataclasses import dataclass
 
 from laminar_hpc.config.directories import conf_directory
-from laminar_hpc.config.schema import EnvironmentConfig
+from laminar_hpc.config.schema import EnvironmentConfig, LoraConfig
 from laminar_hpc.config.yaml_text import load_yaml
 from laminar_hpc.simulator.constants import DEFAULT
 from laminar_hpc.simulator.divisions import (
@@ -21,12 +22,10 @@ from laminar_hpc.simulator.divisions import (
     trainer_settings,
     trainer_spread,
 )
+from laminar_hpc.simulator.plan_memory import lanes
 from laminar_hpc.simulator.schema import PlanConfig
 from laminar_hpc.simulator.tables import GPUS, MODELS
 
-_LANE_BYTES = (
-    36e9  # of a publication per relay lane: 1, 2 and 4 lanes for 7B, 32B and 72B, as in conf/experiment
-)
 _RELAY_THREADS = 8  # of a relay, each of which copies some 4 GB/s, as in conf/experiment
 _SELDOM = ("context_parallel", "expert_parallel", "virtual_stages")  # written where they are above 1
 _PATIENCE = 4  # time limits of requests and batches, over the longest that was simulated
@@ -57,6 +56,8 @@ def rollout_machines(config: PlanConfig, candidate: Candidate) -> list[Machines]
     """Of each pool, those without a trainer first; `processes` are replicas, and the last machine may have
     fewer."""
     found, trainers = list[Machines](), trainer_machines(config, candidate)
+    if candidate.shared:
+        return [Machines(candidate.trainer_pool, 1, (1,), beside=True)]
     for pool, gpus, tp in candidate.rollouts:
         trains = pool == candidate.trainer_pool
         room, left = rooms(config.pools[pool], trains * candidate.trainer_gpus, tp), gpus // tp
@@ -93,14 +94,11 @@ def on_one_machine(config: PlanConfig) -> bool:
     return len(config.pools) == 1 and config.pools[0].count <= GPUS[config.pools[0].gpu].machine
 
 
-def lanes(config: PlanConfig) -> int:
-    """Relay lanes of each rollout machine."""
-    return max(1, round(2 * MODELS[config.model].parameters / _LANE_BYTES))
-
-
 def _yaml(value: object) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {_yaml(each)}" for key, each in value.items()) + "}"
     text = f"{value:g}" if isinstance(value, float) else str(value)
     # a word that YAML reads as something else: off is false
     return json.dumps(text) if isinstance(value, str) and load_yaml(text) != value else text
@@ -121,8 +119,9 @@ def _sections(config: PlanConfig, candidate: Candidate, figures: dict) -> dict[s
     memory = min(GPUS[config.pools[pool].gpu].memory for pool, *_ in candidate.rollouts) / 1e9
     slowest = math.ceil(_PATIENCE * max(figures["latency_max"], figures["step_seconds"], 450.0) / 600) * 600
     ready = 600 if on_one_machine(config) else 1800
+    devices: dict[str, object] = {"devices": t.devices} if candidate.shared else {}
     return {
-        "model": {"path": MODELS[config.model].path, "dtype": "bfloat16"},
+        "model": {"path": MODELS[config.model].path, "dtype": "bfloat16", **_adapter(config)},
         "sampling": {"max_response_tokens": w.max_response_tokens},
         "algorithm": {
             "prompts_per_step": w.prompts_per_step,
@@ -138,6 +137,7 @@ def _sections(config: PlanConfig, candidate: Candidate, figures: dict) -> dict[s
             "recompute_activations": t.recompute_activations,
             "tokens_per_microbatch": t.tokens_per_microbatch,
             "gpu_memory_gigabytes": t.gpu_memory_gigabytes,
+            **devices,
         },
         "relay": {
             "lanes": lanes(config),
@@ -150,6 +150,7 @@ def _sections(config: PlanConfig, candidate: Candidate, figures: dict) -> dict[s
             "max_concurrent": config.max_concurrent,
             "kv_cache_tokens": kv_cache_tokens(config, candidate),
             "gpu_memory_gigabytes": memory,
+            **devices,
             "engine_start_seconds": ready,
             "request_timeout_seconds": slowest,
         },
@@ -164,6 +165,13 @@ def _sections(config: PlanConfig, candidate: Candidate, figures: dict) -> dict[s
         "cluster": {"join_timeout_seconds": ready, "batch_timeout_seconds": slowest},
         **_limits(config, slowest),
     }
+
+
+def _adapter(config: PlanConfig) -> dict[str, object]:
+    """`lora` with what is not by default."""
+    given, usual = dataclasses.asdict(config.lora), dataclasses.asdict(LoraConfig())
+    changed = {key: value for key, value in given.items() if value != usual[key]}
+    return {"lora": changed} if config.lora.rank else {}
 
 
 def _of_turns(config: PlanConfig) -> list[str]:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from laminar_hpc.config.bounds import bounds, choice, choices, choices_of, number
+from laminar_hpc.config.schema import LoraConfig
 from laminar_hpc.simulator.constants import (
     GROUP_CORRELATION,
     MEAN_RESPONSE_TOKENS_LAMINAR,
@@ -91,6 +92,7 @@ class SimulationConfig:
     # of tables/models.yaml, or a model directory
     model: str = field(default="32B", metadata=choices_of(MODELS))
     gpus: list[int] = field(default_factory=lambda: [64, 128], metadata=bounds(at_least=2, at_most=262_144))
+    lora: LoraConfig = field(default_factory=LoraConfig)  # with a rank an adapter is trained, as model.lora
     trainer_gpu: str = field(default="H800", metadata=choices_of(GPUS))
     rollout_gpu: str = field(default="H800", metadata=choices_of(GPUS))
     engine: str = choice(*ENGINES)  # whose admission and preemption
@@ -160,4 +162,5 @@ class PlanConfig:
     warmup_steps: int = number(6, at_least=0, at_most=999)
     # of a core, for a search through all divisions; null = until no other promises more, at most 90
     budget_seconds: float | None = number(None, above=0, at_most=1e6)
+    lora: LoraConfig = field(default_factory=LoraConfig)  # of the run: model.lora
     workload: WorkloadConfig = field(default_factory=WorkloadConfig)

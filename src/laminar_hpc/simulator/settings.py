@@ -19,6 +19,9 @@ from laminar_hpc.config.words import Keys, Words
 from laminar_hpc.simulator import tables
 from laminar_hpc.simulator.constants import DEFAULT, Constants
 from laminar_hpc.simulator.cost import kv_capacity
+from laminar_hpc.simulator.lora import wrong_adapter
+from laminar_hpc.simulator.one_gpu import is_one_gpu, shared_trainers
+from laminar_hpc.simulator.plan_refusal import why_nothing_fits
 from laminar_hpc.simulator.rules import PIPELINES
 from laminar_hpc.simulator.schema import PlanConfig, PoolConfig, SimulationConfig
 from laminar_hpc.simulator.tables import GPUS, MODELS
@@ -222,6 +225,7 @@ def _work(config: SimulationConfig | PlanConfig) -> Iterator[str]:
 def _replicas(config: SimulationConfig) -> Iterator[str]:
     w, model, c = config.workload, MODELS[config.model], constants_of(config)
     tensor_parallel = config.replica_gpus
+    yield from wrong_adapter(model, config.lora)
     if config.speculation and not config.cuda_graphs:
         yield "speculation=true needs cuda_graphs=true: without them a guess's cost is not known"
     if not serves(model, tensor_parallel):
@@ -279,6 +283,7 @@ def _places(key: str, pools: list[PoolConfig]) -> Iterator[str]:
 def _plannable(config: PlanConfig) -> Iterator[str]:
     """What a run would refuse, and machines that are not whole."""
     w, model = config.workload, MODELS[config.model].config
+    yield from wrong_adapter(MODELS[config.model], config.lora)
     if model["model_type"] not in TRAINED:
         yield (
             f"model={config.model} is of the family {model['model_type']}, which can be simulated but not "
@@ -312,8 +317,5 @@ def _plannable(config: PlanConfig) -> Iterator[str]:
                 f"pools[{i}].count={pool.count}: machines have {machine} GPUs: give a multiple, or "
                 "the rest a pool of its own"
             )
-    if sum(pool.count for pool in config.pools) == 1:
-        yield (
-            "pools: one GPU cannot be divided; trainer and engine can share it in turns, as in laminar "
-            "train experiment=one_gpu, with a model of 0.5B or so"
-        )
+    if is_one_gpu(config) and not shared_trainers(config):
+        yield why_nothing_fits(config)

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any, NamedTuple
 
-from laminar_hpc.config.schema import EnvironmentConfig
+from laminar_hpc.config.schema import EnvironmentConfig, LoraConfig
 from laminar_hpc.policies.repack import saturation_batch
 from laminar_hpc.simulator.constants import Constants
 from laminar_hpc.simulator.cost import EngineCosts, chain_seconds, engine_costs, faster, kv_capacity
 from laminar_hpc.simulator.links import global_sync_seconds
+from laminar_hpc.simulator.lora import serving_adapters, trained_part
 from laminar_hpc.simulator.request import EngineAdmission
 from laminar_hpc.simulator.rules import Rules
 from laminar_hpc.simulator.schema import PoolConfig, WorkloadConfig
@@ -132,6 +133,16 @@ def _sites(parts: Sequence[Rollout], size: float, c: Constants) -> tuple[Site, .
     return chained(size, [(link, chain_seconds(size, machines, c)) for link, machines in relays], c)
 
 
+def _costs_of(
+    part: Rollout, model: Model, lora: LoraConfig, trainer: tuple[Gpu, int], c: Constants, graphs: bool
+) -> EngineCosts:
+    """`trainer`: its GPU type, and how many of them."""
+    costs = engine_costs(model, part.gpu, part.tensor_parallel, c, graphs)
+    costs = serving_adapters(costs, model, part.gpu, part.tensor_parallel, lora, c)
+    sync = global_sync_seconds(trained_part(model, lora), *trainer, part.gpu, part.gpus, c)
+    return dataclasses.replace(costs, global_sync=sync)
+
+
 def setup(
     rules: Rules,
     model: Model,
@@ -144,25 +155,25 @@ def setup(
     cuda_graphs: bool = True,
     layout: Layout | None = None,
     speculation: bool = False,
+    lora: LoraConfig | None = None,
     **settings: Any,
 ) -> SimulationSetup:
     """`rollouts`: each a Rollout or the beginning of one; colocated: the same GPUs as the trainer's.
-    `layout`: the trainer's, None = that of a published system."""
+    `layout`: the trainer's, None = that of a published system, which trains `lora`."""
     parts = [part for entry in rollouts if (part := Rollout(*entry)).gpus >= part.tensor_parallel]
     numbers = count(1)  # of the places
     requests = settings.get("max_concurrent", SimulationSetup.max_concurrent)
     share = c.kv_memory_share_colocated if rules.placement == "colocated" else c.kv_memory_share
     guessing = speculating if speculation else lambda costs: costs
+    layout = layout or trainer_layout(model, trainer_gpu, trainer_gpus, workload, c, lora)
+    layout = layout or offloaded_layout(trainer_gpu, trainer_gpus, workload, lora)
+    trainer = (trainer_gpu, trainer_gpus)
+    size = 2.0 * trained_part(model, layout.lora).parameters
     kinds = tuple(
         Engines(
             count=part.gpus // part.tensor_parallel,
             gpus=part.tensor_parallel,
-            costs=guessing(
-                dataclasses.replace(
-                    engine_costs(model, part.gpu, part.tensor_parallel, c, cuda_graphs),
-                    global_sync=global_sync_seconds(model, trainer_gpu, trainer_gpus, part.gpu, part.gpus, c),
-                )
-            ),
+            costs=guessing(_costs_of(part, model, layout.lora, trainer, c, cuda_graphs)),
             capacity=kv_capacity(model, part.gpu, part.tensor_parallel, share, requests),
             saturation=saturation_batch(part.gpu.flops, part.gpu.hbm),
             mtbf=part.mtbf,
@@ -172,8 +183,6 @@ def setup(
         for part in parts
     )
     total = sum(part.gpus for part in parts if part.link is None)
-    layout = layout or trainer_layout(model, trainer_gpu, trainer_gpus, workload, c)
-    layout = layout or offloaded_layout(trainer_gpu, trainer_gpus, workload)
     job = job_costs(model, trainer_gpu, trainer_gpus, layout, total, workload.max_response_tokens, c)
     return SimulationSetup(
         rules,
@@ -183,7 +192,7 @@ def setup(
         layout,
         workload,
         admission=EngineAdmission.of(workload.max_response_tokens, c, engine),
-        sites=_sites(parts, 2.0 * model.parameters, c),
+        sites=_sites(parts, size, c),
         repack_kv_share=c.repack_kv_share,
         speed_spread=c.replica_speed_spread,
         **settings,

@@ -57,6 +57,7 @@ def setup_of(
         engine=config.engine,
         cuda_graphs=config.cuda_graphs,
         speculation=config.speculation,
+        lora=config.lora,
         steps=steps,
         warmup_steps=config.warmup_steps,
         seed=config.seed,
@@ -117,7 +118,7 @@ def best_split(config: SimulationConfig, pipeline: str, gpus: int, tried: Told) 
     model, gpu, c = MODELS[config.model], GPUS[config.trainer_gpu], constants_of(config)
     tensor_parallel = config.replica_gpus
     every = range(tensor_parallel, gpus - tensor_parallel + 1, tensor_parallel)
-    possible = [n for n in every if layouts(model, gpu, n, c)] or list(every)
+    possible = [n for n in every if layouts(model, gpu, n, c, config.lora)] or list(every)
     rates: dict[int, float] = {}
 
     def rate(place: int) -> float:

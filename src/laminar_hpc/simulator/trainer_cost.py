@@ -3,16 +3,18 @@ bubbles, the longest sequence, gradients. Constants: constants.py."""
 
 import math
 from bisect import bisect_left, insort
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from laminar_hpc.config.models import head_size, kv_heads, state_bytes
+from laminar_hpc.config.schema import LoraConfig
 from laminar_hpc.simulator.constants import Constants
 from laminar_hpc.simulator.cost import attention_share, chain_seconds
 from laminar_hpc.simulator.experts import expert_costs
 from laminar_hpc.simulator.kernels import logits_seconds, train_efficiency
 from laminar_hpc.simulator.links import exchange_seconds, gather_seconds
+from laminar_hpc.simulator.lora import adapter_seconds, trained_part
 from laminar_hpc.simulator.schema import WorkloadConfig
 from laminar_hpc.simulator.tables import Gpu, Model
 from laminar_hpc.simulator.workload import Workload
@@ -30,7 +32,7 @@ class Layout:
     in log-prob passes, 0 = as many. `experts`: GPUs that share a layer's experts. `even`: stages take
     equally long; else the last one has the output layer beside as many layers as the others. `context`: GPUs
     over which each micro-batch is split, beside those of `tensor` and `stages`. `chunks`: of a stage, run in
-    turns."""
+    turns. `lora`: the adapter that is trained in place of the weights, if its rank is above 0."""
 
     tensor: int
     stages: int
@@ -44,6 +46,7 @@ class Layout:
     even: bool = True
     context: int = 1
     chunks: int = 1
+    lora: LoraConfig = field(default_factory=LoraConfig)
 
     def slowest_stage(self, model: Model) -> float:
         """Products of the slowest stage over their mean."""
@@ -89,17 +92,35 @@ def only_training(token: float) -> JobCosts:
 def job_costs(
     model: Model, gpu: Gpu, gpus: int, layout: Layout, rollout_gpus: int, cap: int, c: Constants
 ) -> JobCosts:
-    """`gpu`, `gpus`: the trainer's; `cap`: tokens of the longest response allowed.
+    """`gpu`, `gpus`: the trainer's; `cap`: tokens of the longest response allowed."""
+    padding = c.batch_handling * cap
+    trained = trained_part(model, layout.lora)
+    return replace(
+        token_costs(model, gpu, layout, c),
+        handling=(1.0 + c.logprob_passes) * padding,
+        overlapped_handling=c.overlapped_handling * cap,
+        update=c.update_overhead + gradient_seconds(trained, gpu, gpus, layout, c),
+        publish_stall=2.0 * trained.parameters / c.publish_bytes_per_second,
+        chain=chain_seconds(2.0 * trained.parameters, math.ceil(rollout_gpus / gpu.machine), c),
+        switch=c.colocated_switch + gather_seconds(trained, gpu, gpus, c),
+        checkpoint=c.checkpoint_stall,
+        job_restart=c.job_restart,
+        repack_period=c.repack_period,
+    )
+
+
+def token_costs(model: Model, gpu: Gpu, layout: Layout, c: Constants) -> JobCosts:
+    """What tokens, their attention and micro-batches take, and nothing else.
 
     A token's forward pass takes its matrix products, two all-reduces per layer and a pass over its logits;
-    backward twice the products and as much of the others; recomputation another forward pass (Korthikanti et
-    al., arXiv 2205.05198, sections 4 and 5). A layer with experts has one all-reduce and what experts.py
-    says. Context parallelism divides all of it, and adds two all-to-alls per layer
-    (`context_exchange_seconds`); chunks of a stage hand on more often (`chunk_exchange_seconds`).
+    backward twice the products, or with an adapter once (lora.py), and as much of the others; recomputation
+    another forward pass (Korthikanti et al., arXiv 2205.05198, sections 4 and 5). A layer with experts has
+    one all-reduce and what experts.py says. Context parallelism divides all of it, and adds two all-to-alls
+    per layer (`context_exchange_seconds`); chunks of a stage hand on more often (`chunk_exchange_seconds`).
     """
     expert = expert_costs(model, gpu, layout.tensor * layout.context, layout.experts, c)
-    efficiency = train_efficiency(model, gpu, c) / c.training_error
-    flops = efficiency * gpu.flops * layout.tensor * layout.stages * layout.context
+    rate = train_efficiency(model, gpu, c) / c.training_error * gpu.flops
+    flops = rate * layout.tensor * layout.stages * layout.context
     attention = 2.0 * model.active_parameters / flops * attention_share(model)
     products = 2.0 * (model.active_parameters + expert.work) / flops * layout.slowest_stage(model)
     reduces = (2.0 * model.layers - model.expert_layers) / layout.stages
@@ -110,21 +131,15 @@ def job_costs(
     logits = logits_seconds(model, gpu, layout.tensor * layout.context, c) * c.training_error
     logits /= layout.stages if layout.even else 1
     again = layout.recompute
-    padding = c.batch_handling * cap
+    adapter = adapter_seconds(model, gpu, layout.lora, rate, c)
+    forward, backward = (seconds * rate / flops for seconds in adapter)
+    passes = 2.0 if layout.lora.rank else 3.0
+    train = (passes + again) * products + (2.0 + again) * exchanges + 2.0 * logits
     return JobCosts(
-        train_token=((3.0 + again) * products + (2.0 + again) * exchanges + 2.0 * logits) / layout.ranks,
+        train_token=(train + (1.0 + again) * forward + backward) / layout.ranks,
         train_attention=(3.0 + again) * attention / layout.ranks,
-        logprob_token=c.logprob_passes * (products + exchanges + logits) / layout.ranks,
+        logprob_token=c.logprob_passes * (products + exchanges + logits + forward) / layout.ranks,
         logprob_attention=c.logprob_passes * attention / layout.ranks,
-        handling=(1.0 + c.logprob_passes) * padding,
-        overlapped_handling=c.overlapped_handling * cap,
-        update=c.update_overhead + gradient_seconds(model, gpu, gpus, layout, c),
-        publish_stall=2.0 * model.parameters / c.publish_bytes_per_second,
-        chain=chain_seconds(2.0 * model.parameters, math.ceil(rollout_gpus / gpu.machine), c),
-        switch=c.colocated_switch + gather_seconds(model, gpu, gpus, c),
-        checkpoint=c.checkpoint_stall,
-        job_restart=c.job_restart,
-        repack_period=c.repack_period,
         train_microbatch=(2.0 + again) * expert.microbatch / layout.stages,
         logprob_microbatch=c.logprob_passes * expert.microbatch / layout.stages,
     )
@@ -221,7 +236,7 @@ def _packed_seconds(
     return pass_seconds(tokens, room, ranks, layout.stages, token * ranks, attention * ranks, microbatch)
 
 
-def layouts(model: Model, gpu: Gpu, gpus: int, c: Constants) -> list[Layout]:
+def layouts(model: Model, gpu: Gpu, gpus: int, c: Constants, lora: LoraConfig | None = None) -> list[Layout]:
     """For each tensor parallelism within a machine the fewest pipeline stages with which weights, gradients
     and optimizer fit into their share of the memory. A machine's GPUs share the experts, if there are any."""
     found = []
@@ -232,7 +247,7 @@ def layouts(model: Model, gpu: Gpu, gpus: int, c: Constants) -> list[Layout]:
             if gpus % (tensor * stages) or stages > model.layers:
                 continue
             ranks = gpus // (tensor * stages)
-            layout = Layout(tensor, stages, ranks)
+            layout = Layout(tensor, stages, ranks, lora=lora or LoraConfig())
             if model.experts:
                 experts = math.gcd(math.gcd(model.experts, gpu.machine), tensor * ranks)
                 layout = replace(layout, experts=experts, packed=True)
@@ -245,7 +260,11 @@ def layouts(model: Model, gpu: Gpu, gpus: int, c: Constants) -> list[Layout]:
 def _held(model: Model, layout: Layout, c: Constants) -> float:
     """Bytes of weights, gradients and optimizer on a GPU; experts are divided over those that share them."""
     optimizer = c.trainer_bytes_per_parameter - 6.0
-    shared = (model.parameters - model.expert_parameters) / (layout.tensor * layout.stages)
+    parts = layout.tensor * layout.stages
+    if layout.lora.rank:
+        adapter = trained_part(model, layout.lora).parameters / parts
+        return 2.0 * model.parameters / parts + state_bytes(adapter, 6.0, optimizer, layout.ranks)
+    shared = (model.parameters - model.expert_parameters) / parts
     held = state_bytes(shared, 6.0, optimizer, layout.ranks)
     if not model.experts:
         return held
@@ -254,12 +273,14 @@ def _held(model: Model, layout: Layout, c: Constants) -> float:
     return held + state_bytes(routed, 6.0, optimizer, copies)
 
 
-def trainer_layout(model: Model, gpu: Gpu, gpus: int, w: WorkloadConfig, c: Constants) -> Layout | None:
+def trainer_layout(
+    model: Model, gpu: Gpu, gpus: int, w: WorkloadConfig, c: Constants, lora: LoraConfig | None = None
+) -> Layout | None:
     """The layout of a published system, whose own is not known to us: of those that fit, the one whose
     updates are fastest, as somebody who tunes it would find. None: no layout fits. `trainer_fit.py` has that
     of a run of our own."""
     sample = batch_sample(w)
-    fits = [replace(found, tokens=w.longest) for found in layouts(model, gpu, gpus, c)]
+    fits = [replace(found, tokens=w.longest) for found in layouts(model, gpu, gpus, c, lora)]
     updates = updates_of(w, sample)
     fits = [found for found in fits if found.ranks * updates <= len(sample)]  # each rank has a trajectory
     return min(fits, key=lambda found: step_seconds(model, gpu, gpus, found, w, sample, c), default=None)
@@ -280,10 +301,10 @@ def updates_of(w: WorkloadConfig, sample: list[int]) -> int:
     return max(1, round(w.updates_per_step * len(sample) / (w.prompts_per_step * w.samples_per_prompt)))
 
 
-def offloaded_layout(gpu: Gpu, gpus: int, w: WorkloadConfig) -> Layout:
+def offloaded_layout(gpu: Gpu, gpus: int, w: WorkloadConfig, lora: LoraConfig | None = None) -> Layout:
     """Where no layout holds the optimizer it is offloaded, at no cost here: one model on all GPUs."""
     tensor = max(n for n in _TENSOR if gpus % n == 0 and n <= gpu.machine)
-    return Layout(tensor, gpus // tensor, 1, w.longest)
+    return Layout(tensor, gpus // tensor, 1, w.longest, lora=lora or LoraConfig())
 
 
 def batch_sample(w: WorkloadConfig) -> list[int]:

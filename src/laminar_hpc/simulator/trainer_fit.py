@@ -6,8 +6,10 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from laminar_hpc.config.adapters import rank_adapter_parameters
 from laminar_hpc.config.experts import expert_shards, experts_of
 from laminar_hpc.config.models import kv_heads, trainer_bytes
+from laminar_hpc.config.schema import LoraConfig
 from laminar_hpc.config.system_schema import TrainerConfig
 from laminar_hpc.simulator.constants import DEFAULT
 from laminar_hpc.simulator.schema import WorkloadConfig
@@ -19,6 +21,7 @@ _WIDTH = 2  # bytes of a bfloat16
 _REPEATED = {
     "full": 1.0
 }  # the share of the forward pass that backward repeats; selective repeats no products
+RECOMPUTATIONS = ("none", "selective", "full")
 _TENSOR = (8, 4, 2, 1)
 _STAGES = (1, 2, 4, 8)
 _CONTEXT = (1, 2, 4, 8)
@@ -60,39 +63,42 @@ def serves(model: Model, tensor: int) -> bool:
     return whole and max(heads, tensor) % min(heads, tensor) == 0
 
 
-def fitting_trainer(model: Model, gpu: Gpu, gpus: int, w: WorkloadConfig) -> TrainerConfig | None:
+def fitting_trainer(
+    model: Model, gpu: Gpu, gpus: int, w: WorkloadConfig, lora: LoraConfig | None = None
+) -> TrainerConfig | None:
     """For each TP x CP within a machine the fewest pipeline stages that config/models.py's estimate puts into
     SHARE of the memory, with all activations kept where they fit, else recomputed; with every number of
     virtual stages and of ranks that share the experts; of these the fastest by the cost model. Context
     parallelism leaves a machine where no layout fits without that. None: no layout fits."""
-    key = (model, gpu, gpus, dataclasses.astuple(w))
+    lora = lora or LoraConfig()
+    key = (model, gpu, gpus, dataclasses.astuple(w), dataclasses.astuple(lora))
     if key not in _FOUND:
-        each = [_fits(model, gpu, gpus, n, gpu.machine // n, w) for n in _CONTEXT]
+        each = [_fits(model, gpu, gpus, n, gpu.machine // n, w, lora) for n in _CONTEXT]
         fits = [found for fit in each for found in fit]
         if not fits:
-            across = (_fits(model, gpu, gpus, n, gpu.machine, w) for n in _CONTEXT)
+            across = (_fits(model, gpu, gpus, n, gpu.machine, w, lora) for n in _CONTEXT)
             fits = next((fit for fit in across if fit), [])
         sample = batch_sample(w) if len(fits) > 1 else []
-        _FOUND[key] = min(
-            fits,
-            key=lambda t: step_seconds(model, gpu, gpus, layout_of(t), w, sample, DEFAULT) if sample else 0.0,
-            default=None,
-        )
+
+        def seconds(t: TrainerConfig) -> float:
+            return step_seconds(model, gpu, gpus, layout_of(t, lora), w, sample, DEFAULT) if sample else 0.0
+
+        _FOUND[key] = min(fits, key=seconds, default=None)
     return _FOUND[key]
 
 
 def _fits(
-    model: Model, gpu: Gpu, gpus: int, context: int, tensor_max: int, w: WorkloadConfig
+    model: Model, gpu: Gpu, gpus: int, context: int, tensor_max: int, w: WorkloadConfig, lora: LoraConfig
 ) -> list[TrainerConfig]:
     heads = model.config["num_attention_heads"]
     inside = min(gpus, gpu.machine)  # a tensor-parallel group is on one machine
     able = [n for n in _TENSOR if n <= tensor_max and gpus % (n * context) == 0 and inside % n == 0]
     sizes = [n for n in able if shards(model, n) and heads % (n * context) == 0]
-    return [found for n in sizes for found in _fewest_stages(model, gpu, gpus, n, context, w)]
+    return [found for n in sizes for found in _fewest_stages(model, gpu, gpus, n, context, w, lora)]
 
 
 def _fewest_stages(
-    model: Model, gpu: Gpu, gpus: int, tensor: int, context: int, w: WorkloadConfig
+    model: Model, gpu: Gpu, gpus: int, tensor: int, context: int, w: WorkloadConfig, lora: LoraConfig
 ) -> list[TrainerConfig]:
     """Every layout with the fewest stages that fit; empty where none does."""
     for stages in _STAGES:
@@ -111,7 +117,8 @@ def _fewest_stages(
             tokens_per_microbatch=tokens_per_microbatch(w, context),
             gpu_memory_gigabytes=gpu.memory / 1e9,
         )
-        if found := [fit for each in _divided(model, plain) if (fit := _with_room(model, gpu, each))]:
+        fits = (_with_room(model, gpu, each, lora) for each in _divided(model, plain))
+        if found := [fit for fit in fits if fit]:
             return found
     return []
 
@@ -125,14 +132,15 @@ def _divided(model: Model, plain: TrainerConfig) -> Iterator[TrainerConfig]:
                 yield dataclasses.replace(plain, expert_parallel=experts, virtual_stages=chunks)
 
 
-def _with_room(model: Model, gpu: Gpu, trainer: TrainerConfig) -> TrainerConfig | None:
+def _with_room(model: Model, gpu: Gpu, trainer: TrainerConfig, lora: LoraConfig) -> TrainerConfig | None:
     """With the least recomputation that lets it fit; None where none does."""
-    choices = (dataclasses.replace(trainer, recompute_activations=r) for r in ("none", "selective", "full"))
-    usable = SHARE * gpu.memory
-    return next((each for each in choices if trainer_bytes(model.config, _WIDTH, each) <= usable), None)
+    choices = (dataclasses.replace(trainer, recompute_activations=r) for r in RECOMPUTATIONS)
+    adapter, usable = rank_adapter_parameters(model.config, lora, trainer), SHARE * gpu.memory
+    fits = (each for each in choices if trainer_bytes(model.config, _WIDTH, each, adapter) <= usable)
+    return next(fits, None)
 
 
-def layout_of(trainer: TrainerConfig) -> Layout:
+def layout_of(trainer: TrainerConfig, lora: LoraConfig | None = None) -> Layout:
     """The trainer's parallel sizes as the cost model wants them; its ranks get trajectories by their work
     (trainer/step/packing.py), and its last stage has the output layer beside its layers."""
     return Layout(
@@ -146,4 +154,5 @@ def layout_of(trainer: TrainerConfig) -> Layout:
         even=False,
         context=trainer.context_parallel,
         chunks=trainer.virtual_stages,
+        lora=lora or LoraConfig(),
     )

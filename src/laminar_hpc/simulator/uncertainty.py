@@ -61,6 +61,7 @@ SPREAD = {
     "repack_kv_share": 0.05,  # assumed
     "expert_launch_seconds": 0.85,  # 0.09, 0.32 and 0.64 ms in three publications
     "expert_load_spread": 0.2,  # Gini coefficients of 0.15 to 0.24
+    "decode_adapter_share": 0.5,  # one system's
     # root mean squares of the logs of the validation page's rows of dense models on H100 and H800
     "generation_error": 0.06,
     "training_error": 0.06,
