@@ -24,6 +24,7 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import torch
 
@@ -39,6 +40,7 @@ from laminar_hpc.controller.staleness import StalenessControl
 from laminar_hpc.controller.tables import Tables
 from laminar_hpc.controller.trajectories.partial_responses import PartialResponsePool
 from laminar_hpc.controller.trajectories.tracker import TrajectoryTracker
+from laminar_hpc.line.address import ADDRESS_FILE, read_address, write_address
 from laminar_hpc.line.channel import Channel, StopReceived
 from laminar_hpc.line.context import RoleContext
 from laminar_hpc.line.hub import Hub
@@ -316,9 +318,22 @@ class ChainRun:
             assert time.monotonic() < until, "no byte has left"
             time.sleep(0.02)
 
-    def start_relay(self, index: int) -> None:
+    def start_relay(self, index: int, *words: str) -> None:
         shared_memory(self.words, index).mkdir(exist_ok=True)
-        self.relays[index] = self._start(relay, self.words, index, self._namespace(index))
+        self.relays[index] = self._start(relay, [*self.words, *words], index, self._namespace(index))
+
+    def start_far_relay(self, index: int, place: str, port: int | None = None) -> Path:
+        """One at another place, with a run directory of its own, in which there is only the controller's
+        address (with `port`: that port of this machine in place of the controller's), and which is
+        returned."""
+        folder = self.run_dir.parent / f"far{index}"
+        folder.mkdir(exist_ok=True)
+        self.until((self.run_dir / ADDRESS_FILE).exists, "no controller", START_SECONDS)
+        address = read_address(self.run_dir)
+        assert address is not None
+        write_address(folder, msgspec.structs.replace(address, port=port or address.port))
+        self.start_relay(index, f"run_dir={folder}", f"cluster.place={place}")
+        return folder
 
     def relay_memory(self, index: int) -> Path:
         """The folder for shared memory of a relay's machine."""

@@ -3,6 +3,7 @@
 import zmq
 
 from laminar_hpc.line.address import ControllerAddress
+from laminar_hpc.line.messages.places import GateAddress
 
 PING_SECONDS = 1.0
 _RECONNECT_SECONDS = 3.0  # a connection that carries nothing for this long is made anew
@@ -27,7 +28,7 @@ def connect(context: zmq.Context, identity: bytes, address: ControllerAddress) -
     return dealer
 
 
-def connect_secured(dealer: zmq.Socket, address: ControllerAddress) -> None:
+def connect_secured(dealer: zmq.Socket, address: ControllerAddress | GateAddress) -> None:
     """With the keys that the address names."""
     dealer.curve_serverkey = address.server_public.encode()
     dealer.curve_publickey = address.client_public.encode()
