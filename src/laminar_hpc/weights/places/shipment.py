@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from laminar_hpc.weights.delta import encode, unit_bytes
+from laminar_hpc.weights.delta import encode, pack, unit_bytes
 from laminar_hpc.weights.manifest import Manifest
 from laminar_hpc.weights.places.wire import PIECE_BYTES, pieces_of
 from laminar_hpc.weights.slots import SlotGone, SlotHandle, SlotReader
@@ -141,7 +141,8 @@ class PlaceFeed:
 
     def _changes(self, data: torch.Tensor, first: int, width: int) -> Iterator[memoryview]:
         image = self._image[first : first + data.numel()]
-        head, payload = encode(data.clone(), image, width)
+        before = image.clone()
+        head, payload = pack(encode(data.clone(), image, width), before, width)
         yield head.numpy().data.cast("B")
         inside = payload.data_ptr() == image.data_ptr()  # in full
         yield payload.numpy().data if inside else memoryview(payload.numpy().tobytes())
