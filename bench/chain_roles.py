@@ -7,7 +7,6 @@ a machine of its own, in a network namespace of its own if one is named.
 """
 
 import contextlib
-import ctypes
 import faulthandler
 import gc
 import json
@@ -24,9 +23,9 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import torch
+from network import enter
 
 from laminar_hpc.__main__ import main as run_rank
 from laminar_hpc.__main__ import redirect_output
@@ -59,20 +58,11 @@ from laminar_hpc.weights.lanes import Lane
 from laminar_hpc.weights.slots import SlotGone, SlotReader
 from laminar_hpc.weights.stream import TensorSpan
 
-CLONE_NEWNET = 0x40000000
 RUN_ID = "chain"
 START_SECONDS = 180  # on a busy machine
 LOOK_SECONDS = 0.02  # between two looks at what the others have done
 TOLD_SECONDS = 10.0  # after which the controller has written down what it has done
 CHANGED_EVERY = 100  # with relay.delta=auto one word in so many changes
-
-
-def enter(namespace: str | None) -> None:
-    """The calling process, which has no other thread yet, lives in this network namespace from now on."""
-    if namespace is not None:
-        with open(f"/run/netns/{namespace}") as file:
-            if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), CLONE_NEWNET) != 0:
-                raise OSError(ctypes.get_errno(), f"cannot enter network namespace {namespace}")
 
 
 # ---- what the processes do ---------------------------------------------------------------------------------
@@ -322,16 +312,15 @@ class ChainRun:
         shared_memory(self.words, index).mkdir(exist_ok=True)
         self.relays[index] = self._start(relay, [*self.words, *words], index, self._namespace(index))
 
-    def start_far_relay(self, index: int, place: str, port: int | None = None) -> Path:
+    def start_far_relay(self, index: int, place: str) -> Path:
         """One at another place, with a run directory of its own, in which there is only the controller's
-        address (with `port`: that port of this machine in place of the controller's), and which is
-        returned."""
+        address, and which is returned."""
         folder = self.run_dir.parent / f"far{index}"
         folder.mkdir(exist_ok=True)
         self.until((self.run_dir / ADDRESS_FILE).exists, "no controller", START_SECONDS)
         address = read_address(self.run_dir)
         assert address is not None
-        write_address(folder, msgspec.structs.replace(address, port=port or address.port))
+        write_address(folder, address)
         self.start_relay(index, f"run_dir={folder}", f"cluster.place={place}")
         return folder
 

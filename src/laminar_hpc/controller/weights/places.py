@@ -9,6 +9,7 @@ A place pulls when it can, so its link delays neither trainers nor the relays he
 """
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from laminar_hpc.line.messages.places import GateAddress, GateOpened, JoinGate, 
 
 log = logging.getLogger(__name__)
 _AGAIN_SECONDS = 1.0  # from the end of a link to a gate to the next one
+_SAY_SECONDS = 20.0  # in which the relays of a run that begins may join in any order
 Warn = Callable[[str], None]
 
 
@@ -47,6 +49,7 @@ class Places:
         self._not_before: dict[str, float] = {}  # (monotonic) the next pull of a place whose link broke
         self._gate: str | None = None  # identity of the relay that was asked to open it
         self._address: GateAddress | None = None
+        self._say_at = time.monotonic() + _SAY_SECONDS  # that there is no relay to open a gate
 
     def chain(self, place: str) -> Chain:
         """Returns the chain of its relays."""
@@ -90,23 +93,31 @@ class Places:
                 seen.setdefault(relay.hello.place, {})[relay.hello.index] = relay.last_seen
         if not seen:
             return
-        gate = self._open(here)
+        gate = self._open(here, now)
         for place, last_seen in seen.items():
             chain = self.chain(place)
             for index, message in chain.update(last_seen, False, now):
-                assert index is not None, "a place's chain has no trainer"
-                self._outbox.send(self._members.at("relay", index), message)
+                if index is not None:  # it has no trainer
+                    self._outbox.send(self._members.at("relay", index), message)
             if gate is not None and self._address is not None and now >= self._not_before.get(place, 0.0):
                 first = chain.order[0] if chain.order else min(last_seen)
                 self._pull(place, self._members.at("relay", first), gate, self._address)
 
-    def _open(self, here: list[int]) -> Member | None:
+    def _open(self, here: list[int], now: float) -> Member | None:
         """The relay with the gate; asks another one where it has left."""
         gate = self._members.of(self._gate) if self._gate else None
         if gate is None and here and (gate := self._members.at("relay", here[0])):
             self._gate = gate.identity
             self._address = None
             self._outbox.send(gate, OpenGate())
+        if gate is not None:
+            self._say_at = now + _SAY_SECONDS
+        elif now > self._say_at:
+            self._say_at = math.inf
+            self._warn(
+                "relays of other places have nowhere to pull weights from: start a relay where the trainer is "
+                "(launch/relay.sh, without cluster.place)"
+            )
         return gate
 
     def _pull(self, place: str, relay: Member | None, gate: Member, address: GateAddress) -> None:

@@ -215,8 +215,11 @@ class FarLink(Link):
             )
 
     def _take(self, connection: _Connection) -> None:
-        while connection.socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
-            reply, content = connection.socket.recv_multipart(copy=False)
+        while True:
+            try:
+                reply, content = connection.socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
             self._heard = time.monotonic()
             try:
                 answer = decode_reply(reply.buffer)
