@@ -76,7 +76,7 @@ def test_a_place_without_a_relay_to_pull_from_is_said_once(script):
     assert script.warned == [], "relays may join in any order"
     assert script.turn(here=[], seconds=30) == script.turn(here=[], seconds=30) == []
     assert len(script.warned) == 1
-    assert "start a relay where the trainer is (launch/relay.sh" in script.warned[0]
+    assert "start one where the trainer is (launch/relay.sh" in script.warned[0]
 
 
 def test_one_relay_of_each_place_pulls(script):

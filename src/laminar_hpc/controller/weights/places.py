@@ -115,7 +115,7 @@ class Places:
         elif now > self._say_at:
             self._say_at = math.inf
             self._warn(
-                "relays of other places have nowhere to pull weights from: start a relay where the trainer is "
+                "relays of other places have no relay to pull weights from: start one where the trainer is "
                 "(launch/relay.sh, without cluster.place)"
             )
         return gate
