@@ -7,7 +7,6 @@ a machine of its own, in a network namespace of its own if one is named.
 """
 
 import contextlib
-import ctypes
 import faulthandler
 import gc
 import json
@@ -26,6 +25,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from network import enter
 
 from laminar_hpc.__main__ import main as run_rank
 from laminar_hpc.__main__ import redirect_output
@@ -39,6 +39,7 @@ from laminar_hpc.controller.staleness import StalenessControl
 from laminar_hpc.controller.tables import Tables
 from laminar_hpc.controller.trajectories.partial_responses import PartialResponsePool
 from laminar_hpc.controller.trajectories.tracker import TrajectoryTracker
+from laminar_hpc.line.address import ADDRESS_FILE, read_address, write_address
 from laminar_hpc.line.channel import Channel, StopReceived
 from laminar_hpc.line.context import RoleContext
 from laminar_hpc.line.hub import Hub
@@ -57,20 +58,11 @@ from laminar_hpc.weights.lanes import Lane
 from laminar_hpc.weights.slots import SlotGone, SlotReader
 from laminar_hpc.weights.stream import TensorSpan
 
-CLONE_NEWNET = 0x40000000
 RUN_ID = "chain"
 START_SECONDS = 180  # on a busy machine
 LOOK_SECONDS = 0.02  # between two looks at what the others have done
 TOLD_SECONDS = 10.0  # after which the controller has written down what it has done
 CHANGED_EVERY = 100  # with relay.delta=auto one word in so many changes
-
-
-def enter(namespace: str | None) -> None:
-    """The calling process, which has no other thread yet, lives in this network namespace from now on."""
-    if namespace is not None:
-        with open(f"/run/netns/{namespace}") as file:
-            if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), CLONE_NEWNET) != 0:
-                raise OSError(ctypes.get_errno(), f"cannot enter network namespace {namespace}")
 
 
 # ---- what the processes do ---------------------------------------------------------------------------------
@@ -316,9 +308,21 @@ class ChainRun:
             assert time.monotonic() < until, "no byte has left"
             time.sleep(0.02)
 
-    def start_relay(self, index: int) -> None:
+    def start_relay(self, index: int, *words: str) -> None:
         shared_memory(self.words, index).mkdir(exist_ok=True)
-        self.relays[index] = self._start(relay, self.words, index, self._namespace(index))
+        self.relays[index] = self._start(relay, [*self.words, *words], index, self._namespace(index))
+
+    def start_far_relay(self, index: int, place: str) -> Path:
+        """One at another place, with a run directory of its own, in which there is only the controller's
+        address, and which is returned."""
+        folder = self.run_dir.parent / f"far{index}"
+        folder.mkdir(exist_ok=True)
+        self.until((self.run_dir / ADDRESS_FILE).exists, "no controller", START_SECONDS)
+        address = read_address(self.run_dir)
+        assert address is not None
+        write_address(folder, address)
+        self.start_relay(index, f"run_dir={folder}", f"cluster.place={place}")
+        return folder
 
     def relay_memory(self, index: int) -> Path:
         """The folder for shared memory of a relay's machine."""

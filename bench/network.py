@@ -5,6 +5,7 @@ Nothing is changed outside the namespaces made here. They are taken away by `clo
 if their maker was killed.
 """
 
+import ctypes
 import os
 import shutil
 import subprocess
@@ -13,6 +14,7 @@ from pathlib import Path
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.machine.processes import process_is_alive
 
+CLONE_NEWNET = 0x40000000
 _PREFIX = "laminar-net-"
 _NOBODY = "02:00:00:00:00:01"  # the hardware address of none of them
 _BURST = "128kb"  # of the token bucket: two of the largest packets that the kernel hands over
@@ -41,6 +43,14 @@ def remove_abandoned() -> None:
         pid = path.name.removeprefix(_PREFIX).split("-")[0]
         if pid.isdigit() and not process_is_alive(int(pid)):
             ip("netns", "del", path.name)
+
+
+def enter(namespace: str | None) -> None:
+    """The calling process, which has no other thread yet, lives in this network namespace from now on."""
+    if namespace is not None:
+        with open(f"/run/netns/{namespace}") as file:
+            if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), CLONE_NEWNET) != 0:
+                raise OSError(ctypes.get_errno(), f"cannot enter network namespace {namespace}")
 
 
 class Network:

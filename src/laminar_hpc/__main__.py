@@ -106,7 +106,8 @@ def run_worker(
     joined = watch_signals(config.role)
     run_dir, machine = Path(config.run_dir), machine_name(config.relay.shm_dir)
     index = UNNUMBERED if config.role == "rollout" else mine.index
-    hello = Hello(mine.role, index, uuid.uuid4().hex[:8], os.getpid(), machine)
+    place = config.cluster.place
+    hello = Hello(mine.role, index, uuid.uuid4().hex[:8], os.getpid(), machine, place=place)
     channel = _channel(config, hello)
     joined.append(channel)
     mine = RoleOfRank(mine.role, channel.index)
@@ -131,8 +132,8 @@ def run_worker(
         module = importlib.import_module(_WORKERS[mine.role])
         trace = Trace(run_dir, mine.role, mine.index)
         config = follow(config, channel.welcome.model)
-        place = (mine.role, mine.index, machine, run_dir)
-        module.run(RoleContext(config, *place, channel, channel.welcome, trace))
+        rank = (mine.role, mine.index, machine, run_dir)
+        module.run(RoleContext(config, *rank, channel, channel.welcome, trace))
         goodbye = True
     except (StopReceived, Terminated):
         goodbye = True

@@ -12,11 +12,13 @@ from laminar_hpc.weights.delta import (
     FULL,
     MASK,
     OFFSETS,
+    PACKED,
     Frame,
     FrameWrong,
     Image,
     apply,
     encode,
+    pack,
     payload_bytes,
     unit_bytes,
 )
@@ -120,6 +122,46 @@ def test_what_no_sender_makes_is_refused(
     for head in ((3, 1), (MASK, units + 1), (OFFSETS, -1)):
         with pytest.raises(FrameWrong, match="run the same version everywhere"):
             payload_bytes(*head, units, 2)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 1 << 30),
+    units=st.sampled_from([*LENGTHS, 9 * BLOCK]),
+    fraction=st.sampled_from([0.0, 2e-5, 1e-3, 0.01, 0.06, 0.5, 1.0]),
+)
+def test_packed_changes_are_the_same_changes(seed: int, units: int, fraction: float) -> None:
+    """Bit-exact, smaller or as it was, and of the size that its head says."""
+    old, new = images(seed, units, 2, fraction)
+    plain = encode(new.clone(), old.clone(), 2)
+    frame = pack(Frame(plain.head, plain.payload.clone()), old, 2)
+    target = torch.full_like(old, 0xA5)
+    apply(frame, old, target, 2)
+    assert torch.equal(target, new)
+    kind, changed = frame.head.tolist()
+    assert frame.payload.numel() == payload_bytes(kind, changed, units, 2)
+    assert frame is not plain and (kind & 0xFF) in (FULL, MASK, OFFSETS, PACKED)
+    if kind & 0xFF == PACKED:
+        assert frame.payload.numel() < plain.payload.numel()
+    elif units > 2 * BLOCK and 1e-3 <= fraction <= 0.01:
+        pytest.fail("thousands of changes were not packed")
+
+
+def test_packed_changes_that_no_sender_makes_are_refused() -> None:
+    """No place behind the chunk's end, no bytes without end, no size above the chunk's."""
+    units = 4 * BLOCK
+    old, new = images(3, units, 2, 0.01)
+    head, payload = pack(encode(new, old.clone(), 2), old, 2)
+    changed = int(head[1])
+    assert int(head[0]) & 0xFF == PACKED
+    with pytest.raises(FrameWrong, match="changes behind its end"):
+        apply(Frame(head, payload), old[: 2 * BLOCK], torch.empty(2 * BLOCK, dtype=torch.uint8), 2)
+    for bad in (payload.flip(0), payload[: len(payload) // 2], torch.zeros(9, dtype=torch.uint8)):
+        with pytest.raises(FrameWrong, match="cannot be unpacked"):
+            apply(Frame(head, bad), old, torch.empty_like(old), 2)
+    for wrong in ((PACKED | 2 * units << 8, changed), (PACKED | 99 << 8, 0), (PACKED | -1 << 8, 5)):
+        with pytest.raises(FrameWrong, match="run the same version everywhere"):
+            payload_bytes(*wrong, units, 2)
 
 
 def test_units_of_a_mixed_layout() -> None:

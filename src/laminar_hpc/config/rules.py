@@ -42,7 +42,7 @@ def broken_rules(config: RunConfig, model: dict | None) -> list[str]:
             value = getattr(value, name)
         return f"{match[1]}={_written(value)}"
 
-    parts = [_source, _data, _devices, _sampling, _rollout, _environment, _pipeline, _batch]
+    parts = [_source, _data, _devices, _sampling, _rollout, _places, _environment, _pipeline, _batch]
     parts += [_loss, _corrections, _rewards, _advantages, _schedule]
     texts = [text for part in parts for text in part(config)]
     texts += wrong_scraping(config)
@@ -111,6 +111,16 @@ def _rollout(config: RunConfig) -> Iterator[str]:
         )
     if config.relay.lanes > 1 and config.relay.slots < 3:
         yield "@relay.slots: @relay.lanes needs at least 3, as lanes may be on two ids at a time"
+
+
+def _places(config: RunConfig) -> Iterator[str]:
+    port = re.fullmatch(r"(?:[\w.-]+:)?(\d{1,5})", config.relay.gate)
+    if config.relay.gate and (port is None or int(port[1]) >= 1 << 16):
+        yield "@relay.gate: write [HOST:]PORT, as in 7443 or gate.example.org:7443"
+    if config.cluster.place and config.role not in ("relay", "rollout"):
+        yield "@cluster.place is that of a machine which only has rollouts and relays: leave it out for @role"
+    if config.cluster.place and config.relay.lanes > 1:
+        yield "@relay.lanes: @cluster.place gets one stream for all of its machines; set relay.lanes=1 there"
 
 
 def _environment(config: RunConfig) -> Iterator[str]:

@@ -87,6 +87,9 @@ class RelayConfig:
     """with delta=auto one publication in so many goes in full, whatever has changed; 1 sends all in full"""
     threads: int = number(1, at_least=1, at_most=THREADS_MAX)
     """of a relay's process"""
+    gate: str = ""
+    """[HOST:]PORT at which relays of other places reach the trainer's: its firewall lets them in there, and
+    forwards to the relay if HOST is no address of its machine; "": the relay's own address, any port"""
 
 
 @dataclass
@@ -264,6 +267,9 @@ class CheckpointConfig:
 class ClusterConfig:
     host: str = "127.0.0.1"
     """address at which the controller listens and others reach this run"""
+    place: str = ""
+    """of this machine, where it shares no trusted network with the trainer: its relays pull weights over an
+    encrypted stream, one copy for all machines that name the same place"""
     port: int = number(0, at_least=0, at_most=65_535)
     """0 = any free port"""
     storage: str = choice("shared", "stream")

@@ -11,6 +11,7 @@ from laminar_hpc.line.messages.data import Message
 from laminar_hpc.line.messages.homes import Ask
 from laminar_hpc.line.messages.membership import Failure, Goodbye, Ping
 from laminar_hpc.line.messages.moves import Answer, Imported, MoveFailed, MoveReady, Reserved
+from laminar_hpc.line.messages.places import GateOpened
 from laminar_hpc.line.messages.publication import LaneSenders, NewWeightId, Published
 from laminar_hpc.line.messages.rollouts import (
     EngineHung,
@@ -53,7 +54,7 @@ def handlers(c: Protocols) -> dict[str, Handlers]:
         Published: c.weights.on_published,
     }
     links: Handlers = {StoreOpened: c.weights.on_store_opened, LinkDown: c.weights.on_link_down}
-    relay: Handlers = {RelayHas: c.weights.on_relay_has}
+    relay: Handlers = {RelayHas: c.weights.on_relay_has, GateOpened: c.weights.places.on_gate_opened}
     rollout: Handlers = {
         WeightsOpened: c.dispatcher.on_weights_opened,
         RequestWork: c.dispatcher.on_request_work,

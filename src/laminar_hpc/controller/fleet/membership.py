@@ -100,7 +100,7 @@ class Membership:
         if trains:
             self._trainer_generation.joined(identity)
         elif hello.role == "relay":
-            self._flow.weights.relay_joined(hello.index, hello.machine)
+            self._flow.weights.relay_joined(identity, hello)
         elif hello.role == "rollout" and (newest := self._flow.weights.newest_on(hello.machine)):
             self._outbox.send_to(identity, WeightsAvailable(*newest))
         return None
@@ -173,7 +173,7 @@ class Membership:
         """What a lost rollout had in hand goes to others; a lost relay's neighbours are joined."""
         role, index = member.hello.role, member.hello.index
         if role == "relay" and self._members.at("relay", index) is None:
-            self._flow.weights.relay_lost(index)
+            self._flow.weights.relay_lost(member.hello)
         if role == "rollout":
             for part in self._flow.told_of_losses:
                 part.replica_lost(index)

@@ -3,6 +3,7 @@ what.
 
     trainer --NewWeightId--> id
     controller/weights/relay_chain.py: who links to whom, and who sends again
+    controller/weights/places.py: which relay of another place pulls from which one here
     relay --RelayHas--> WeightsAvailable to the rollouts of its machine
 """
 
@@ -13,9 +14,11 @@ from typing import NamedTuple
 from laminar_hpc.config.adapter_places import slots_of
 from laminar_hpc.controller.fleet.members import Member
 from laminar_hpc.controller.shared import NUMBERS, Shared
+from laminar_hpc.controller.weights.places import Places
 from laminar_hpc.controller.weights.probes import Probes
 from laminar_hpc.controller.weights.relay_chain import TRAINER, Chain, Orders, Place
 from laminar_hpc.line.messages.chain import LinkDown, RelayHas, StoreOpened
+from laminar_hpc.line.messages.membership import Hello
 from laminar_hpc.line.messages.publication import LaneSenders, NewWeightId, Published, WeightId
 from laminar_hpc.line.messages.rollouts import WeightsAvailable
 from laminar_hpc.machine.observability import console
@@ -46,6 +49,7 @@ class Weights:
         self._next_id = store.next_ids()[0]
         first, issued = self._epoch * NUMBERS, self.newest_issued
         self.chains = [Chain(wanted, lane, lanes, first_epoch=first, issued=issued) for lane in range(lanes)]
+        self.places = Places(self._members, self._outbox, self._warn, first)
         self._senders = [0] if lanes == 1 else []  # trainer rank of each lane, as far as known
         self._answered: tuple[str, WeightId] | None = None  # the newest request for an id, and its answer
         self.newest: HeldVersion | None = None  # that some relay holds
@@ -71,19 +75,21 @@ class Weights:
 
     # ---- chains --------------------------------------------------------------------------------------------
 
-    def _touch(self, number: int) -> Chain:
-        """By the index of a relay or an epoch, the chain to which something happens now."""
+    def _touch(self, hello: Hello, number: int) -> Chain:
+        """Of a member that has to do with it, and the index of a relay or an epoch: the chain to which
+        something happens now."""
         self._looked = None
-        return self.chains[number % len(self.chains)]
+        return self.places.chain(hello.place) if hello.place else self.chains[number % len(self.chains)]
 
-    def relay_joined(self, index: int, machine: str) -> None:
+    def relay_joined(self, identity: str, hello: Hello) -> None:
         """It begins with empty slots."""
-        self._touch(index).joined(index, time.monotonic())
-        self._held[machine] = []
+        self._touch(hello, hello.index).joined(hello.index, time.monotonic())
+        self.places.relay_joined(identity, hello.place)
+        self._held[hello.machine] = []
 
-    def relay_lost(self, index: int) -> None:
+    def relay_lost(self, hello: Hello) -> None:
         """Joins the neighbours of a lost relay."""
-        self._touch(index).left(index)
+        self._touch(hello, hello.index).left(hello.index)
 
     def update_chains(self) -> None:
         """Links relays that have come, around those that have left or are silent, and has the newest weights
@@ -94,6 +100,8 @@ class Weights:
         self._looked = now
         seen: list[dict[int, float]] = [{} for _ in self.chains]
         for relay in self._members.all("relay"):
+            if relay.hello.place:
+                continue
             seen[relay.hello.index % len(self.chains)][relay.hello.index] = relay.last_seen
         for chain, relays in zip(self.chains, seen, strict=True):
             before = chain.order
@@ -110,6 +118,7 @@ class Weights:
                 )
                 log.warning(text)
                 self._warn(f"{text}; the others go on")
+        self.places.update(self.chains[0].order, now)
 
     def _warn(self, text: str) -> None:
         """Tells the user what a run with roles apart survives."""
@@ -136,11 +145,14 @@ class Weights:
         self._senders = [0] if len(self.chains) == 1 else []
 
     def on_store_opened(self, member: Member, opened: StoreOpened) -> None:
-        chain = self._touch(opened.epoch)
+        chain = self._touch(member.hello, opened.epoch)
         self._send(chain, chain.store_opened(opened, _place(member)))
 
     def on_link_down(self, member: Member, down: LinkDown) -> None:
-        link = self._touch(down.epoch).link_down(down.epoch, _place(member), time.monotonic())
+        if self.places.link_down(member, down):
+            return
+        chain = self._touch(member.hello, down.epoch)
+        link = chain.link_down(down.epoch, _place(member), time.monotonic())
         if link is not None:
             text = f"{member.name}: {down.text}; linking again"
             log.warning(text)
@@ -195,8 +207,9 @@ class Weights:
         version = HeldVersion(has.weight_id, has.weight_step)
         if has.bytes:  # else it is what a relay that was taken for dead still holds
             fields = {"index": index, **version._asdict(), "seconds": has.seconds, "bytes": has.bytes}
+            fields |= {} if has.wire_bytes is None else {"wire_bytes": has.wire_bytes}
             self._shared.metrics.write("relay", **fields)
-        self._touch(index).relay_has(index, version.weight_id, has.passed_on)
+        self._touch(member.hello, index).relay_has(index, version.weight_id, has.passed_on)
         if not has.complete:
             return
         if self.newest is None or version > self.newest:

@@ -58,7 +58,8 @@ class RelayHas(Message):
     link that they went on over, if they did. `complete`: so do the other lanes of its machine, whose rollouts
     may load them.
 
-    `bytes` 0: it has had them since before it was taken for dead.
+    `bytes` 0: it has had them since before it was taken for dead. `wire_bytes`: that came for them from
+    another place.
     """
 
     weight_id: int
@@ -68,3 +69,4 @@ class RelayHas(Message):
     time: float
     passed_on: int | None = None
     complete: bool = True
+    wire_bytes: int | None = None

@@ -15,7 +15,8 @@ ProcessId = Annotated[int, msgspec.Meta(ge=1, le=1 << 22)]
 class Hello(Message):
     """First message of a worker. `incarnation` differs after a restart; `machine` names the host whose shared
     memory it sees. `index` is its number within its role, or UNNUMBERED until a Welcome has given it one.
-    `rejoins`: it was welcomed before, perhaps by a controller that has put nothing of it on record."""
+    `rejoins`: it was welcomed before, perhaps by a controller that has put nothing of it on record. `place`:
+    cluster.place."""
 
     role: str
     index: Index
@@ -23,6 +24,7 @@ class Hello(Message):
     pid: ProcessId
     machine: str
     rejoins: bool = False
+    place: str = ""
 
     @property
     def name(self) -> str:

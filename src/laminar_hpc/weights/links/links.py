@@ -52,6 +52,8 @@ class Link:
     link for good, at both ends. One thread may use a link, any other may `close` it.
     """
 
+    wire_bytes: int | None = None  # of what came last, where the link compresses it
+
     def __init__(
         self,
         store: dist.Store,

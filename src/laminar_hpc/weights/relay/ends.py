@@ -53,6 +53,10 @@ class LinkEnd(ABC):
     def work(self, link: Link) -> None:
         """One publication, or a bounded wait for it."""
 
+    @property
+    def closed(self) -> bool:
+        return self._closing
+
     def close(self) -> None:
         """Closes the link, which wakes the thread and the other end; the thread ends by itself."""
         self._closing = True

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,7 +31,9 @@ from laminar_hpc.line.messages.chain import (
     SendAgain,
     StoreOpened,
 )
+from laminar_hpc.line.messages.data import Message
 from laminar_hpc.line.messages.membership import Welcome
+from laminar_hpc.line.messages.places import GateAddress, GateOpened, JoinGate, OpenGate
 from laminar_hpc.machine.numa import stay_near
 from laminar_hpc.weights.adapter_slots import side_files
 from laminar_hpc.weights.lane_slots import LaneWriter
@@ -39,9 +42,11 @@ from laminar_hpc.weights.links.meeting import MEET_SECONDS, LinkBroken, host_sto
 from laminar_hpc.weights.links.streams import streams_of
 from laminar_hpc.weights.links.transport import HOST
 from laminar_hpc.weights.manifest import Manifest
+from laminar_hpc.weights.places.far_link import FarLink
+from laminar_hpc.weights.places.gate import Gate
 from laminar_hpc.weights.relay.chain import Changes, StreamDamaged, WeightStream, receive_stream
 from laminar_hpc.weights.relay.ends import DownstreamEnd, UpstreamEnd
-from laminar_hpc.weights.slots import SlotsBusy, SlotWriter
+from laminar_hpc.weights.slots import SlotReader, SlotsBusy, SlotWriter
 from laminar_hpc.weights.stream import decode_header
 
 log = logging.getLogger(__name__)
@@ -78,23 +83,15 @@ def run(context: RoleContext) -> None:
                     f"{removed} was removed while the run goes on (systemd does that at a logout, unless "
                     "RemoveIPC=no or `loginctl enable-linger`): go on with the same command and resume=auto"
                 )
-            message = context.channel.wait(
-                EpochProposed, JoinEpoch, CutLink, SendAgain, Welcome, timeout=_WAIT_SECONDS
-            )
-            if isinstance(message, EpochProposed):
-                relay.propose(message)
-            elif isinstance(message, JoinEpoch):
-                relay.join(message)
-            elif isinstance(message, CutLink):
-                relay.cut(message)
-            elif isinstance(message, SendAgain):
-                relay.send_again(message)
-            elif isinstance(message, Welcome):
-                relay.welcome_back()
+            message = context.channel.wait(*relay.handlers, timeout=_WAIT_SECONDS)
+            if message is not None:
+                relay.handlers[type(message)](message)
     except StopReceived:
         return
     finally:
         relay.close()
+        if relay.gate is not None:
+            relay.gate.close()
         writer.close()
 
 
@@ -115,11 +112,22 @@ class Relay:
         self._seconds = context.config.relay.publish_timeout_seconds
         self._address = own_address(context.config.cluster.host)
         self._upstream: UpstreamEnd | None = None
+        self._joined_gate: GateAddress | None = None  # that the upstream end pulls from
         self._downstream: DownstreamEnd | None = None
         self._lock = threading.Lock()  # guards `_arriving`, and the slot that it is written to
         self._arriving: WeightStream | None = None
         self._base_slot: int | None = None  # kept while what arrives is put on top of it
         self._wrong = 0
+        self.gate: Gate | None = None
+        self.handlers: dict[type[Message], Callable[[Any], None]] = {
+            EpochProposed: self.propose,
+            JoinEpoch: self.join,
+            CutLink: self.cut,
+            SendAgain: self.send_again,
+            Welcome: self.welcome_back,
+            OpenGate: self.open_gate,
+            JoinGate: self.join_gate,
+        }
 
     # ---- called by the main thread -------------------------------------------------------------------------
 
@@ -184,11 +192,46 @@ class Relay:
             WeightStream(manifest, torch.from_numpy(data)[: manifest.data_bytes], None, slot, complete=True)
         )
 
-    def welcome_back(self) -> None:
+    def welcome_back(self, _: Welcome) -> None:
         """The controller had taken this relay for dead: it learns anew what is here, and has links made
-        anew."""
-        self.close()
+        anew, but for one to a gate."""
+        if self._downstream is not None:
+            self._downstream.close()
+        if self._joined_gate is None:
+            self._drop_upstream("this relay is leaving the chain")
         self.tell_newest()
+
+    def open_gate(self, _: OpenGate) -> None:
+        """Relays of other places pull from this machine's slots from now on."""
+        if self.gate is None:
+            config, name = self._context.config, self._context.welcome.slots_name
+            reader = SlotReader(config.relay.shm_dir, name)
+            self.gate = Gate(self._address, config.relay.gate, reader, self._failed)
+            address = self.gate.address
+            log.info("relays of other places reach this one at %s:%d", address.host, address.port)
+        self._context.channel.send(GateOpened(self.gate.address))
+
+    def join_gate(self, message: JoinGate) -> None:
+        """Pulls from a gate; what is on its way from the same one goes on."""
+        there = self._upstream
+        if there is not None and self._joined_gate == message.address and not there.closed:
+            there.epoch = message.epoch
+            return
+        self._drop_upstream("a gate came before this one")
+        self._joined_gate = message.address
+
+        def make(_: Callable[[], bool]) -> Link:
+            place = self._context.config.cluster.place
+            return FarLink(message.address, message.epoch, message.peer, place, self._newest_id)
+
+        self._upstream = UpstreamEnd(message.epoch, make, self._down, self._failed, self._receive)
+
+    def _newest_id(self) -> int | None:
+        newest = self._writer.keep_newest()
+        if newest is None:
+            return None
+        self._writer.release(newest[0])
+        return newest[1].weight_id
 
     def tell_newest(self) -> None:
         """What is here already: with lanes, the other relays of a machine keep its slots while one starts
@@ -215,6 +258,7 @@ class Relay:
         if self._upstream is not None:
             self._upstream.close()
         self._upstream = None
+        self._joined_gate = None
         with self._lock:
             if self._arriving is not None:
                 self._arriving.broke(why)
@@ -276,6 +320,7 @@ class Relay:
                 now,
                 stream.passed_on,
                 complete,
+                link.wire_bytes,
             )
         )
 
