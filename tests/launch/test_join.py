@@ -1,4 +1,4 @@
-"""`laminar join`: what it takes from the run and puts into its folder, and what it refuses in one line each."""
+"""`laminar join`: what it takes from the run and puts into its folder; what it refuses in one line each."""
 
 import os
 from pathlib import Path

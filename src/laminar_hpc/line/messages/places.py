@@ -5,7 +5,7 @@ import msgspec
 from laminar_hpc.line.messages.data import Message
 
 
-class GateAddress(msgspec.Struct, frozen=True):
+class GateAddress(msgspec.Struct):
     """Where a gate listens, and the CURVE keys (z85) that let a relay in; new with every gate."""
 
     host: str
