@@ -367,8 +367,9 @@ def names() -> set[str]:
 
 
 def test_every_query_of_the_dashboard_names_what_is_exported(run_dir: Path) -> None:
-    """Each metric of each panel is in a scrape, or is a field of a step that docs/metrics.md explains; each
-    has the labels that it is asked for, and each panel a unit and a word on what it shows."""
+    """Each metric of each panel, and of the alerts of docs/observing.md, is in a scrape, or is a field of a
+    step that docs/metrics.md explains; each query chooses the run, and each panel has a unit and a word on
+    what it shows."""
     going(run_dir)
     exported = {key[0] for key in samples(text_of(RunCollector(run_dir)))}
     fields = re.search(r"### A step\n(.*?)\n## ", (ROOT / "docs/metrics.md").read_text(), re.S)
@@ -376,6 +377,7 @@ def test_every_query_of_the_dashboard_names_what_is_exported(run_dir: Path) -> N
     page = json.loads(dashboard())
     panels = [panel for panel in page["panels"] if panel["type"] != "row"]
     asked = {name for p in panels for t in p["targets"] for name in re.findall(r"laminar_\w+", t["expr"])}
+    asked |= set(re.findall(r"laminar_(?!hpc)\w+", (ROOT / "docs/observing.md").read_text()))
     assert len(asked) > 50 and asked <= exported | steps, asked - exported - steps
     for panel in panels:
         assert panel["description"] and panel["fieldConfig"]["defaults"]["unit"]
