@@ -1,5 +1,6 @@
 """`observability.prometheus`: what a scrape gives of a run, who gets it, and the dashboard that shows it."""
 
+import io
 import json
 import math
 import os
@@ -7,12 +8,14 @@ import re
 import signal
 import socket
 import stat
+import threading
 import time
 import urllib.error
 import urllib.request
-from contextlib import closing
+from contextlib import ExitStack, closing, redirect_stderr
 from pathlib import Path
 
+import psutil
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.openmetrics.exposition import generate_latest as openmetrics
@@ -29,6 +32,7 @@ from laminar_hpc.launch import cli
 from laminar_hpc.line.messages.data import ReplicaLoad
 from laminar_hpc.machine.files import jsonl
 from laminar_hpc.machine.observability.prometheus import check_prometheus, prometheus
+from laminar_hpc.report.prometheus import server
 from laminar_hpc.report.prometheus.families import REPLICAS_SHOWN, RunCollector
 from laminar_hpc.report.prometheus.gauges import GAUGES
 from laminar_hpc.report.prometheus.server import dashboard
@@ -40,8 +44,9 @@ PROMPT, SECRET = "what is 1+1? answer:", "s3cret-of-the-run"
 
 
 def now_status(replicas: int = 2) -> Status:
-    """Replica 1 is not heard for a while, the others decode; texts that no scrape may give."""
-    now = time.time()
+    """Replica 1 is not heard for a while, the others decode; texts that no scrape may give. However slow this
+    machine is, the status is fresh for a minute."""
+    now = time.time() + 60.0
     ranks = [RankStatus("trainer", 0, 11, SECRET, now, 8, 8), RankStatus("relay", 0, 12, SECRET, now, 8, 8)]
     for index in range(replicas):
         load = ReplicaLoad("draining", 7, 40, 3, running=32, queued=8, kv_tokens=300, kv_capacity=400)
@@ -236,8 +241,8 @@ def test_a_scrape_by_http(run_dir: Path) -> None:
         code, body = get(port)
         assert code == 200 and b"laminar_steps_done_total" in body
         with closing(socket.create_connection(("127.0.0.1", port))):
-            (server,) = listeners(port)
-            os.kill(server, signal.SIGTERM)
+            (process,) = listeners(port)
+            os.kill(process, signal.SIGTERM)
             assert get(port)[0] == 200
         assert json.loads(get(port, "/grafana.json")[1])["title"] == "laminar_hpc"
         assert get(port, "/config.yaml")[0] == 404 and get(port, "/../config.yaml")[0] == 404
@@ -260,10 +265,41 @@ def test_a_run_under_way_goes_on_without(run_dir: Path) -> None:
 
 def listeners(port: int) -> list[int]:
     """The processes that listen at a port of loopback."""
-    import psutil
-
     found = psutil.Process().children()
     return [p.pid for p in found if any(c.laddr.port == port for c in p.net_connections())]
+
+
+def test_silent_connections_are_closed(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as are taken at a time, without a word, keep nobody out for long; what goes wrong in a scrape
+    is an answer without its text, and stands in the log once."""
+    monkeypatch.setattr(server._Handler, "timeout", 0.5)
+    going(run_dir)
+    collector = RunCollector(run_dir)
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    with server.ScrapeServer(listener, server.app(collector, None)) as serving, ExitStack() as silent:
+        thread = threading.Thread(target=serving.serve_forever, kwargs={"poll_interval": 0.05})
+        thread.start()
+        for _ in range(server._AT_ONCE):
+            silent.enter_context(closing(socket.create_connection(("127.0.0.1", port))))
+        deadline = time.monotonic() + 20
+        while not answers(port):
+            assert time.monotonic() < deadline
+        stderr = io.StringIO()
+        monkeypatch.setattr(collector, "_look", lambda: 1 / 0)
+        with redirect_stderr(stderr):
+            codes = [get(port) for _ in range(2)]
+        serving.shutdown()
+        thread.join()
+    assert all(code == 500 and body.startswith(b"ZeroDivisionError, see logs/") for code, body in codes)
+    assert stderr.getvalue().count("Traceback") == 1
+
+
+def answers(port: int) -> bool:
+    try:
+        return get(port)[0] == 200
+    except OSError:
+        return False
 
 
 def test_beyond_loopback_a_key_is_wanted(run_dir: Path) -> None:
@@ -282,8 +318,8 @@ def test_beyond_loopback_a_key_is_wanted(run_dir: Path) -> None:
                 assert code == 401 and b"laminar_" not in body
                 assert get(port, path, "x" * 64)[0] == 401
             assert get(port, key=key)[0] == 200
-            (server,) = listeners(port)
-            assert key.encode() not in Path(f"/proc/{server}/cmdline").read_bytes()
+            (process,) = listeners(port)
+            assert key.encode() not in Path(f"/proc/{process}/cmdline").read_bytes()
     assert key_file.read_text().strip() == key
 
 
@@ -332,8 +368,9 @@ def names() -> set[str]:
 
 
 def test_every_query_of_the_dashboard_names_what_is_exported(run_dir: Path) -> None:
-    """Each metric of each panel is in a scrape, or is a field of a step that docs/metrics.md explains; each
-    has the labels that it is asked for, and each panel a unit and a word on what it shows."""
+    """Each metric of each panel, and of the alerts of docs/observing.md, is in a scrape, or is a field of a
+    step that docs/metrics.md explains; each query chooses the run, and each panel has a unit and a word on
+    what it shows."""
     going(run_dir)
     exported = {key[0] for key in samples(text_of(RunCollector(run_dir)))}
     fields = re.search(r"### A step\n(.*?)\n## ", (ROOT / "docs/metrics.md").read_text(), re.S)
@@ -341,6 +378,7 @@ def test_every_query_of_the_dashboard_names_what_is_exported(run_dir: Path) -> N
     page = json.loads(dashboard())
     panels = [panel for panel in page["panels"] if panel["type"] != "row"]
     asked = {name for p in panels for t in p["targets"] for name in re.findall(r"laminar_\w+", t["expr"])}
+    asked |= set(re.findall(r"laminar_(?!hpc)\w+", (ROOT / "docs/observing.md").read_text()))
     assert len(asked) > 50 and asked <= exported | steps, asked - exported - steps
     for panel in panels:
         assert panel["description"] and panel["fieldConfig"]["defaults"]["unit"]

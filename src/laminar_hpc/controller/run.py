@@ -191,13 +191,9 @@ def run(
 ) -> None:
     """The whole life of the controller. It returns when the run is done or was stopped. `finish` writes the
     report while the run directory is still locked. Raises LaminarError when the run fails."""
-    with before_it_begins():
-        begun = start_up(config, say)
-    lock = begun.lock
     with ExitStack() as at_the_end:
-        at_the_end.callback(lock.release)
-        with before_it_begins():
-            at_the_end.enter_context(prometheus(config, say, begun.under_way))
+        begun = _begin(config, say, at_the_end)
+        lock = begun.lock
         run_dir, controller, dies = Path(config.run_dir), None, False
         redirect_output()
         # before they see this controller
@@ -235,6 +231,15 @@ def run(
         finish(run_dir, state.stopping, say)
         if state.failure:
             raise PermanentFailure(state.failure)
+
+
+def _begin(config: RunConfig, say: Callable[[str], None], at_the_end: ExitStack) -> Begun:
+    """Takes the run directory and the port of its figures, which `at_the_end` lets go. Raises Refused."""
+    with before_it_begins():
+        begun = start_up(config, say)
+        at_the_end.callback(begun.lock.release)
+        at_the_end.enter_context(prometheus(config, say, begun.under_way))
+    return begun
 
 
 def _note_failure(controller: Controller, error: BaseException) -> None:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     import pandas
 
 _LOOK_SECONDS = 0.2  # between two looks at the run's files
+_DEAD_SECONDS = 60.0  # longer than a supervisor or a spare controller takes to start it again
 _NOT_SHOWN = ("kind", "seal")  # of a step's line
 
 
@@ -155,13 +156,15 @@ class LaminarRun:
             return None
 
     def _has_ended(self, follower: RunFollower | None) -> bool:
-        """By its process, or else by its files as they were at the last look: a controller that has recorded
-        the end writes summary and report before it lets go of the folder."""
+        """By its process, or else by its files as they were at the last look. Whoever holds the folder still
+        writes there; one that is silent may be about to be started again."""
         if self._process is not None:
             return self._process.code is not None
         if follower is None or follower.view.state not in ("ended", "died"):
             return False
-        return follower.view.state == "died" or not said(refuse_if_held, self.run_dir)
+        silent = time.time() - follower.view.last_sign
+        may_come_back = follower.view.state == "died" and silent < _DEAD_SECONDS
+        return not may_come_back and not said(refuse_if_held, self.run_dir)
 
     def _raise_if_failed(self, follower: RunFollower | None) -> None:
         if self._process is not None:

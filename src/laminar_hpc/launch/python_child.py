@@ -18,6 +18,7 @@ from laminar_hpc.line.agent_line import REFUSED
 from laminar_hpc.machine.processes import die_with_parent
 
 _LINES = 10_000
+_LAST_LINES_SECONDS = 2.0  # something that the run has left behind may hold its output open
 _ERROR = "laminar: error: "
 
 
@@ -53,10 +54,16 @@ class TrainProcess:
             return
         finally:
             self._begun.set()
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
+        reader = threading.Thread(target=self._read, args=[self._process], daemon=True)
+        reader.start()
+        code = self._process.wait()
+        reader.join(_LAST_LINES_SECONDS)
+        self.code = code
+
+    def _read(self, process: subprocess.Popen[str]) -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
             self._lines.append(line.rstrip("\n"))
-        self.code = self._process.wait()
 
     @property
     def output(self) -> str:

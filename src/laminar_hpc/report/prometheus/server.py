@@ -26,12 +26,11 @@ def app(collector: Collector, key: bytes | None) -> App:
     registry.register(collector)
     metrics = make_wsgi_app(registry)
     wanted = b"Bearer " + key if key else b""
-
     note = _Faults().note
 
     def answer(environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
-        said = environ.get("HTTP_AUTHORIZATION", "").encode("latin-1")
-        if wanted and not hmac.compare_digest(said, wanted):
+        brought = environ.get("HTTP_AUTHORIZATION", "").encode("latin-1")
+        if wanted and not hmac.compare_digest(brought, wanted):
             return _text(start, "401 Unauthorized", b"send Authorization: Bearer KEY\n")
         path = environ.get("PATH_INFO", "")
         if path == "/metrics":
@@ -39,9 +38,8 @@ def app(collector: Collector, key: bytes | None) -> App:
                 return metrics(environ, start)
             except Exception as error:
                 note(error)
-                return _text(
-                    start, "500 Internal Server Error", f"{type(error).__name__}: {error}\n".encode()
-                )
+                said = f"{type(error).__name__}, see logs/prometheus.log of the run\n"
+                return _text(start, "500 Internal Server Error", said.encode())
         if path == f"/{_DASHBOARD}":
             return _text(start, "200 OK", dashboard(), "application/json")
         return _text(start, "404 Not Found", f"there are /metrics and /{_DASHBOARD}\n".encode())
