@@ -150,6 +150,7 @@ def test_a_relay_is_started_where_the_run_has_none(run, tmp_path, monkeypatch):
         (["{place}", "--key", "{key}", "--replicas", "0"], "--replicas=0: write a number from 1 on"),
         (["{place}", "--key", "{key}", "cluster.port=7"], "cluster.port=7: that is the run's to say"),
         (["{place}", "--key", "{key}", "role=trainer"], "role=trainer: that is the run's to say"),
+        (["{place}", "--key", "{key}", "sampling.temperature=2"], "temperature=2: that is the run's to say"),
         (["{place}", "--key", "{key}", "run_dir=."], "cannot be made (File exists): name a new folder"),
         (["{place}", "--key", "{key}", "run_dir=x", "rollout.nothing=1"], "rollout.nothing"),
     ],
