@@ -1,4 +1,4 @@
-"""`laminar join`: what it takes from the run and puts into its folder; what it refuses in one line each."""
+"""`laminar join`: what it takes from the run into its folder, and what it refuses, in one line each."""
 
 import os
 from pathlib import Path
@@ -80,14 +80,13 @@ def test_a_rank_elsewhere_has_the_runs_configuration(run, tmp_path):
             "data.system_prompt=a: b # c",
             "data.chat_template_arguments={x: [1, {y: 2}]}",
         ],
-        ["reward.function=null", "reward.functions={a: {function: laminar_hpc.environments.math.reward}}"],
+        ["experiment=one_gpu", "reward.functions={a: {function: laminar_hpc.environments.math.reward}}"],
         ["rollout.engine_arguments={mem-fraction-static: '0.3'}", "pipeline.max_staleness=auto:4"],
     ],
 )
 def test_any_configuration_crosses_as_it_is(tmp_path, words):
     """Tables, lists, texts with signs of YAML: a file of Hydra's gives what the run was started with."""
-    words = [word for word in words if word != "reward.function=null"]
-    config = load_config(["experiment=demo", *words] if not words[0].startswith("experiment") else words)
+    config = load_config(words if words[0].startswith("experiment") else ["experiment=demo", *words])
     file = tmp_path / "conf" / "experiment" / "joined.yaml"
     file.parent.mkdir(parents=True)
     file.write_text(join.as_experiment(dump_config(config)))
@@ -151,6 +150,7 @@ def test_a_relay_is_started_where_the_run_has_none(run, tmp_path, monkeypatch):
         (["{place}", "--key", "{key}", "--replicas", "0"], "--replicas=0: write a number from 1 on"),
         (["{place}", "--key", "{key}", "cluster.port=7"], "cluster.port=7: that is the run's to say"),
         (["{place}", "--key", "{key}", "role=trainer"], "role=trainer: that is the run's to say"),
+        (["{place}", "--key", "{key}", "sampling.temperature=2"], "temperature=2: that is the run's to say"),
         (["{place}", "--key", "{key}", "run_dir=."], "cannot be made (File exists): name a new folder"),
         (["{place}", "--key", "{key}", "run_dir=x", "rollout.nothing=1"], "rollout.nothing"),
     ],

@@ -46,7 +46,10 @@ _ASK_SECONDS = 60.0
 _LOST_SECONDS = 10.0
 _LOOK_SECONDS = 1.0
 _READ_BYTES = 4 << 20
-_OWN = ("run_dir", "role", "cluster", "dry_run", "first_index")  # settings that joining itself makes
+# settings, or sections of them, that a machine may have of its own; all others are the run's
+_OWN = ("run_dir", "model.path", "model.lora.path", "reward.workers", "reward.slots", "environment.python")
+_OWN_SECTIONS = ("rollout", "relay", "cluster", "observability")
+_JOINING = ("cluster.host", "cluster.port", "cluster.storage", "cluster.join_port")
 
 
 class JoinedGroup(RoleGroup):
@@ -207,8 +210,8 @@ def _leave(folder: Path) -> None:
 def _folder(granted: JoinGranted, words: Sequence[str]) -> Path:
     """Made for this machine's part, for its user alone. Raises Refused for a setting that is the run's."""
     for word in words:
-        name = word.partition("=")[0]
-        if name != "run_dir" and (name in _OWN or name.startswith("cluster.")):
+        name = word.partition("=")[0].lstrip("~")
+        if name in _JOINING or (name not in _OWN and name.partition(".")[0] not in _OWN_SECTIONS):
             raise Refused([f"{word}: that is the run's to say; leave it out"])
     given = [word.partition("=")[2] for word in words if word.startswith("run_dir=")]
     run = Path(load_yaml(granted.config)["run_dir"]).name
