@@ -12,8 +12,8 @@ from laminar_hpc.simulator.settings import load_simulation
 from laminar_hpc.simulator.uncertainty import SPREAD, deviated, draw, interval
 
 DRAWS = 12
-# of other places and of several trainers, which no headline has
-ELSEWHERE = ("wan_streams", "changed_bytes_share", "group_exchange_bytes_per_second")
+# of other places, several trainers and adapters, which no headline has
+ELSEWHERE = ("wan_streams", "changed_bytes_share", "group_exchange_bytes_per_second", "decode_adapter_share")
 
 
 def headlines(constants: dict[str, float]) -> dict[str, float]:

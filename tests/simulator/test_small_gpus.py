@@ -41,7 +41,7 @@ def test_small_gpus_get_a_plan_that_starts(name, tmp_path, capsys):
     found = search(config)
     assert "dry_run=true" in "\n".join(plan_command.write(config, found, tmp_path))
     run = load_config(["--config-dir", str(tmp_path), f"experiment={config.name}", "dry_run=true"])
-    assert run.model.lora == config.lora
+    assert run.model.lora == config.lora and run.optimizer.lr == (1e-5 if config.lora.rank else 1e-6)
     if config.pools[0].count == 1:
         need = memory_need(run, check(run))
         assert run.trainer.devices == run.rollout.devices == [0]

@@ -27,6 +27,7 @@ from laminar_hpc.simulator.schema import PlanConfig
 from laminar_hpc.simulator.tables import GPUS, MODELS
 
 _RELAY_THREADS = 8  # of a relay, each of which copies some 4 GB/s, as in conf/experiment
+_RATE, _ADAPTER_RATE = 1e-6, 1e-5  # of learning, as in conf/experiment; the default is the demo's
 _SELDOM = ("context_parallel", "expert_parallel", "virtual_stages")  # written where they are above 1
 _PATIENCE = 4  # time limits of requests and batches, over the longest that was simulated
 
@@ -128,6 +129,7 @@ def _sections(config: PlanConfig, candidate: Candidate, figures: dict) -> dict[s
             "samples_per_prompt": w.samples_per_prompt,
             "minibatches_per_step": w.updates_per_step,
         },
+        "optimizer": {"lr": _ADAPTER_RATE if config.lora.rank else _RATE},
         "trainer": {
             "tensor_parallel": t.tensor_parallel,
             "pipeline_parallel": t.pipeline_parallel,
