@@ -87,6 +87,9 @@ class RelayConfig:
     """with delta=auto one publication in so many goes in full, whatever has changed; 1 sends all in full"""
     threads: int = number(1, at_least=1, at_most=THREADS_MAX)
     """of a relay's process"""
+    parked_gigabytes: float | None = number(None, at_least=0, at_most=100_000)
+    """host memory, 10^9 bytes, in which each relay keeps KV caches of replicas that are taken back, until
+    others have room; 0 = none, null = a quarter of what is free then"""
 
 
 @dataclass
@@ -123,6 +126,9 @@ class RolloutConfig:
     speculation: str = choice("off", "ngram", "suffix", "auto")
     """guesses of the next tokens, verified in one pass, which change no distribution: ngram from a response's
     own words, suffix from other responses too, auto: that where it is measured to pay; on CPU engines"""
+    preemption_notice: str | None = None
+    """a file that appears when this machine will be taken back, or the http address of a cloud's notice: the
+    replica then hands over what it generates, as at TERM; with roles apart"""
 
 
 @dataclass

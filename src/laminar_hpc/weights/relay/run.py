@@ -31,6 +31,7 @@ from laminar_hpc.line.messages.chain import (
     StoreOpened,
 )
 from laminar_hpc.line.messages.membership import Welcome
+from laminar_hpc.line.messages.parking import HandOn, Keep, Park, Unpark
 from laminar_hpc.machine.numa import stay_near
 from laminar_hpc.weights.adapter_slots import side_files
 from laminar_hpc.weights.lane_slots import LaneWriter
@@ -41,6 +42,7 @@ from laminar_hpc.weights.links.transport import HOST
 from laminar_hpc.weights.manifest import Manifest
 from laminar_hpc.weights.relay.chain import Changes, StreamDamaged, WeightStream, receive_stream
 from laminar_hpc.weights.relay.ends import DownstreamEnd, UpstreamEnd
+from laminar_hpc.weights.relay.parking import ParkingLot
 from laminar_hpc.weights.slots import SlotsBusy, SlotWriter
 from laminar_hpc.weights.stream import decode_header
 
@@ -49,6 +51,7 @@ _WAIT_SECONDS = 1.0
 # a publication may be long in coming; a neighbour that dies, or `close`, ends the wait at once
 _IDLE_SECONDS = 30 * 86400.0
 _POLL_SECONDS = 0.02  # between two looks for a slot that nobody reads
+_HEARD = (EpochProposed, JoinEpoch, CutLink, SendAgain, Welcome, Park, Keep, HandOn, Unpark)
 _MAX_WRONG = 2  # receptions in a row whose sums differ
 
 
@@ -67,7 +70,7 @@ def run(context: RoleContext) -> None:
         if config.lanes == 1
         else LaneWriter(*slots, context.index % config.lanes, config.lanes, side)
     )
-    relay = Relay(context, writer)
+    relay, lot = Relay(context, writer), ParkingLot(context.config, context.channel.send)
     try:
         relay.tell_newest()
         removed: Path | None = None
@@ -78,9 +81,7 @@ def run(context: RoleContext) -> None:
                     f"{removed} was removed while the run goes on (systemd does that at a logout, unless "
                     "RemoveIPC=no or `loginctl enable-linger`): go on with the same command and resume=auto"
                 )
-            message = context.channel.wait(
-                EpochProposed, JoinEpoch, CutLink, SendAgain, Welcome, timeout=_WAIT_SECONDS
-            )
+            message = context.channel.wait(*_HEARD, timeout=_WAIT_SECONDS)
             if isinstance(message, EpochProposed):
                 relay.propose(message)
             elif isinstance(message, JoinEpoch):
@@ -90,10 +91,14 @@ def run(context: RoleContext) -> None:
             elif isinstance(message, SendAgain):
                 relay.send_again(message)
             elif isinstance(message, Welcome):
+                lot.forget()
                 relay.welcome_back()
+            elif message is not None:
+                lot.arrived(message)
     except StopReceived:
         return
     finally:
+        lot.close()
         relay.close()
         writer.close()
 
