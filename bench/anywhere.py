@@ -3,11 +3,11 @@
     python bench/anywhere.py --json anywhere.json
     python bench/anywhere.py tokens_again
 
-`tokens_again`: four emulated replicas in processes of their own. Within one minute each machine is taken back
-once: the file of its notice says 10 s, after which its process is killed if it is still there, and another
-replica comes in its place some seconds later. KV caches are as large as what they hold, so that others
-seldom have room. Once with a relay that parks KV caches, and stands for a machine that stays, and once
-without.
+`tokens_again`: four emulated replicas in processes of their own. Within one minute each machine is taken
+back: one every 10 s gets its notice, a file that says 10 s, after which its process is killed if it is still
+there. Another replica comes in its place after 15 s, so that in the end there is none. KV caches are as large
+as what they hold, so that others have room for a part. Once with a relay that parks KV caches, and stands for
+a machine that stays, and once without.
 
 Figures: `tokens_again`, tokens that engines drew beyond those of all responses, by the engines' own count
 (goal: 0 where KV was parked). In its rows `prefilled_again`, response tokens whose KV was computed a second

@@ -15,8 +15,9 @@ from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.report import rundata, summary
 from laminar_hpc.simulator.emulation.launch import Emulation, prepare
 
-GRACE_SECONDS, WITHIN_SECONDS, AWAY_SECONDS = 10.0, 60.0, 4.0
-REPLICAS, STEPS, PROMPTS, SAMPLES = 4, 10, 16, 4
+GRACE_SECONDS = 10.0
+EVERY_SECONDS, AWAY_SECONDS = 10.0, 15.0  # between two notices, and from a machine's end to the next one
+REPLICAS, STEPS, PROMPTS, SAMPLES = 4, 6, 16, 4
 RUN_SECONDS = 600.0
 
 
@@ -60,6 +61,12 @@ class SpotFleet:
         process = self._emulation.fleets[index] = subprocess.Popen(command, stdout=log, stderr=log)
         return process, notice
 
+    def start_due(self, due: list[float]) -> None:
+        """Starts a replica for each time that has come."""
+        while due and due[0] < time.monotonic():
+            del due[0]
+            self.start()
+
     def take_back(self, process: subprocess.Popen, notice: Path) -> None:
         """Its machine goes."""
         begun = time.monotonic()
@@ -88,13 +95,17 @@ def spot_run(folder: Path, parked_gigabytes: float | None) -> dict[str, object]:
         metrics = emulation.run_dir / "metrics.jsonl"
         while not metrics.exists() or len(rundata.load(emulation.run_dir).records.get("pull", [])) < REPLICAS:
             time.sleep(0.2)
-        begun = time.monotonic()
+        begun, due = time.monotonic(), list[float]()  # when replicas come in the place of others
         for number, (process, notice) in enumerate(living, start=1):
-            time.sleep(max(0.0, begun + number * WITHIN_SECONDS / REPLICAS - time.monotonic() - AWAY_SECONDS))
+            while time.monotonic() < begun + number * EVERY_SECONDS:
+                fleet.start_due(due)
+                time.sleep(0.1)
             fleet.take_back(process, notice)
-            time.sleep(AWAY_SECONDS)
-            fleet.start()
-        within = time.monotonic() - begun
+            due.append(time.monotonic() + AWAY_SECONDS)
+        within = time.monotonic() - begun - EVERY_SECONDS
+        while due:
+            fleet.start_due(due)
+            time.sleep(0.1)
         if emulation.wait(RUN_SECONDS) != 0:
             raise SystemExit(f"the run has not ended well: see {emulation.run_dir}.log")
     finally:

@@ -1,63 +1,15 @@
 """docs/kv.md#machines-that-are-taken-back: when every replica goes, no token is generated twice, and none is
 prefilled again where its KV cache was parked."""
 
-from collections.abc import Sequence
-
 import pytest
 
-from helpers.emulated.stand import PROMPT_TOKENS, Stand, assert_every_one_ended_once, small_config
-from laminar_hpc.controller.loop import Controller
-from laminar_hpc.engine.interface import Generation
-from laminar_hpc.environments.reward_pool import RewardPool
+from helpers.emulated.spot import Ledger, TakenBack
+from helpers.emulated.stand import Stand, assert_every_one_ended_once, small_config
 from laminar_hpc.line import worker_line
-from laminar_hpc.line.channel import Terminated
-from laminar_hpc.line.context import RoleContext
 from laminar_hpc.report import rundata, summary
 from laminar_hpc.rollout import reporting, shutdown
-from laminar_hpc.rollout.worker import RolloutWorker
-from laminar_hpc.simulator.emulated.engine import EmulatedEngine
 
 REPLICAS, UNDER_WAY = 2, 16
-
-
-class Ledger:
-    """What all engines of a run have drawn, and what they have prefilled of that."""
-
-    def __init__(self) -> None:
-        self.drawn = self.prefilled = 0
-
-    def new_worker(self, context: RoleContext, pool: RewardPool) -> RolloutWorker:
-        ledger = self
-
-        class Counting(EmulatedEngine):
-            async def generate(self, prompt_tokens: Sequence[int], *given, **more) -> Generation:
-                generation = await super().generate(prompt_tokens, *given, **more)
-                ledger.drawn += len(generation.tokens)
-                if len(prompt_tokens) > PROMPT_TOKENS:
-                    ledger.prefilled += len(prompt_tokens) - generation.cached_tokens
-                return generation
-
-        return RolloutWorker(context, lambda: Counting(context.config, context.index, context.run_dir), pool)
-
-
-class TakenBack:
-    """After a turn of the controller: tells every replica to end, as SIGTERM does, once each generates
-    UNDER_WAY responses; others come in their places."""
-
-    def __init__(self, stand: Stand) -> None:
-        self.stand = stand
-        self.told = False
-
-    def __call__(self, controller: Controller) -> None:
-        owned = controller.tracker.groups.holders.generating_counts()
-        busy = [i for i, count in owned.items() if count >= UNDER_WAY]
-        if self.told or len(controller.failover.rooms()) < REPLICAS or len(busy) < REPLICAS:
-            return
-        self.told = True
-        for index in busy:
-            worker = self.stand.replicas[index].worker
-            assert worker is not None
-            worker.context.channel.interrupt(Terminated())
 
 
 def run(tmp_path, monkeypatch, **relay: object) -> tuple[Ledger, dict[str, list[dict]], int, dict]:
@@ -73,7 +25,7 @@ def run(tmp_path, monkeypatch, **relay: object) -> tuple[Ledger, dict[str, list[
         setattr(config.relay, name, value)
     ledger = Ledger()
     stand = Stand(config, new_worker=ledger.new_worker)
-    taken = stand.each_turn = TakenBack(stand)
+    taken = stand.each_turn = TakenBack(stand, UNDER_WAY)
     stand.run(60)
     assert taken.told and stand.lives == 2 * REPLICAS
     found = assert_every_one_ended_once(config)

@@ -64,6 +64,8 @@ class Parking:
         if named is not None:
             fields = {"trajectory_id": named[0], "relay": relay, "tokens": message.tokens}
             self._shared.metrics.write("parked", **fields, bytes=message.bytes)
+            if not message.tokens:
+                self._pool.nothing_parked(named[0], parked_name(relay, message.move_id))
 
     def on_take_up(self, member: Member, message: TakeUp) -> None:
         relay, move_id = parked_at(message.parked)

@@ -95,6 +95,12 @@ class PartialResponsePool:
         self._left = []
         return left
 
+    def nothing_parked(self, trajectory_id: int, name: str) -> None:
+        """No KV cache of that name has come to its relay."""
+        _, partial = self._held.get(trajectory_id, (None, None))
+        if partial is not None and partial.parked == name:
+            partial.parked = ""
+
     def take_unparked(self) -> list[str]:
         """The names of parked KV caches whose trajectories have ended, begun again or gone on without them
         since the last call."""
