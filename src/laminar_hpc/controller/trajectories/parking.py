@@ -26,14 +26,12 @@ class Parking:
     """Called by the rollouts' and the relays' messages, when a relay is lost, and at each tick."""
 
     def __init__(self, tables: Tables, migration: Migration) -> None:
-        config = tables.config
         self._shared = tables
         self._replicas = tables.replicas
         self._pool = tables.pool
         self._migration = migration
-        # where a response waits for its own weights: failover.py; else it would begin again all the same
-        waits = config.pipeline.refresh in ("drained", "versions")
-        self.possible = migration.with_kv and waits and config.relay.parked_gigabytes != 0
+        # KV caches move only where responses wait for their own weights, as failover.py has them wait
+        self.possible = migration.with_kv and tables.config.relay.parked_gigabytes != 0
         self._begun = Counter[int]()  # by relay
         self._asked: dict[str, int] = {}  # name of what is handed on -> the replica that waits for it
 

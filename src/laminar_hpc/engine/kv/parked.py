@@ -205,7 +205,8 @@ class HostPark:
         if not header.first:
             self._held -= sum(part.size for part in rank.parts)
             rank.parts.clear()
-        size = shape.chunks(header.tokens, header.chunk_bytes) * shape.record_bytes(header.chunk_bytes)
+        chunks = shape.chunks(header.tokens, header.chunk_bytes)
+        size = 2 * shape.layers * header.tokens * shape.row_bytes + chunks * CHUNK_HEAD_BYTES
         if self._held + size > self._limit:
             raise KvRefused(f"KV cannot be parked: {self._full()}, it has {size}")
         self._held += size
