@@ -49,7 +49,7 @@ run_job() {
   head=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
   head=${head%%$'\n'*}                            # not by `head`, which many nodes' names would outlive
   rm -f "$RUN_DIR/jobs"/*."$SLURM_JOB_ID".*       # of earlier lives that were killed
-  trap 'told limit' USR1
+  trap limit_or_now USR1
   trap judge TERM HUP
   trap tidy EXIT
   [ -z "${early:-}" ] || told "$early"            # by a signal that came before
@@ -87,6 +87,14 @@ told() {
   local before
   before=$(cat "$end" 2>/dev/null || true)
   if [ -z "$before" ] || { [ "$before" = limit ] && [ "$1" != limit ]; }; then say "told to end ($1)"; with_room put "$end" "$1"; fi
+}
+
+# USR1 comes some minutes before the time limit; with PreemptParameters=send_user_signal it comes at preemption in place of TERM,
+# and the job's end has been brought forward.
+limit_or_now() {
+  local comes
+  comes=$(end_of_time)
+  if [ -n "$comes" ] && { [ -z "$LAMINAR_JOB_END" ] || [ "$comes" -lt $((LAMINAR_JOB_END - 60)) ]; }; then told now; else told limit; fi
 }
 
 # TERM at preemption, or by scancel, is to stop; that of a job which Slurm has requeued already, because a node of it died, is not:

@@ -117,6 +117,17 @@ def test_all_nodes_count_the_same_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert gpus_per_node(RunConfig()) == Gpus(3, 1, 1)
 
 
+def test_one_world_takes_no_notice_of_preemption(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Promise: a replica cannot leave a world of all roles, so who wants it to is told how to start them
+    apart."""
+    for name, value in {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}.items():
+        monkeypatch.setenv(name, value)
+    words = ["experiment=demo", "rollout.preemption_notice=/notice"]
+    with pytest.raises(LaminarError, match=r"rollout.preemption_notice=/notice: in one world [^\n]*apart"):
+        place(load_config(words))
+    assert place(load_config([*words, "role=rollout"]))[0].role == "rollout"
+
+
 @pytest.mark.parametrize(
     ("here", "first", "cure"),
     [

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from helpers.control.sabotage import Killer, Saboteur, sabotaged
+from helpers.emulated.spot import Ledger, TakenBack
 from helpers.emulated.stand import Shuffler, Stand, small_config
 from helpers.engines.pair import fill_slot, make_model, reference
 from laminar_hpc.config.models import WEIGHTS_FILE
@@ -115,6 +116,33 @@ def test_trajectories_move_between_real_engines(tmp_path, monkeypatch, repack):
         move["prefix_tokens"] / (move["tokens"] + 10) for move in moves
     ]  # prompts are of 10 digits, a token each
     assert sum(hits) / len(hits) > 0.9 if repack == "kv" else not any(hits), hits
+
+
+def test_kv_caches_wait_in_a_relay_s_memory(tmp_path, monkeypatch):
+    """docs/kv.md#machines-that-are-taken-back: both replicas are taken back at once. No token is drawn twice,
+    the next engines prefill the newest token of each response alone, and log-probs are the model's."""
+    config = real_config(tmp_path, 1, "kv")
+    config.rollout.replicas, config.algorithm.prompts_per_step = 2, 8
+    config.pipeline.repack_seconds = 600.0
+    publish_real_sums(monkeypatch, config)
+    ledger = Ledger(SglangServer)
+    stand = Stand(config, new_worker=ledger.new_worker)
+    taken = stand.each_turn = TakenBack(stand, 12)
+    stand.run(840)
+    found, model = assert_every_one_ended_once(config), reference(config.model.path)
+    records, figures = rundata.load(tmp_path / "run").records, summary.build(tmp_path / "run")
+    parked = [each for each in records["parked"] if each["tokens"]]
+    came = [each for each in records["taken_up"] if each["tokens"]]
+    print(f"{len(parked)} parked, {figures['tokens_parked']} tokens, {figures['bytes_parked']} bytes")
+    assert taken.told and len(parked) >= 8 and len(parked) == len(came)
+    assert sum(each["tokens"] for each in came) == figures["tokens_parked"]
+    assert ledger.drawn == sum(t.record.length for t in found) and figures["tokens_discarded"] == 0
+    print(f"{ledger.prefilled} tokens prefilled again")
+    assert ledger.prefilled <= len(came), "of each the newest token has no KV yet"
+    moved = [t for t in found if t.record.moves]
+    assert len(moved) >= len(parked)
+    for t in moved:
+        assert_is_the_models(model, t)
 
 
 def test_20_faults_on_real_engines(tmp_path, monkeypatch):

@@ -48,6 +48,28 @@ def test_invariants_over_all_short_histories():
     assert committed > 100
 
 
+def test_what_parks_has_no_owner_afterwards_or_the_one_before():
+    """Over all short histories: it parks at most once, only when its source has said what there is, and then
+    neither changes its owner nor is called off; else it is called off at most once."""
+    parked = 0
+    for history in itertools.product(EVENTS, repeat=5):
+        move, done, seen = Move("m", 7, 0, 1, None, 3, 0.0, relay=4), [], []
+        for event in history:
+            if event == "destination gone":
+                continue  # it has none
+            actions = EVENTS[event](move)
+            done += actions
+            seen.append(event)
+            if Action.PARK in actions:
+                assert event == "ready" and happened_in_order(["reserved", "ready"], seen)
+                assert "source gone" not in seen
+        ends = [action for action in done if action in (Action.PARK, Action.CALL_OFF)]
+        assert len(ends) <= 1 and move.over == bool(ends)
+        assert not {Action.CHANGE_OWNER, Action.IMPORT, Action.ORPHAN} & set(done)
+        parked += Action.PARK in done
+    assert parked > 100
+
+
 def test_a_move_outlives_its_source_once_the_response_is_known():
     """In phase IMPORT the destination needs nothing more of the source."""
     move = Move("m", 7, 0, 1, 2, 3, deadline=0.0)

@@ -90,6 +90,9 @@ class RelayConfig:
     gate: str = ""
     """[HOST:]PORT at which relays of other places reach the trainer's: its firewall lets them in there, and
     forwards to the relay if HOST is no address of its machine; "": the relay's own address, any port"""
+    parked_gigabytes: float | None = number(None, at_least=0, at_most=100_000)
+    """host memory, 10^9 bytes, in which each relay keeps KV caches of replicas that are taken back, until
+    others have room; 0 = none, null = a quarter of what is free then"""
 
 
 @dataclass
@@ -126,6 +129,9 @@ class RolloutConfig:
     speculation: str = choice("off", "ngram", "suffix", "auto")
     """guesses of the next tokens, verified in one pass, which change no distribution: ngram from a response's
     own words, suffix from other responses too, auto: that where it is measured to pay; on CPU engines"""
+    preemption_notice: str | None = None
+    """a file that appears when this machine will be taken back, or the http address of a cloud's notice: the
+    replica then hands over what it generates, as at TERM; with roles apart"""
 
 
 @dataclass

@@ -114,6 +114,7 @@ class Controller(Protocols):
         self.last_evaluation.tick(now)
         self.scorers.assign()
         self.homes.let_go()
+        self.parking.let_go()
         self.dispatcher.dispatch()
         self.migration.call_off_late(now)
         self.draining.move_away()

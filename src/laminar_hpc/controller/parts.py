@@ -29,6 +29,7 @@ from laminar_hpc.controller.trajectories.failover import Failover
 from laminar_hpc.controller.trajectories.homes import HomeRouting
 from laminar_hpc.controller.trajectories.last_evaluation import LastEvaluation
 from laminar_hpc.controller.trajectories.migration import Migration
+from laminar_hpc.controller.trajectories.parking import Parking
 from laminar_hpc.controller.trajectories.repacker import Repacker
 from laminar_hpc.controller.trajectories.reports import TrajectoryReports
 from laminar_hpc.controller.trajectories.scorers import Scorers
@@ -50,6 +51,7 @@ class Flow(Tables):
     weights: Weights
     continuation: Continuation
     migration: Migration
+    parking: Parking
     failover: Failover
     answers: AnswerRouting
     homes: HomeRouting
@@ -118,6 +120,7 @@ def make_flow(t: Tables, relays: int) -> Flow:
         weights=weights,
         continuation=continuation,
         migration=migration,
+        parking=Parking(t, migration),
         failover=failover,
         answers=AnswerRouting(t, migration),
         homes=homes,
@@ -143,7 +146,7 @@ def make_protocols(f: Flow, run_id: str) -> Protocols:
         **vars(f),
         gone=gone,
         repacker=Repacker(f, f.weights, f.migration),
-        draining=Draining(f, f.migration, f.failover, [f.homes, f.dispatcher]),
+        draining=Draining(f, f.migration, f.failover, f.parking, [f.homes, f.dispatcher]),
         last_evaluation=LastEvaluation(f, f.evaluations),
         archiving=archiving,
         training=training,

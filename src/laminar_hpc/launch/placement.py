@@ -42,6 +42,11 @@ def place(config: RunConfig) -> tuple[RoleOfRank, list[RoleOfRank], int]:
             RoleOfRank(config.role, config.first_index + other) for other in range(first, first + per_node)
         ]
         return here[rank - first], here, lanes
+    if notice := config.rollout.preemption_notice:
+        raise LaminarError(
+            f"rollout.preemption_notice={notice}: in one world the loss of any rank ends the run; start the "
+            "roles apart (`laminar launch --hosts`, `laminar submit --apart`, launch/rollout.sh)"
+        )
     derived = derive(config)
     gpus = gpus_per_node(config)
     roles = assign_roles(

@@ -10,11 +10,12 @@ _QUEUE_MESSAGES = 4096  # above the window of line/delivery.py; what the socket 
 
 
 class CurveAuthenticator:
-    """Lets in who holds the secret of `client_key` (z85). For the thread that polls `socket` and then calls
-    `answer`; until it does, whoever connects waits."""
+    """Lets in who holds the secret of one of the keys (z85) in `users`, by which each frame that comes names
+    its sender ("User-Id"). For the thread that polls `socket` and then calls `answer`; until it does, whoever
+    connects waits."""
 
-    def __init__(self, context: zmq.Context, client_key: str) -> None:
-        self._client_key = client_key
+    def __init__(self, context: zmq.Context, *client_keys: str) -> None:
+        self.users = dict.fromkeys(client_keys, "")
         # not a REP, which would wait for the rest of a request whose connection has broken
         self.socket = context.socket(zmq.ROUTER)
         self.socket.bind("inproc://zeromq.zap.01")
@@ -25,9 +26,10 @@ class CurveAuthenticator:
             peer, _, version, request_id, *_, mechanism, key = self.socket.recv_multipart(zmq.NOBLOCK)
         except (zmq.Again, ValueError):
             return
-        welcome = mechanism == b"CURVE" and z85.encode(key).decode() == self._client_key
-        code, text = (b"200", b"") if welcome else (b"400", b"unknown key")
-        self.socket.send_multipart([peer, b"", version, request_id, code, text, b"", b""], zmq.NOBLOCK)
+        user = self.users.get(z85.encode(key).decode()) if mechanism == b"CURVE" else None
+        code, text = (b"400", b"unknown key") if user is None else (b"200", b"")
+        named = (user or "").encode()
+        self.socket.send_multipart([peer, b"", version, request_id, code, text, named, b""], zmq.NOBLOCK)
 
     def close(self) -> None:
         self.socket.close(0)

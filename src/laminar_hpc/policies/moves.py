@@ -6,6 +6,11 @@ destination or network.
 
 A move without a source (its owner is dead) begins with its response already known, so it skips DETACH.
 
+A trajectory that has to leave and has no room elsewhere parks: its KV cache goes to a relay, which keeps it.
+Such a move is over when the source has sent all, and leaves the trajectory without an owner.
+
+    RESERVE --reserved--> DETACH --ready--> COMMITTED
+
 The owner changes in the one step from IMPORT to COMMITTED, after the destination has said that it holds the
 trajectory; until then the source has it and goes on with it when the move is off. If the source dies once its
 response so far is known (IMPORT), the move goes on; when such a move is called off the trajectory has no
@@ -43,13 +48,16 @@ class Action(Enum):
     CHANGE_OWNER = "change owner"  # in the store; then tell both sides
     CALL_OFF = "call off"  # tell whoever of both sides is left
     ORPHAN = "orphan"  # the trajectory has no owner: try another replica, or start it again from its prompt
+    PARK = (
+        "park"  # its response so far waits, with its KV cache at the relay: tell the source, then as ORPHAN
+    )
     ANSWER = "answer"  # say again how it ended
 
 
 @dataclass
 class Move:
-    """One trajectory's way from `source` (None = its owner is dead) to `destination` (None once it is dead).
-    `deadline`: for the present phase, seconds."""
+    """One trajectory's way from `source` (None = its owner is dead) to `destination` (None once it is dead),
+    or to where it parks. `deadline`: for the present phase, seconds."""
 
     move_id: str
     trajectory_id: int
@@ -61,6 +69,7 @@ class Move:
     phase: MovePhase = MovePhase.RESERVE
     address: str = ""
     reason: str = ""  # why it was called off
+    relay: int | None = None  # that keeps the KV cache, where there is no destination
 
     @property
     def over(self) -> bool:
@@ -84,6 +93,9 @@ class Move:
             return [Action.ANSWER]
         if self.phase is not MovePhase.DETACH:
             return []
+        if self.relay is not None:
+            self.phase = MovePhase.COMMITTED
+            return [Action.PARK]
         self.phase = MovePhase.IMPORT
         return [Action.IMPORT]
 

@@ -135,6 +135,10 @@ def _time_lost(f: dict) -> list[Tile]:
             f"a pull takes {duration_ms(f['pull_seconds_mean'])}",
         ),
     ]
+    if f["replicas_told_to_end"]:
+        kept = f"{count(f['tokens_parked'])} tokens parked ({count(f['bytes_parked'])} bytes), "
+        kept += f"{count(f['parked_tokens_taken_up'])} taken up, {count(f['tokens_discarded'] or 0)} lost"
+        shown.append(("replicas taken back", f"{f['replicas_told_to_end']:,}", kept))
     if f["publish_changed_fraction_mean"] is not None:
         sent = f"{_share(f['publish_bytes_over_full_mean'])} of the bytes of full copies were sent"
         shown.append(("weights changed per step", _share(f["publish_changed_fraction_mean"]), sent))

@@ -76,6 +76,7 @@ def figures(run: Run) -> dict:
         "rewards": rewards(steps),
         "environment": turns.figures(run),
         **moves(run),
+        **taken_back(run),
         "groups_filtered": _total(steps, "groups_filtered"),
         "tokens_discarded": _total(steps, "tokens_discarded"),
         "reports_refused": _total(steps, "reports_refused"),
@@ -121,6 +122,18 @@ def moves(run: Run) -> dict:
         "prefill_tokens_saved": sum(move["prefix_tokens"] for move in moves),
         "move_seconds_mean": _mean(moves, "seconds"),
         "move_seconds_max": _max(moves, "seconds"),
+    }
+
+
+def taken_back(run: Run) -> dict:
+    """Of replicas that were told to end, and of KV caches that relays kept for them; 0 where none were."""
+    parked = [record for record in run.records.get("parked", []) if record["tokens"]]
+    return {
+        "replicas_told_to_end": len(run.records.get("leaving", [])),
+        "trajectories_parked": len(parked),
+        "tokens_parked": sum(record["tokens"] for record in parked),
+        "bytes_parked": sum(record["bytes"] for record in parked),
+        "parked_tokens_taken_up": sum(record["tokens"] for record in run.records.get("taken_up", [])),
     }
 
 

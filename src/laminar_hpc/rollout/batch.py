@@ -28,6 +28,7 @@ from laminar_hpc.rollout.in_flight import Outcome, State, TrajectoryInFlight
 from laminar_hpc.rollout.move_source import HandOver
 from laminar_hpc.rollout.partial_response import columns, objection
 from laminar_hpc.rollout.state import ReplicaState
+from laminar_hpc.rollout.taking_up import TakingUp
 from laminar_hpc.store.payload.layout import DamagedResponse, Logprobs, Tokens
 
 logger = logging.getLogger(__name__)
@@ -63,6 +64,7 @@ class LocalBatch:
         self._size = 0  # trajectories that `run` began with
         self.progress = 0  # counts increments and ends of requests
         self.left: list[TrajectoryInFlight] = []  # what was under way when it failed
+        self.taking_up = TakingUp(context, engines)
         self.trajectories: dict[int, TrajectoryInFlight] = {}  # those with a task, by trajectory
         self.keep_kv = self.config.pipeline.keep_kv
         self.route_shape = replayed_routes(self.config, model_config(self.config.model.path))
@@ -155,6 +157,8 @@ class LocalBatch:
         """From where it is to its last token."""
         self.trajectories[trajectory.trajectory_id] = trajectory
         try:
+            if trajectory.partial.parked and (move_id := await self.taking_up.take_up(trajectory)):
+                self.add(self.taking_up.commit(move_id))  # runs when the request is on its way
             outcome = await self._turns(trajectory, self._turn, lambda: self.young)
         except Exception as error:
             self.fail(error)  # while it is among the trajectories

@@ -2,7 +2,8 @@
 both.
 
     source        MoveOrder -> send KV while decoding goes on, stop the request, send the rest -> MoveReady
-                            -> while it waits for a tool: send the KV that the prefix cache has -> MoveReady
+                            -> while it waits for a tool, or for its prefill: send the KV that the prefix
+                               cache has -> MoveReady
                   ... MoveCommit | MoveAbort
     destination   Reserve -> room -> Reserved ... Import -> hold -> Imported
                   ... MoveCommit: it goes on here | MoveAbort
@@ -15,6 +16,8 @@ the tokens do.
 import asyncio
 import logging
 import time
+from collections.abc import Coroutine
+from typing import Any
 
 import msgspec
 
@@ -85,22 +88,33 @@ class ReplicaMigration:
 
     async def _send(self, trajectory: TrajectoryInFlight, move: OrderedMove, request_id: str | None) -> None:
         """What the order asks for: the KV cache of its request, or what the prefix cache has of one that
-        waits for a tool. Without KV, or where that fails, the request is only stopped."""
-        engine, order, kv = self._engine, move.order, bool(move.order.address)
+        waits for a tool, or is not decoded yet. Without KV, or where that fails, the request is only
+        stopped."""
+        order, sent = move.order, False
+        if request_id is not None:
+            sent = bool(order.address) and await self._sent(order, self._send_running(order, request_id))
+            if not sent:
+                await self._engine.abort(request_id)
+        if order.address and not sent and trajectory.move is move:
+            await self._sent(order, self._send_kept(order, trajectory))
+        move.sent.set()
+
+    async def _send_running(self, order: MoveOrder, request_id: str) -> None:
+        await self._engine.kv_send(order.move_id, request_id, order.address)
+        await self._engine.kv_detach(order.move_id, request_id)
+
+    async def _send_kept(self, order: MoveOrder, trajectory: TrajectoryInFlight) -> None:
+        tokens = trajectory.group.prompt_tokens + tokens_of(trajectory.partial).tolist()
+        await self._engine.kv_send_kept(order.move_id, tokens, str(trajectory.weight_id), order.address)
+
+    async def _sent(self, order: MoveOrder, sending: Coroutine[Any, Any, None]) -> bool:
         try:
-            if kv and request_id is not None:
-                await engine.kv_send(order.move_id, request_id, order.address)
-                await engine.kv_detach(order.move_id, request_id)
-            elif kv:
-                tokens = trajectory.group.prompt_tokens + tokens_of(trajectory.partial).tolist()
-                await engine.kv_send_kept(order.move_id, tokens, str(trajectory.weight_id), order.address)
+            await sending
         except (KvRefused, RequestFailed) as error:
             logger.warning("KV of trajectory %d stays here: %s", order.trajectory_id, error)
-            await engine.kv_abort(order.move_id)
-            kv = False
-        if not kv and request_id is not None:
-            await engine.abort(request_id)
-        move.sent.set()
+            await self._engine.kv_abort(order.move_id)
+            return False
+        return True
 
     # ---- destination ---------------------------------------------------------------------------------------
 

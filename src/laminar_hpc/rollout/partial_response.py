@@ -62,7 +62,7 @@ def cut(partial: Partial, count: int) -> Partial:
 def _changed(partial: Partial, tokens: bytes, logprobs: bytes, spans: list[VersionSpan]) -> Partial:
     """With other tokens behind which no calls have been made yet."""
     changes = {"tokens": tokens, "logprobs": logprobs, "spans": spans, "called": False, "awaits": ""}
-    return msgspec.structs.replace(partial, **changes)
+    return msgspec.structs.replace(partial, **changes, parked="")
 
 
 def first_not_finite(partial: Partial) -> int | None:

@@ -1,14 +1,14 @@
 """The shutdown of a replica that was told to end (SIGTERM: a preemption, scancel, the launch script's
-Ctrl-C): nothing that it has in hand is lost.
+Ctrl-C; or the notice of preemption.py): nothing that it has in hand is lost.
 
-    TERM -> Leaving: nothing new comes, the controller moves what is generated to other replicas; calls that
-            are made for what has moved come to their end
-         -> DRAIN_SECONDS later at most: what has not moved is broken off, its tokens so far go to the
-            controller as Unfinished
+    TERM -> Leaving: nothing new comes, the controller moves what is generated to other replicas, or has its
+            KV cache parked at a relay; calls that are made for what has moved come to their end
+         -> DRAIN_SECONDS later at most, or near the end that the notice named: what has not moved is broken
+            off, its tokens so far go to the controller as Unfinished
          -> the last scores, for a moment -> Goodbye
 
-Owned by worker.py. All of it takes less than `LEAVE_SECONDS` of launch/leaving.py, after which the process
-ends by itself, and than the 30 s that Slurm leaves between TERM and KILL.
+Owned by worker.py. After a signal all of it takes less than `LEAVE_SECONDS` of launch/leaving.py, after which
+the process ends by itself, and than the 30 s that Slurm leaves between TERM and KILL.
 """
 
 import asyncio
@@ -19,22 +19,29 @@ from laminar_hpc.line.channel import StopReceived
 from laminar_hpc.line.messages.rollouts import Leaving
 from laminar_hpc.rollout.answers import CallAnswers
 from laminar_hpc.rollout.batch import LocalBatch
+from laminar_hpc.rollout.preemption import noticed
 
 logger = logging.getLogger(__name__)
 DRAIN_SECONDS = 7.0  # for responses to move away or to end
 BREAK_SECONDS = 2.0  # for the engine to give back what it has
 SETTLE_SECONDS = 1.5  # for scores that are under way
+END_SECONDS = 1.5  # for the engine's end and the last words
 
 
 class GracefulShutdown:
-    """`leave(error)` ends the worker's turns."""
+    """`leave(error)` ends the worker's turns, `wake()` has it look whether this has begun."""
 
     def __init__(
-        self, batch: LocalBatch, leave: Callable[[BaseException], None], answers: CallAnswers | None
+        self,
+        batch: LocalBatch,
+        leave: Callable[[BaseException], None],
+        wake: Callable[[], None],
+        answers: CallAnswers | None,
     ) -> None:
         self._context = batch.context
         self._batch = batch
         self._leave = leave
+        self._wake = wake
         self._answers = answers
         self._task: asyncio.Task[None] | None = None
 
@@ -43,22 +50,39 @@ class GracefulShutdown:
         """The replica was told to end."""
         return self._task is not None
 
-    def begin(self) -> None:
-        """Called once, in the worker's loop."""
+    async def at_notice(self) -> None:
+        """Begins when this machine is to be taken back, where rollout.preemption_notice says so."""
+        if (where := self._context.config.rollout.preemption_notice) is None:
+            return
+        try:
+            self.begin(await noticed(where))
+        except Exception as error:  # else nobody would hear of it before the machine is gone
+            self._leave(error)
+
+    def begin(self, grace_seconds: float | None = None) -> None:
+        """Called in the worker's loop; a second call does nothing. `grace_seconds`: until the machine goes,
+        by a notice; None: after a signal."""
         if self._task is None:
-            logger.info("rollout %d was told to end", self._context.index)
+            notice = "" if grace_seconds is None else f", with {grace_seconds:g} s left"
+            logger.info("rollout %d was told to end%s", self._context.index, notice)
             self.say()
             for trajectory in self._batch.trajectories.values():  # its environment ends here
                 trajectory.bound |= bool(trajectory.partial.home) and trajectory.session is not None
-            self._task = asyncio.create_task(self._run())
+            self._task = asyncio.create_task(self._run(self._seconds(grace_seconds)))
             self._task.add_done_callback(self._done)
+            self._wake()
 
     def say(self) -> None:
         """Tells a controller that does not know yet."""
         self._context.channel.send(Leaving())
 
-    async def _run(self) -> None:
-        seconds = min(DRAIN_SECONDS, self._context.config.cluster.stop_timeout_seconds)
+    def _seconds(self, grace: float | None) -> float:
+        """For what is generated to move away, or to end."""
+        if grace is not None:
+            return max(0.0, grace - BREAK_SECONDS - SETTLE_SECONDS - END_SECONDS)
+        return min(DRAIN_SECONDS, self._context.config.cluster.stop_timeout_seconds)
+
+    async def _run(self, seconds: float) -> None:
         try:
             await asyncio.wait_for(self._settled(), seconds)
         except TimeoutError:

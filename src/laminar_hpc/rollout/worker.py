@@ -34,6 +34,7 @@ from laminar_hpc.line.context import RoleContext
 from laminar_hpc.line.messages.data import Message, Sample
 from laminar_hpc.line.messages.homes import Ask, LetGo
 from laminar_hpc.line.messages.membership import Welcome
+from laminar_hpc.line.messages.parking import TakenUp
 from laminar_hpc.line.messages.rollouts import (
     Drop,
     EngineHung,
@@ -117,11 +118,11 @@ class RolloutWorker:
         self.results = Results(context, self.payloads, self.scoring, self.health, self.reporter.finished)
         answers = self.episodes.answers if self.episodes else None
         self.migration = ReplicaMigration(self.batch, moves.mail, answers)
-        self.shutdown = GracefulShutdown(self.batch, self._leave, answers)
+        self.wake = asyncio.Event()  # a grant, newer weights, or the end
+        self.shutdown = GracefulShutdown(self.batch, self._leave, self.wake.set, answers)
         self.resets = ResetsAhead(self.episodes.pool if self.episodes else None, self.state)
         self.grants = Grants(self.state, self.weight_loader, self.batch.route_shape)
         self.profile = EngineProfile(context, self.engines)
-        self.wake = asyncio.Event()  # a grant or newer weights
         self.interrupts = self.config.pipeline.refresh == "interrupt"
         self.interruptible = Interruptible(self.batch, context.trace, self.wake, self.weights)
         self.versions = (
@@ -150,7 +151,8 @@ class RolloutWorker:
             loop.call_soon_threadsafe(self._arrived, item)
 
         self.context.channel.subscribe(deliver)
-        reporting, last_words = asyncio.create_task(self.reporter.run()), None
+        beside, last_words = (self.reporter.run(), self.shutdown.at_notice()), None
+        tasks = [asyncio.create_task(each) for each in beside]
         try:
             await self._guarded(self._start())
             while True:
@@ -162,8 +164,9 @@ class RolloutWorker:
             if self.shutdown.begun:  # on a busy machine the engine's end takes long
                 last_words = asyncio.create_task(asyncio.to_thread(self._last_words))
         finally:
-            reporting.cancel()
-            await asyncio.gather(reporting, return_exceptions=True)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
             if self.own_pool:
                 await self.pool.close()
             if self.episodes:
@@ -179,7 +182,6 @@ class RolloutWorker:
     def _arrived(self, item: Message | Exception) -> None:
         if isinstance(item, Terminated):
             self.shutdown.begin()
-            self.wake.set()
         elif isinstance(item, Exception):
             self._leave(item)
         elif isinstance(item, Grant):
@@ -187,6 +189,8 @@ class RolloutWorker:
             self.wake.set()
         elif isinstance(item, WeightsAvailable):
             self.wake.set()
+        elif isinstance(item, TakenUp):
+            self.batch.taking_up.arrived(item)
         elif isinstance(item, ScoreOrder):
             self.scoring.begin_ordered(item)
         elif isinstance(item, Welcome):

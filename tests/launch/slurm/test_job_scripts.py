@@ -70,6 +70,28 @@ def test_a_signal_that_comes_before_the_script_can_hear_it_counts(tmp_path: Path
     assert firsts and all(first == line for first in firsts), firsts
 
 
+@pytest.mark.parametrize(
+    ("began", "ends", "word"),
+    [
+        ("2030-01-01T12:00:00", "2030-01-01T12:00:00", "limit"),
+        ("2030-01-01T12:00:00", "2030-01-01T09:00:30", "now"),
+        ("Unknown", "2030-01-01T09:00:30", "now"),
+        ("Unknown", "Unknown", "limit"),
+    ],
+)
+def test_usr1_at_preemption_is_told_from_the_time_limit_s(
+    tmp_path: Path, began: str, ends: str, word: str
+) -> None:
+    """Promise (docs/promises.md#failure-domains): with PreemptParameters=send_user_signal a job that is
+    preempted gets USR1 in place of TERM, and Slurm has brought its end forward: it leaves at once."""
+    script = f"""{STUBS}
+of() {{ job="JobId=7 EndTime=$1 JobState=RUNNING Restarts=0"; }}
+SLURM_JOB_ID=7 end={tmp_path}/end; of {began}; LAMINAR_JOB_END=$(end_of_time); of {ends}; limit_or_now"""
+    said, error = bash(tmp_path, script).communicate(timeout=60)
+    assert f"told to end ({word})" in said and not error, said + error
+    assert (tmp_path / "end").read_text().strip() == word
+
+
 @pytest.mark.parametrize(("state", "queued"), [("PENDING", True), ("RUNNING", False), ("", False)])
 def test_the_controller_s_job_sees_that_the_trainers_wait(tmp_path: Path, state: str, queued: bool) -> None:
     """Promise (docs/promises.md#failure-domains): Slurm is asked now and then whether the trainers' job

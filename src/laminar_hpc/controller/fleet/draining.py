@@ -2,11 +2,12 @@
 moves to others while they go on with it.
 
     replica --Leaving--> `move_away`, each tick -> a move to whoever generates on the same weights
+                                                -> else its KV cache to a relay (trajectories/parking.py)
             --Unfinished--> what did not move in time goes on elsewhere from its tokens
             (controller/trajectories/failover.py)
             --Goodbye--> as with any lost replica; others score what it has not
 
-Owns which destinations were tried. With `pipeline.repack=kv` the KV cache moves too.
+Owns which destinations were tried. Where KV caches move, the trajectory's goes along.
 """
 
 import time
@@ -17,6 +18,7 @@ from laminar_hpc.controller.shared import HearsOfLosses
 from laminar_hpc.controller.tables import Tables
 from laminar_hpc.controller.trajectories.failover import Failover
 from laminar_hpc.controller.trajectories.migration import Migration
+from laminar_hpc.controller.trajectories.parking import Parking
 from laminar_hpc.line.messages.data import ReplicaLoad
 from laminar_hpc.line.messages.rollouts import Leaving, Unfinished
 from laminar_hpc.policies import failover
@@ -31,6 +33,7 @@ class Draining:
         tables: Tables,
         migration: Migration,
         failover: Failover,
+        parking: Parking,
         told: Sequence[HearsOfLosses],
     ) -> None:
         """`told`: the parts that treat a replica that leaves as one that is lost."""
@@ -39,8 +42,9 @@ class Draining:
         self._replicas = tables.replicas
         self._migration = migration
         self._failover = failover
+        self._parking = parking
         self._told = told
-        self._tried: set[tuple[int, int]] = set()  # (trajectory, destination)
+        self._tried: set[tuple[int, str, int]] = set()  # (trajectory, role, whom)
 
     def on_leaving(self, member: Member, _: Leaving) -> None:
         replica = member.hello.index
@@ -58,13 +62,13 @@ class Draining:
             self._failover.given_back(member.hello.index, trajectory_id, attempt, message.partial)
 
     def move_away(self) -> None:
-        """Begins a move of each trajectory that a leaving replica generates and that has a place elsewhere;
-        each destination is asked once for each."""
+        """Begins a move of each trajectory that a leaving replica generates, to a place elsewhere or to a
+        relay; each destination and each relay is asked once for each."""
         leaving = self._replicas.leaving()
         if not leaving:
             self._tried.clear()
             return
-        now, rooms = time.monotonic(), self._failover.rooms()
+        now, rooms, relays = time.monotonic(), self._failover.rooms(), self._parking.relays()
         for source in leaving:
             row = self._replicas.at(source)
             if row.report is None or row.weight_id is None:
@@ -78,11 +82,17 @@ class Draining:
                 if i not in self._migration.moving
             }
             attempts = {i: sample.attempt for _, i, sample in generating}
-            for i, destination in failover.redirect(list(views.values()), rooms).items():
-                if (i, destination) not in self._tried:
-                    self._tried.add((i, destination))
-                    where = (source, destination, views[i].weight_id)
-                    self._migration.begin(i, attempts[i], *where, views[i].tokens, now)
+            placed = failover.redirect(list(views.values()), rooms)
+            for i, view in views.items():
+                destination = placed.get(i)
+                relay = next((each for each in relays if (i, "relay", each) not in self._tried), None)
+                if destination is not None and (i, "rollout", destination) not in self._tried:
+                    self._tried.add((i, "rollout", destination))
+                    where = (source, destination, view.weight_id)
+                    self._migration.begin(i, attempts[i], *where, view.tokens, now)
+                elif relay is not None:
+                    self._tried.add((i, "relay", relay))
+                    self._parking.park(i, attempts[i], source, relay, view.weight_id, now)
 
     def _tokens(self, trajectory_id: int, report: ReplicaLoad) -> int:
         """Room for it: prompt, response so far, and some more."""

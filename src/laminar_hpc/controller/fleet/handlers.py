@@ -11,6 +11,7 @@ from laminar_hpc.line.messages.data import Message
 from laminar_hpc.line.messages.homes import Ask
 from laminar_hpc.line.messages.membership import Failure, Goodbye, Ping
 from laminar_hpc.line.messages.moves import Answer, Imported, MoveFailed, MoveReady, Reserved
+from laminar_hpc.line.messages.parking import HandedOn, Parked, TakeUp
 from laminar_hpc.line.messages.places import GateOpened
 from laminar_hpc.line.messages.publication import LaneSenders, NewWeightId, Published
 from laminar_hpc.line.messages.rollouts import (
@@ -54,7 +55,14 @@ def handlers(c: Protocols) -> dict[str, Handlers]:
         Published: c.weights.on_published,
     }
     links: Handlers = {StoreOpened: c.weights.on_store_opened, LinkDown: c.weights.on_link_down}
-    relay: Handlers = {RelayHas: c.weights.on_relay_has, GateOpened: c.weights.places.on_gate_opened}
+    relay: Handlers = {
+        RelayHas: c.weights.on_relay_has,
+        GateOpened: c.weights.places.on_gate_opened,
+        Reserved: c.migration.on_reserved,
+        MoveFailed: c.migration.on_move_failed,
+        Parked: c.parking.on_parked,
+        HandedOn: c.parking.on_handed_on,
+    }
     rollout: Handlers = {
         WeightsOpened: c.dispatcher.on_weights_opened,
         RequestWork: c.dispatcher.on_request_work,
@@ -73,6 +81,7 @@ def handlers(c: Protocols) -> dict[str, Handlers]:
         MoveFailed: c.migration.on_move_failed,
         Answer: c.answers.on_answer,
         Ask: c.homes.on_ask,
+        TakeUp: c.parking.on_take_up,
     }
     return {
         "trainer": everyone | trainer | links,

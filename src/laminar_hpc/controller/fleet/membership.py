@@ -174,6 +174,7 @@ class Membership:
         role, index = member.hello.role, member.hello.index
         if role == "relay" and self._members.at("relay", index) is None:
             self._flow.weights.relay_lost(member.hello)
+            self._flow.parking.relay_lost(index)
         if role == "rollout":
             for part in self._flow.told_of_losses:
                 part.replica_lost(index)

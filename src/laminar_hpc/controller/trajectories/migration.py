@@ -3,7 +3,10 @@
     `begin`: Reserve -> Reserved -> MoveOrder -> MoveReady -> Import -> Imported
         -> owners.move (one transaction) -> MoveCommit to both
 
-Begun by controller/trajectories/repacker.py and, without a source, by controller/trajectories/failover.py.
+    `park`: Park -> Reserved -> MoveOrder -> MoveReady -> Keep to the relay, MoveCommit to the source
+
+Begun by controller/trajectories/repacker.py, controller/fleet/draining.py and, without a source, by
+controller/trajectories/failover.py.
 Owns the moves. A side that repeats its last message is answered again. A trajectory whose move is called off
 when its owner is dead goes into `orphans`, from which the rescuer takes it in the same turn.
 """
@@ -31,6 +34,7 @@ from laminar_hpc.line.messages.moves import (
     Reserve,
     Reserved,
 )
+from laminar_hpc.line.messages.parking import Keep, Park, Unpark, parked_name
 from laminar_hpc.policies.moves import Action, Move, MovePhase
 from laminar_hpc.policies.repack import MoveCosts
 
@@ -91,17 +95,42 @@ class Migration:
     ) -> None:
         """`source`: the owner, None when it is dead; then `partial` is the response so far. `tokens`: room
         for the KV cache at the destination, 0 = it has none yet. `now`: monotonic seconds."""
+        move = self._new(trajectory_id, attempt, source, destination, weight_id, now, partial)
+        group, step = self._tracker.groups.bare(trajectory_id), self._steps[weight_id]
+        config = self._shared.config
+        kv = self.with_kv and source is not None and tokens > 0
+        sampling = (config.sampling.temperature, config.sampling.max_response_tokens)
+        reserve = Reserve(move.move_id, trajectory_id, group, weight_id, step, tokens, kv, *sampling)
+        self._send(destination, reserve)
+
+    def park(
+        self, trajectory_id: int, attempt: int, source: int, relay: int, weight_id: int, now: float
+    ) -> None:
+        """The KV cache goes to `relay`; then the trajectory waits for a replica."""
+        move = self._new(trajectory_id, attempt, source, None, weight_id, now, None)
+        move.relay = relay
+        self._tell_relay(move, Park(move.move_id))
+
+    def _new(
+        self,
+        trajectory_id: int,
+        attempt: int,
+        source: int | None,
+        destination: int | None,
+        weight_id: int,
+        now: float,
+        partial: Partial | None,
+    ) -> Move:
         move_id, deadline = f"{trajectory_id}-{attempt}-{next(self._numbers)}", now + PHASE_SECONDS
         move = Move(move_id, trajectory_id, attempt, source, destination, weight_id, deadline)
         self._moves[move_id] = _MoveProgress(move, now, partial)
         self.moving[trajectory_id] = move_id
         heappush(self._late_at, (deadline, move_id))
-        group, step = self._tracker.groups.bare(trajectory_id), self._steps[weight_id]
-        config = self._shared.config
-        kv = self.with_kv and source is not None and tokens > 0
-        sampling = (config.sampling.temperature, config.sampling.max_response_tokens)
-        reserve = Reserve(move_id, trajectory_id, group, weight_id, step, tokens, kv, *sampling)
-        self._send(destination, reserve)
+        return move
+
+    def _tell_relay(self, move: Move, message: Message) -> None:
+        if move.relay is not None and (member := self._shared.members.at("relay", move.relay)) is not None:
+            self._shared.outbox.send(member, message)
 
     def _send(self, replica: int | None, message: Message) -> None:
         if replica is not None:
@@ -140,15 +169,25 @@ class Migration:
         for progress in [self._moves[move_id] for move_id in self.moving.values()]:
             self._act(progress, progress.move.replica_lost(replica))
 
+    def relay_lost(self, relay: int) -> None:
+        """What was to park there goes on at its source."""
+        for progress in [self._moves[move_id] for move_id in self.moving.values()]:
+            if progress.move.relay == relay:
+                self._act(progress, progress.move.call_off("its relay is gone"))
+
     # ---- what the two sides say, perhaps not for the first time --------------------------------------------
 
     def _progress(self, member: Member, move_id: str, said: type[Message]) -> _MoveProgress | None:
-        """Of a move that concerns this replica; else the replica is told how it ended."""
-        progress, replica = self._moves.get(move_id), member.hello.index
-        if progress is None or replica not in (progress.move.source, progress.move.destination):
-            self._send(replica, self._recorded(replica, move_id, said))
-            return None
-        return progress
+        """Of a move that concerns this replica or relay; else a replica is told how it ended, and a relay
+        forgets it."""
+        progress, index, parks = self._moves.get(move_id), member.hello.index, member.hello.role == "relay"
+        move = progress.move if progress is not None else None
+        sides = () if move is None else (move.relay,) if parks else (move.source, move.destination)
+        if index in sides:
+            return progress
+        answer = Unpark(move_id) if parks else self._recorded(index, move_id, said)
+        self._shared.outbox.send(member, answer)
+        return None
 
     def _recorded(self, replica: int, move_id: str, said: type[Message]) -> MoveCommit | MoveAbort:
         """How a move ended that an earlier controller had begun: the owner of its trajectory tells."""
@@ -185,7 +224,9 @@ class Migration:
             move = progress.move
             if move.phase is MovePhase.RESERVE and move.source is None:
                 self._replicas.at(member.hello.index).report_is_outdated = True
-            elif move.phase is MovePhase.RESERVE:  # in vain: what never works is to cost too much
+            elif (
+                move.phase is MovePhase.RESERVE and move.relay is None
+            ):  # what never works is to cost too much
                 self.costs.add(PHASE_SECONDS)
             self._act(progress, move.call_off(message.reason))
 
@@ -206,6 +247,8 @@ class Migration:
                 self._change_owner(progress, now)
             elif action is Action.CALL_OFF:
                 self._call_off(move)
+            elif action is Action.PARK:
+                self._parked(progress)
             elif action is Action.ORPHAN:
                 self.orphans.append((move.trajectory_id, move.attempt))
             elif action is Action.ANSWER:
@@ -213,9 +256,20 @@ class Migration:
         if move.over and self.moving.get(move.trajectory_id) == move.move_id:
             self._forget(progress)
 
+    def _parked(self, progress: _MoveProgress) -> None:
+        """The source lets go of it; it waits for a replica, which asks the relay for its KV cache."""
+        move, partial = progress.move, progress.partial
+        assert partial is not None and move.relay is not None
+        named = msgspec.structs.replace(partial, parked=parked_name(move.relay, move.move_id))
+        self._pool.put(move.trajectory_id, move.attempt, named)
+        self._tell_relay(move, Keep(move.move_id))
+        self._send(move.source, _outcome(move))
+        self.orphans.append((move.trajectory_id, move.attempt))
+
     def _call_off(self, move: Move) -> None:
         for replica in (move.source, move.destination):
             self._send(replica, MoveAbort(move.move_id, move.reason))
+        self._tell_relay(move, Unpark(move.move_id))
         self._shared.metrics.write(
             "move_off",
             trajectory_id=move.trajectory_id,

@@ -18,6 +18,7 @@ class PartialResponsePool:
         self._held: dict[int, tuple[int, Partial]] = {}  # trajectory -> (attempt, response so far)
         self.tokens = 0
         self._left: list[str] = []  # environments that stay somewhere, of what has ended or begun again
+        self._unparked: list[str] = []  # KV caches at relays that nobody will take up
 
     def add(self, more: Increment) -> None:
         """Appends; what does not follow on the attempt's tokens here is left out, as it would leave a gap.
@@ -43,12 +44,13 @@ class PartialResponsePool:
         partial.called = more.called
         partial.awaits = more.awaits
         partial.home = more.home
+        partial.parked = ""  # its owner has taken it up, or prefilled it
         self._held[more.trajectory_id] = (more.attempt, partial)
         self.tokens += more.count
 
     def put(self, trajectory_id: int, attempt: int, partial: Partial) -> None:
         """All of a response so far, as it moves."""
-        self._take_out(trajectory_id, partial.home)
+        self._take_out(trajectory_id, partial.home, partial.parked)
         self._held[trajectory_id] = (attempt, partial)
         self.tokens += partial.count
 
@@ -93,13 +95,28 @@ class PartialResponsePool:
         self._left = []
         return left
 
-    def _take_out(self, trajectory_id: int, home: str) -> int:
-        """`home`: it keeps this environment."""
+    def nothing_parked(self, trajectory_id: int, name: str) -> None:
+        """No KV cache of that name has come to its relay."""
+        _, partial = self._held.get(trajectory_id, (None, None))
+        if partial is not None and partial.parked == name:
+            partial.parked = ""
+
+    def take_unparked(self) -> list[str]:
+        """The names of parked KV caches whose trajectories have ended, begun again or gone on without them
+        since the last call."""
+        left = self._unparked
+        self._unparked = []
+        return left
+
+    def _take_out(self, trajectory_id: int, home: str, parked: str = "") -> int:
+        """`home`: it keeps this environment; `parked`: and this KV cache."""
         _, partial = self._held.pop(trajectory_id, (None, None))
         if partial is None:
             return 0
         if partial.home not in ("", home):
             self._left.append(partial.home)
+        if partial.parked not in ("", parked):
+            self._unparked.append(partial.parked)
         self.tokens -= partial.count
         return partial.count
 

@@ -43,7 +43,8 @@ class Partial(msgspec.Struct):
     been made, and their results are not here. `awaits`: then the name of the Answer that will bring them
     from the replica where they are made, "" = none will. `home`: the name of its environment, which stays
     with the replica that made it (line/messages/homes.py), "" = it has none that stays. `routes`: with
-    algorithm.routing_replay the experts of the first tokens of prompt and response (rollout/routes.py)."""
+    algorithm.routing_replay the experts of the first tokens of prompt and response (rollout/routes.py).
+    `parked`: the name of its KV cache at a relay (line/messages/parking.py), "" = none is kept."""
 
     tokens: bytes = b""
     logprobs: bytes = b""
@@ -54,6 +55,7 @@ class Partial(msgspec.Struct):
     awaits: str = ""
     home: str = ""
     routes: bytes = b""
+    parked: str = ""
 
     @property
     def count(self) -> int:

@@ -6,12 +6,22 @@ import operator
 
 import msgspec
 
-from laminar_hpc.line.messages import chain, homes, membership, moves, places, publication, rollouts, training
+from laminar_hpc.line.messages import (
+    chain,
+    homes,
+    membership,
+    moves,
+    parking,
+    places,
+    publication,
+    rollouts,
+    training,
+)
 from laminar_hpc.line.messages.data import Message, ScorePart
 
 MESSAGES: list[type[Message]] = [  # all that may be decoded
     kind
-    for conversation in (chain, homes, membership, moves, places, publication, rollouts, training)
+    for conversation in (chain, homes, membership, moves, parking, places, publication, rollouts, training)
     for kind in vars(conversation).values()
     if isinstance(kind, type) and issubclass(kind, Message) and kind.__module__ == conversation.__name__
 ]

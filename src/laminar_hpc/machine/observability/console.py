@@ -188,6 +188,11 @@ def _incident_lines(summary: Mapping) -> list[str]:
         by_load = summary["trajectories_rescued_by_load"]
         more = f", {by_load:,} of them where their weights were loaded" if by_load else ""
         lines.append(line("rescued", f"{rescued:,} trajectories of dead replicas went on elsewhere{more}"))
+    if parked := summary["trajectories_parked"]:
+        share = summary["parked_tokens_taken_up"] / summary["tokens_parked"]
+        what = f"{count(summary['tokens_parked'])} tokens, {count(summary['bytes_parked'])} bytes"
+        text = f"{parked:,} trajectories' KV caches ({what}) at relays; {share:.0%} of it was taken up"
+        lines.append(line("parked", text))
     left_out, skipped = summary["guard_left_out"], summary["guard_skipped_updates"]
     if left_out or skipped:
         lines.append(

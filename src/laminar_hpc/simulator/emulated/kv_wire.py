@@ -11,6 +11,7 @@ configuration lets cross.
 
 import asyncio
 import contextlib
+import math
 import os
 import struct
 import zlib
@@ -27,16 +28,19 @@ _DATA = os.urandom(_BLOCK)
 
 @dataclass
 class IncomingMove:
-    """One move at its destination. `tokens`: how many have come, without a gap."""
+    """One move at its destination. `tokens`: how many have come, without a gap; `bytes`: of them."""
 
     move_id: str
     tokens: int = 0
+    bytes: int = 0
 
 
 class Endpoint:
-    """The destination's listener; one per engine, on a loopback port, from the first offer on."""
+    """The destination's listener; one per engine, on a loopback port, from the first offer on. It has room
+    for `limit` bytes of moves that are open."""
 
-    def __init__(self) -> None:
+    def __init__(self, limit: float = math.inf) -> None:
+        self._limit = limit
         self._server: asyncio.Server | None = None
         self._offers: dict[str, IncomingMove] = {}
 
@@ -49,6 +53,11 @@ class Endpoint:
 
     def offer(self, move_id: str) -> IncomingMove | None:
         return self._offers.get(move_id)
+
+    @property
+    def bytes(self) -> int:
+        """That have come of the moves which are open."""
+        return sum(offer.bytes for offer in self._offers.values())
 
     def close(self, move_id: str) -> None:
         self._offers.pop(move_id, None)
@@ -69,8 +78,10 @@ class Endpoint:
                         raise asyncio.IncompleteReadError(b"", left)
                     summed, left = zlib.crc32(block, summed), left - len(block)
                 fits = offer is not None and summed == checksum and first <= offer.tokens
+                fits = fits and self.bytes + length <= self._limit
                 if offer is not None and fits:
                     offer.tokens = max(offer.tokens, first + count)
+                    offer.bytes += length
                 writer.write(b"\1" if fits else b"\0")
                 await writer.drain()
         except (asyncio.IncompleteReadError, ConnectionError):

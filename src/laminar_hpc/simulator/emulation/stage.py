@@ -22,6 +22,7 @@ from laminar_hpc.line.channel import Channel, StopReceived
 from laminar_hpc.line.messages.chain import EpochProposed, RelayHas
 from laminar_hpc.line.messages.data import TOKEN_BYTES, Message, Trajectory
 from laminar_hpc.line.messages.membership import Hello, Ping, Stop
+from laminar_hpc.line.messages.parking import HandOn, Keep, Park, Unpark
 from laminar_hpc.line.messages.publication import NewWeightId, Published, WeightId
 from laminar_hpc.line.messages.training import (
     Batch,
@@ -38,6 +39,7 @@ from laminar_hpc.policies.metrics import batch_metrics, reward_means
 from laminar_hpc.simulator.emulated.weights import published
 from laminar_hpc.weights.adapter_slots import side_files
 from laminar_hpc.weights.manifest import Manifest, layout
+from laminar_hpc.weights.relay.parking import ParkingLot
 from laminar_hpc.weights.slots import SlotWriter
 
 _WAIT = 600.0
@@ -60,10 +62,15 @@ def relay(config: RunConfig, handed: "queue.SimpleQueue[WeightId]") -> None:
     channel = join(config, "relay")
     tensors, data = published(config)
     name, model, side = channel.welcome.slots_name, Path(config.model.path), side_files(config)
-    writer = SlotWriter(config.relay.shm_dir, name, slots_of(config), model, side)
+    writer, lot = (
+        SlotWriter(config.relay.shm_dir, name, slots_of(config), model, side),
+        ParkingLot(config, channel.send),
+    )
     try:
         while True:
             channel.wait(Stop, timeout=0.0)  # raises when it is there
+            while (message := channel.wait(Park, Keep, HandOn, Unpark, timeout=0.0)) is not None:
+                lot.arrived(message)
             try:
                 given = handed.get(timeout=0.1)
             except queue.Empty:
@@ -79,6 +86,7 @@ def relay(config: RunConfig, handed: "queue.SimpleQueue[WeightId]") -> None:
     except StopReceived:
         channel.close()
     finally:
+        lot.close()
         writer.close()
 
 

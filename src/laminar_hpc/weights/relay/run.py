@@ -33,6 +33,7 @@ from laminar_hpc.line.messages.chain import (
 )
 from laminar_hpc.line.messages.data import Message
 from laminar_hpc.line.messages.membership import Welcome
+from laminar_hpc.line.messages.parking import HandOn, Keep, Park, Unpark
 from laminar_hpc.line.messages.places import GateAddress, GateOpened, JoinGate, OpenGate
 from laminar_hpc.machine.numa import stay_near
 from laminar_hpc.weights.adapter_slots import side_files
@@ -46,6 +47,7 @@ from laminar_hpc.weights.places.far_link import FarLink
 from laminar_hpc.weights.places.gate import Gate
 from laminar_hpc.weights.relay.chain import Changes, StreamDamaged, WeightStream, receive_stream
 from laminar_hpc.weights.relay.ends import DownstreamEnd, UpstreamEnd
+from laminar_hpc.weights.relay.parking import ParkingLot
 from laminar_hpc.weights.slots import SlotReader, SlotsBusy, SlotWriter
 from laminar_hpc.weights.stream import decode_header
 
@@ -72,7 +74,8 @@ def run(context: RoleContext) -> None:
         if config.lanes == 1
         else LaneWriter(*slots, context.index % config.lanes, config.lanes, side)
     )
-    relay = Relay(context, writer)
+    relay, lot = Relay(context, writer), ParkingLot(context.config, context.channel.send)
+    heard = relay.handlers | dict.fromkeys((Park, Keep, HandOn, Unpark), lot.arrived)
     try:
         relay.tell_newest()
         removed: Path | None = None
@@ -83,12 +86,15 @@ def run(context: RoleContext) -> None:
                     f"{removed} was removed while the run goes on (systemd does that at a logout, unless "
                     "RemoveIPC=no or `loginctl enable-linger`): go on with the same command and resume=auto"
                 )
-            message = context.channel.wait(*relay.handlers, timeout=_WAIT_SECONDS)
+            message = context.channel.wait(*heard, timeout=_WAIT_SECONDS)
+            if isinstance(message, Welcome):
+                lot.forget()
             if message is not None:
-                relay.handlers[type(message)](message)
+                heard[type(message)](message)
     except StopReceived:
         return
     finally:
+        lot.close()
         relay.close()
         if relay.gate is not None:
             relay.gate.close()
