@@ -89,7 +89,7 @@ def test_the_example_runs(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_the_demo_learns_and_stops_from_python(tmp_path: Path) -> None:
+def test_the_demo_is_stopped_and_goes_on_from_python(tmp_path: Path) -> None:
     """The real engine: `stop` finishes the step, writes a checkpoint and gives the figures; the run goes on
     with resume=auto, and, opened as a run of another process, is followed and stopped as well."""
     words = [*SHORT, "steps=60", "checkpoint.every=100", f"run_dir={tmp_path / 'run'}"]
