@@ -24,7 +24,7 @@ from laminar_hpc.machine.processes import die_with_parent
 QUEUE_SECONDS = 0.1
 _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
 _PACKET_MAX = 1 << 16
-_DEVICE = "wan0"
+DEVICE = "wan0"
 
 
 def missing() -> str:
@@ -62,7 +62,7 @@ class _Direction:
 def _device(namespace: str) -> int:
     enter(namespace)
     descriptor = os.open("/dev/net/tun", os.O_RDWR)
-    fcntl.ioctl(descriptor, _TUNSETIFF, struct.pack("16sH", _DEVICE.encode(), _IFF_TUN | _IFF_NO_PI))
+    fcntl.ioctl(descriptor, _TUNSETIFF, struct.pack("16sH", DEVICE.encode(), _IFF_TUN | _IFF_NO_PI))
     return descriptor
 
 
@@ -103,23 +103,23 @@ class WideArea(Network):
                 raise TimeoutError("the line between the namespaces is not there after 60 s")
             for host, name in enumerate(names):
                 peer = self.address(1 - host)
-                ip("-n", name, "addr", "add", self.address(host), "peer", peer, "dev", _DEVICE)
-                ip("-n", name, "link", "set", _DEVICE, "up")
+                ip("-n", name, "addr", "add", self.address(host), "peer", peer, "dev", DEVICE)
+                ip("-n", name, "link", "set", DEVICE, "up")
                 self._route(host, control)
         except BaseException:
             self.close()
             raise
 
     def _route(self, host: int, control: str) -> None:
-        there, words = f"{self.address(1 - host)}/32", ("dev", _DEVICE, "congctl", control)
+        there, words = f"{self.address(1 - host)}/32", ("dev", DEVICE, "congctl", control)
         self._in(self.namespace(host), "route", "replace", there, *words)
 
     def cut(self, host: int) -> None:
         """Nothing gets through any more, and nobody is told."""
-        self._in(self.namespace(host), "link", "set", _DEVICE, "down")
+        self._in(self.namespace(host), "link", "set", DEVICE, "down")
 
     def mend(self, host: int) -> None:
-        self._in(self.namespace(host), "link", "set", _DEVICE, "up")
+        self._in(self.namespace(host), "link", "set", DEVICE, "up")
         self._route(host, self._control)
 
     def close(self) -> None:

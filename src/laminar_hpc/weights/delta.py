@@ -289,7 +289,7 @@ def _apply_by_torch(frame: Frame, base: torch.Tensor, target: torch.Tensor, widt
 def _apply_packed(payload: torch.Tensor, changed: int, base: torch.Tensor, target: torch.Tensor) -> None:
     try:
         inflate = zlib.decompressobj(-zlib.MAX_WBITS)
-        both = np.frombuffer(inflate.decompress(payload.numpy().tobytes(), 4 * changed), np.uint8)
+        both = np.frombuffer(inflate.decompress(payload.numpy().data, 4 * changed), np.uint8)
         distances, added = both.reshape(2, 2, changed).transpose(0, 2, 1).copy().view(np.uint16)[..., 0]
     except (zlib.error, ValueError) as error:
         raise FrameWrong(f"a chunk of {changed} changed units cannot be unpacked ({error})") from None

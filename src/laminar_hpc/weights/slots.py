@@ -87,6 +87,10 @@ class SlotReader:
                 found.append((weight_id_of(text), text, path.parent))
         return found
 
+    def newest_id(self) -> int | None:
+        """The highest weight id of a complete slot, or None."""
+        return max((found for found, _, _ in self._complete()), default=None)
+
     def newest(self) -> SlotHandle | None:
         """The complete slot with the highest weight id, or None."""
         found = max(self._complete(), key=lambda each: each[0], default=None)
@@ -257,6 +261,12 @@ class SlotWriter:
         with self._lock:
             self._kept.append(self._held[0])
         return self._held[0]
+
+    def newest_id(self) -> int | None:
+        """The highest weight id of a complete one, or None."""
+        with self._lock:
+            ids = (self._weight_id(index) for index in self._maps)
+            return max((each for each in ids if each is not None), default=None)
 
     def keep_newest(self) -> tuple[int, Manifest, np.ndarray] | None:
         """(slot, manifest, data bytes) of the newest complete one, kept like that; None where there is

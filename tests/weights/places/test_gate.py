@@ -2,6 +2,7 @@
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 import pytest
@@ -18,6 +19,7 @@ from laminar_hpc.weights.manifest import layout
 from laminar_hpc.weights.places import far_link, wire
 from laminar_hpc.weights.places.far_link import FarLink
 from laminar_hpc.weights.places.gate import Gate
+from laminar_hpc.weights.places.shipment import PlaceFeed
 from laminar_hpc.weights.relay.chain import Changes, WeightStream, receive_stream
 from laminar_hpc.weights.slots import SlotReader, SlotWriter
 from laminar_hpc.weights.stream import decode_header
@@ -143,6 +145,22 @@ def test_a_place_that_falls_behind_skips_versions_and_delays_nobody(home, far):
     assert far.pull() < 0.05
     assert (far.id, torch.equal(far.bytes, home.newest)) == (6, True)
     assert max(took) < 5.0
+
+
+def test_weights_that_are_replaced_while_a_shipment_is_made_leave_all_the_same(home):
+    """Else a trainer that publishes faster than slots are compared would keep a place from ever getting
+    any."""
+    maker = ThreadPoolExecutor(1)
+    feed = PlaceFeed("elsewhere", home.reader, maker)
+    offered = []
+    for held in (None, 0, 2):
+        home.publish()
+        assert feed.offer(held) is None
+        maker.submit(int).result()  # when it is made
+        home.publish()
+        offered.append(feed.offer(held))
+    maker.shutdown()
+    assert [(each.weight_id, each.base_id) for each in offered] == [(0, None), (2, 0), (4, 2)]
 
 
 def test_a_cut_costs_no_more_than_what_was_on_its_way(home, far):

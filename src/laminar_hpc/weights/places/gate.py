@@ -103,7 +103,8 @@ class Gate:
                 if self._router in events:
                     self._serve(*self._router.recv_multipart())
         except Exception as error:
-            self._failed(error)
+            if not self._closing:
+                self._failed(error)
         finally:
             self._admission.close()
             self._context.destroy(0)

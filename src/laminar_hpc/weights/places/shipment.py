@@ -49,6 +49,10 @@ class Shipment:
     def pieces(self) -> int:
         return pieces_of(self.size)
 
+    def serves(self, held: int | None) -> bool:
+        """Whether it brings something newer to who holds weight id `held`."""
+        return self.base_id in (None, held) and (held is None or held < self.weight_id)
+
     def piece(self, number: int) -> memoryview:
         """Its bytes, without a copy where they lie in one part."""
         first = number * PIECE_BYTES
@@ -80,18 +84,23 @@ class PlaceFeed:
         if self._making is not None:
             if not self._making.done():
                 return None
-            self.shipment = self._making.result()
+            self.shipment = made = self._making.result()
             self._making = None
-        newest = self._reader.newest()
-        if newest is None or (held is not None and newest.weight_id <= held):
+            if made is not None and made.serves(held):
+                return made  # whatever is newer by now: else one who publishes fast would never be served
+        newest_id = self._reader.newest_id()
+        if newest_id is None or (held is not None and newest_id <= held):
             return None
         there = self.shipment
-        if there and there.weight_id == newest.weight_id and there.base_id in (None, held):
+        if there is not None and there.weight_id == newest_id and there.serves(held):
             return there
-        self._making = self._maker.submit(self._make, newest, held)
+        self._making = self._maker.submit(self._make, held)
         return None
 
-    def _make(self, newest: SlotHandle, held: int | None) -> Shipment | None:
+    def _make(self, held: int | None) -> Shipment | None:
+        newest = self._reader.newest()
+        if newest is None:
+            return None
         try:
             self.shipment = None  # its parts may lie in the image
             base_id = held if held is not None and self._has_image(held, newest.manifest) else None

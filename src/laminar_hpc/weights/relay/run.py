@@ -228,16 +228,9 @@ class Relay:
 
         def make(_: Callable[[], bool]) -> Link:
             place = self._context.config.cluster.place
-            return FarLink(message.address, message.epoch, message.peer, place, self._newest_id)
+            return FarLink(message.address, message.epoch, message.peer, place, self._writer.newest_id)
 
         self._upstream = UpstreamEnd(message.epoch, make, self._down, self._failed, self._receive)
-
-    def _newest_id(self) -> int | None:
-        newest = self._writer.keep_newest()
-        if newest is None:
-            return None
-        self._writer.release(newest[0])
-        return newest[1].weight_id
 
     def tell_newest(self) -> None:
         """What is here already: with lanes, the other relays of a machine keep its slots while one starts
