@@ -32,6 +32,7 @@ from laminar_hpc.line.agent_line import FAILED_ELSEWHERE, PERMANENT, REFUSED, Ra
 from laminar_hpc.line.channel import RUN_FAILED, Channel, StopReceived, Terminated, TrainersReplaced
 from laminar_hpc.line.context import RoleContext
 from laminar_hpc.line.messages.membership import UNNUMBERED, Failure, Hello
+from laminar_hpc.line.place import own_place
 from laminar_hpc.machine.devices import use_devices
 from laminar_hpc.machine.gpu_memory import check_gpus, gigabytes_of_gpus
 from laminar_hpc.machine.observability import console, output
@@ -106,7 +107,8 @@ def run_worker(
     joined = watch_signals(config.role)
     run_dir, machine = Path(config.run_dir), machine_name(config.relay.shm_dir)
     index = UNNUMBERED if config.role == "rollout" else mine.index
-    hello = Hello(mine.role, index, uuid.uuid4().hex[:8], os.getpid(), machine)
+    place = own_place() if config.role == "rollout" else ""
+    hello = Hello(mine.role, index, uuid.uuid4().hex[:8], os.getpid(), machine, place=place)
     channel = _channel(config, hello)
     joined.append(channel)
     mine = RoleOfRank(mine.role, channel.index)
@@ -131,8 +133,8 @@ def run_worker(
         module = importlib.import_module(_WORKERS[mine.role])
         trace = Trace(run_dir, mine.role, mine.index)
         config = follow(config, channel.welcome.model)
-        place = (mine.role, mine.index, machine, run_dir)
-        module.run(RoleContext(config, *place, channel, channel.welcome, trace))
+        where = (mine.role, mine.index, machine, run_dir)
+        module.run(RoleContext(config, *where, channel, channel.welcome, trace))
         goodbye = True
     except (StopReceived, Terminated):
         goodbye = True

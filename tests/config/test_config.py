@@ -64,7 +64,7 @@ def test_every_file_parses(file):
     assert config.steps > 0
 
 
-def test_keys_are_those_of_the_list_and_at_most_195():
+def test_keys_are_those_of_the_list_and_at_most_196():
     """Promise: the configuration stays small enough to be read. A new key is a decision: it goes into
     tests/config/keys.txt by hand."""
     from omegaconf import OmegaConf
@@ -83,7 +83,7 @@ def test_keys_are_those_of_the_list_and_at_most_195():
     assert (sorted(keys - set(listed)), sorted(set(listed) - keys)) == ([], []), (
         "keys missing in keys.txt, and keys there that are gone"
     )
-    assert len(keys) <= 195
+    assert len(keys) <= 196
 
 
 # experiment -> trainer ranks, replicas, GPUs, parameters as published, size of a publication in GB

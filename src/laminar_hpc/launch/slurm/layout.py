@@ -104,8 +104,9 @@ def _rollouts(config: RunConfig, derived: Derived, gpus: int, hetjob: bool) -> S
         raise LaminarError(
             f"rollout.tensor_parallel={size}: an engine is on one node, and --gpus-per-node={gpus}; lower it"
         )
-    nodes = math.ceil(derived.rollout_ranks / (gpus // size if gpus else 1))
-    each = math.ceil(derived.rollout_ranks / nodes)
+    replicas = config.rollout.fewest
+    nodes = math.ceil(replicas / (gpus // size if gpus else 1))
+    each = math.ceil(replicas / nodes)
     place = f"--nodes={nodes}" if hetjob else f"--array=0-{nodes - 1}"
     options = (place, *_gpus(each * size if gpus else 0))
     return SlurmJob("rollouts.sbatch", options, (("ROLLOUTS", str(each)),))

@@ -100,7 +100,8 @@ def _trainer_hosts(config: RunConfig, derived: Derived, hosts: Sequence[Host]) -
 
 def _replicas(config: RunConfig, derived: Derived, free: Sequence[Host]) -> dict[Host, int]:
     """How many on which machine: as equally as their GPUs allow."""
-    size, left = config.rollout.tensor_parallel, derived.rollout_ranks
+    size = config.rollout.tensor_parallel
+    left = config.rollout.fewest if derived.rollout_ranks else 0
     room = {host: host.gpus // size if host.gpus else left for host in free}
     if any(host.gpus for host in free):
         room = {host: number for host, number in room.items() if host.gpus}

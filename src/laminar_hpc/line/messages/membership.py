@@ -5,17 +5,20 @@ from typing import Annotated, Literal
 import msgspec
 
 from laminar_hpc.line.messages.data import Message, ReplicaLoad
+from laminar_hpc.line.place import PATTERN
 
 # what a decoder lets pass: no number that a table or the system would stumble over
 UNNUMBERED = -1  # a rollout that the controller is to number
 Index = Annotated[int, msgspec.Meta(ge=UNNUMBERED, lt=1 << 31)]
+PlaceName = Annotated[str, msgspec.Meta(pattern=PATTERN)]
 ProcessId = Annotated[int, msgspec.Meta(ge=1, le=1 << 22)]
 
 
 class Hello(Message):
     """First message of a worker. `incarnation` differs after a restart; `machine` names the host whose shared
     memory it sees. `index` is its number within its role, or UNNUMBERED until a Welcome has given it one.
-    `rejoins`: it was welcomed before, perhaps by a controller that has put nothing of it on record."""
+    `rejoins`: it was welcomed before, perhaps by a controller that has put nothing of it on record. `place`:
+    of a rollout, what whoever has started it calls it (line/place.py), "" = nobody has said."""
 
     role: str
     index: Index
@@ -23,6 +26,7 @@ class Hello(Message):
     pid: ProcessId
     machine: str
     rejoins: bool = False
+    place: PlaceName = ""
 
     @property
     def name(self) -> str:
@@ -113,6 +117,10 @@ class Stop(Message):
     """Controller to workers: leave now. Trainers get it only after their checkpoint is on disk."""
 
     reason: str
+
+
+class Release(Message):
+    """Controller to a rollout that the run needs no more: leave in order, as at a TERM."""
 
 
 class Rejoin(Message):

@@ -19,6 +19,7 @@ from laminar_hpc.environments.reward_pool import RewardPool
 from laminar_hpc.line.channel import Channel
 from laminar_hpc.line.context import RoleContext
 from laminar_hpc.line.messages.membership import Failure, Hello
+from laminar_hpc.line.place import own_place
 from laminar_hpc.machine.observability.trace import Trace
 from laminar_hpc.machine.processes import machine_name
 from laminar_hpc.rollout.worker import RolloutWorker
@@ -46,7 +47,7 @@ class EmulatedReplica:
         """Runs until the controller says Stop. A replica that cannot go on tells the controller."""
         config, run_dir = self.config, Path(self.config.run_dir)
         machine = machine_name(config.relay.shm_dir)
-        hello = Hello("rollout", self.index, uuid.uuid4().hex[:8], os.getpid(), machine)
+        hello = Hello("rollout", self.index, uuid.uuid4().hex[:8], os.getpid(), machine, place=own_place())
         join, heartbeat = config.cluster.join_timeout_seconds, config.cluster.heartbeat_timeout_seconds
         channel = await asyncio.to_thread(Channel, run_dir, hello, join, heartbeat)
         self.index = channel.index
