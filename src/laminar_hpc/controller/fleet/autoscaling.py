@@ -63,6 +63,7 @@ class Autoscaling:
         self._record: dict = {}  # the newest step seen
         self._looked = 0.0
         self._known = frozenset[int]()
+        self._complete = False  # MIN replicas have been there
         self._places: dict[int, str] = {}  # of all who are there
         self._served: set[int] = set()  # of them, those that have served weights
         self._asked: deque[float] = deque()  # when, one for each replica that is to come
@@ -106,6 +107,7 @@ class Autoscaling:
                 self._start_seconds = self._shared.state.seconds
         self._served |= replicas
         self._known = replicas
+        self._complete |= len(replicas) >= self._policy.fewest
         self._skips = self._settling
         self._window.begin()
 
@@ -133,7 +135,7 @@ class Autoscaling:
             self._asked.clear()
             self._wait_longer(now)
         missing = config.rollout.fewest - len(self._known) - len(self._asked)
-        if missing > 0 and self._record and now >= self._not_before:
+        if missing > 0 and self._complete and now >= self._not_before:
             self._shared.say(
                 console.line("replicas", f"{missing} fewer than there are to be: others are started")
             )

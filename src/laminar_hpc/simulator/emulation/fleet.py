@@ -18,7 +18,7 @@ from laminar_hpc.engine.factory import engine_factory
 from laminar_hpc.environments.reward_pool import RewardPool
 from laminar_hpc.line.channel import Channel
 from laminar_hpc.line.context import RoleContext
-from laminar_hpc.line.messages.membership import Failure, Hello
+from laminar_hpc.line.messages.membership import UNNUMBERED, Failure, Hello
 from laminar_hpc.line.place import own_place
 from laminar_hpc.machine.observability.trace import Trace
 from laminar_hpc.machine.processes import machine_name
@@ -70,12 +70,12 @@ class EmulatedReplica:
 
 
 async def run(config: RunConfig, first: int, count: int) -> None:
-    """Runs replicas first ... first + count - 1 until the last one has left."""
+    """Runs replicas first ... first + count - 1, or `count` that the controller numbers where `first` is
+    UNNUMBERED, until the last one has left."""
+    indices = [UNNUMBERED] * count if first == UNNUMBERED else range(first, first + count)
     pool = RewardPool(config.reward, config.data.prompt_field)
     await pool.start()
     try:
-        await asyncio.gather(
-            *(EmulatedReplica(config, index, pool).run() for index in range(first, first + count))
-        )
+        await asyncio.gather(*(EmulatedReplica(config, index, pool).run() for index in indices))
     finally:
         await pool.close()
