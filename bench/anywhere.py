@@ -19,7 +19,7 @@ from common import finish, options_of
 from scaled_fleet import FEWEST, MOST, scaled_run
 
 Row = dict[str, object]
-STEPS, STEPS_FIXED = 150, 50
+STEPS, STEPS_FIXED = 120, 40
 GOOD = 0.97
 
 

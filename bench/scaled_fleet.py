@@ -10,7 +10,7 @@ from laminar_hpc.machine.files import jsonl
 from laminar_hpc.simulator.emulation.launch import Emulation, prepare
 
 FEWEST, MOST = 2, 6
-TRAIN_SECONDS = 2.2e-4  # emulated, of a token
+TRAIN_SECONDS = 4.4e-4  # emulated, of a token
 _LOOK_SECONDS = 0.05
 _LIMIT_SECONDS = 900.0
 
@@ -20,11 +20,11 @@ def scaled_run(folder: Path, replicas: int | str, steps: int) -> dict[str, objec
     included; with what was predicted of the changes and what was measured."""
     config = prepare(folder, 4_000, 50, 1024)
     config.steps, config.rollout.replicas = steps, replicas
-    config.rollout.max_concurrent, config.rollout.kv_cache_tokens = 8, 100_000
-    config.algorithm.prompts_per_step, config.algorithm.samples_per_prompt = 16, 4
+    config.rollout.max_concurrent, config.rollout.kv_cache_tokens = 4, 100_000
+    config.algorithm.prompts_per_step, config.algorithm.samples_per_prompt = 8, 4
     config.emulation.time_scale, config.emulation.model = 8.0, "7B"
-    config.emulation.median_response_tokens, config.emulation.sigma = 200.0, 0.5
-    config.pipeline.max_staleness, config.checkpoint.every = 2, 10_000
+    config.emulation.median_response_tokens, config.emulation.sigma = 200.0, 0.3
+    config.pipeline.max_staleness, config.rollout.increment_tokens = 2, 0
     run_dir, asked = Path(config.run_dir), folder / "asked"
     asked.touch()
     if config.rollout.scales:

@@ -41,6 +41,9 @@ class ReplicaPlaces:
 
     def look(self) -> None:
         """Starts what is asked for, and forgets who has ended: that is no failure of the run."""
+        for group in self._here.values():
+            if group.code in (0, 1) and group in self._groups and self._controller.code is None:
+                self._groups.remove(group)
         if self._life is not self._controller.life:
             self._life = self._controller.life
             self._heard = 0
@@ -48,9 +51,6 @@ class ReplicaPlaces:
         if wanted > 0 and not any(group.is_told for group in self._groups):
             self._heard += wanted
             self.start(wanted)
-        for group in self._here.values():
-            if group.code in (0, 1) and group in self._groups and self._controller.code is None:
-                self._groups.remove(group)
 
 
 def run(config: RunConfig, derived: Derived, words: Sequence[str]) -> int:
