@@ -28,7 +28,7 @@ def windows(draw: st.DrawFn) -> Window:
         waited=seconds * draw(shares),
         replicas=draw(st.integers(1, 60)),
         idle=draw(shares),
-        requests=draw(st.floats(0.0, 300.0)),
+        requests=draw(st.just(0.0) | st.floats(1.0, 300.0)),
         curve=draw(curves),
         at_once=draw(st.floats(1.0, 256.0)),
         divides=draw(st.booleans()),
