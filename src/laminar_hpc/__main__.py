@@ -32,6 +32,7 @@ from laminar_hpc.line.agent_line import FAILED_ELSEWHERE, PERMANENT, REFUSED, Ra
 from laminar_hpc.line.channel import RUN_FAILED, Channel, StopReceived, Terminated, TrainersReplaced
 from laminar_hpc.line.context import RoleContext
 from laminar_hpc.line.messages.membership import UNNUMBERED, Failure, Hello
+from laminar_hpc.line.starter_id import own_starter_id
 from laminar_hpc.machine.devices import use_devices
 from laminar_hpc.machine.gpu_memory import check_gpus, gigabytes_of_gpus
 from laminar_hpc.machine.observability import console, output
@@ -106,8 +107,9 @@ def run_worker(
     joined = watch_signals(config.role)
     run_dir, machine = Path(config.run_dir), machine_name(config.relay.shm_dir)
     index = UNNUMBERED if config.role == "rollout" else mine.index
-    place = config.cluster.place
-    hello = Hello(mine.role, index, uuid.uuid4().hex[:8], os.getpid(), machine, place=place)
+    starter_id = own_starter_id() if config.role == "rollout" else ""
+    who = (mine.role, index, uuid.uuid4().hex[:8], os.getpid(), machine)
+    hello = Hello(*who, place=config.cluster.place, starter_id=starter_id)
     channel = _channel(config, hello)
     joined.append(channel)
     mine = RoleOfRank(mine.role, channel.index)

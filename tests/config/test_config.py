@@ -4,13 +4,14 @@ it, before anything starts."""
 import dataclasses
 import json
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 
 from laminar_hpc.config.check import check, check_machine, derive
 from laminar_hpc.config.directories import conf_directory
-from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.config.errors import LaminarError, Refused
 from laminar_hpc.config.file_systems import file_system
 from laminar_hpc.config.load import dump_config, load_config, read_config
 from laminar_hpc.config.models import (
@@ -409,3 +410,49 @@ def test_rewards_by_name_are_written_plainly(words, tmp_path):
     assert reward_functions(config.reward) == {"right": RewardFunction(function="my.f", weight=0.5)}
     (tmp_path / "config.yaml").write_text(dump_config(config))
     assert reward_functions(read_config(tmp_path / "config.yaml").reward) == reward_functions(config.reward)
+
+
+@pytest.mark.parametrize(
+    ("word", "text"),
+    [
+        ("rollout.replicas=3:1", "or MIN:MAX with MIN at most MAX"),
+        ("rollout.replicas=0:2", "must be a whole number, at least 1 and at most 65,536, or MIN:MAX"),
+        ("rollout.replicas=2:", "or MIN:MAX with MIN at most MAX"),
+        ("rollout.replicas=2:70000", "or MIN:MAX with MIN at most MAX"),
+        ("rollout.replicas=2:4 rollout.replicas_min=3", "is more than rollout.replicas=2:4"),
+        ("rollout.replicas=2:4 cluster.scale_command=/no/such", "no such program here"),
+        ('rollout.replicas=2:4 cluster.scale_command="a \'b"', "cannot be read as words"),
+        ("cluster.scale_command=/bin/true", "has no effect with rollout.replicas=1; write MIN:MAX"),
+    ],
+)
+def test_wrong_spans_of_replicas_are_one_line(word, text):
+    """And nothing else is said."""
+    with pytest.raises(Refused) as refused:
+        check(load_config(["experiment=demo", *shlex.split(word)]))
+    (line,) = str(refused.value).splitlines()
+    assert text in line
+
+
+def test_a_span_of_replicas_is_checked_for_its_largest_number(tmp_path):
+    """Ranks, GPUs and room in memory are those of MAX, local batches those of MIN, with which it begins."""
+    words = ["experiment=demo", "algorithm.prompts_per_step=32"]
+    span, most, fewest = (check(load_config([*words, f"rollout.replicas={n}"])) for n in ("2:4", "4", "2"))
+    assert (span.rollout_ranks, span.world_size, span.gpus_unless_shared) == (
+        most.rollout_ranks,
+        most.world_size,
+        most.gpus_unless_shared,
+    )
+    assert span.local_batch_groups == fewest.local_batch_groups == 16
+    (tmp_path / "config.yaml").write_text(dump_config(load_config([*words, "rollout.replicas=2:4"])))
+    assert read_config(tmp_path / "config.yaml").rollout.most == 4
+
+
+def test_a_span_in_a_file_is_quoted(tmp_path):
+    """YAML would read 2:8 as 128 seconds."""
+    (tmp_path / "experiment").mkdir()
+    file = tmp_path / "experiment" / "mine.yaml"
+    file.write_text("# @package _global_\nrollout:\n  replicas: 2:8  # of eight GPUs\n")
+    with pytest.raises(Refused, match=r'mine.yaml: YAML reads 2:8 as a time; write "2:8" in quotes'):
+        load_config(["--config-dir", str(tmp_path), "experiment=mine"])
+    file.write_text('# @package _global_\nrollout:\n  replicas: "2:8"\n')
+    assert load_config(["--config-dir", str(tmp_path), "experiment=mine"]).rollout.most == 8

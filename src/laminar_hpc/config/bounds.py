@@ -4,6 +4,7 @@ Imports no torch.
     steps: int = number(60, at_least=1)
     lr: float = number(1e-4, above=0, at_most=1)
     most: int | str = number(2, at_least=0, word="auto")   # or auto, or auto:N with N within the bounds
+    many: int | str = number(1, at_least=1, span=True)     # or MIN:MAX, both within the bounds
     loss: str = choice("clip", "gspo")            # the first is the default
 
 Every number has to be finite, and every whole number below 2**31. A list of numbers has its bounds for each
@@ -29,7 +30,7 @@ _NAME = "laminar"  # of our entry in a field's metadata
 @dataclass(frozen=True)
 class Bounds:
     """What a number may be; None = no bound on that side. `why`: what is wrong beyond them, if not plain.
-    `word`: may stand in place of the number, or before it as `word:number`."""
+    `word`: may stand in place of the number, or before it as `word:number`. `span`: MIN:MAX may."""
 
     at_least: float | None = None
     above: float | None = None
@@ -37,10 +38,14 @@ class Bounds:
     below: float | None = None
     why: str = ""
     word: str = ""
+    span: bool = False
 
     def hold(self, value: float | str) -> bool:
         if isinstance(value, str):
             word, colon, most = value.partition(":")
+            if self.span:
+                both = word.isdecimal() and most.isdecimal() and int(word) <= int(most)
+                return both and self.hold(int(word)) and self.hold(int(most))
             return word == self.word and (not colon or (most.isdecimal() and self.hold(int(most))))
         return (
             math.isfinite(value)
@@ -67,9 +72,10 @@ class Bounds:
         parts = [
             f"{field.name.replace('_', ' ')} {bound:{',.0f' if float(bound).is_integer() else 'g'}}"
             for field in dataclasses.fields(self)
-            if field.name not in ("why", "word") and (bound := getattr(self, field.name)) is not None
+            if field.name not in ("why", "word", "span") and (bound := getattr(self, field.name)) is not None
         ]
         text = " and ".join(parts) or "finite"
+        text += ", or MIN:MAX with MIN at most MAX" if self.span else ""
         return f"{text}, {self.word} or {self.word}:N" if self.word else text
 
 
@@ -97,9 +103,10 @@ def bounds(
     below: float | None = None,
     why: str = "",
     word: str = "",
+    span: bool = False,
 ) -> dict[str, Bounds]:
     """Metadata of a dataclass field that holds numbers."""
-    return {_NAME: Bounds(at_least, above, at_most, below, why, word)}
+    return {_NAME: Bounds(at_least, above, at_most, below, why, word, span)}
 
 
 def number(
@@ -111,9 +118,11 @@ def number(
     below: float | None = None,
     why: str = "",
     word: str = "",
+    span: bool = False,
 ) -> T:
     """A field that holds a number, or a list of numbers. Without bounds it has to be finite only."""
-    return dataclasses.field(default=default, metadata=bounds(at_least, above, at_most, below, why, word))
+    metadata = bounds(at_least, above, at_most, below, why, word, span)
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 def seconds(default: float) -> float:

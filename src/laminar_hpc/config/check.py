@@ -91,12 +91,12 @@ def derive(config: RunConfig) -> Derived:
     t, r = config.trainer, config.rollout
     replay = config.source.startswith("replay:")
     trainers = t.ranks
-    rollouts = 0 if replay else r.replicas
+    rollouts = 0 if replay else r.most
     trajectories = config.algorithm.prompts_per_step * config.algorithm.samples_per_prompt
     parameters = count_parameters(model)
     publish = published_parameters(model, config.model.lora) * width
     groups = config.pipeline.local_batch_groups or math.ceil(
-        config.algorithm.prompts_per_step / max(1, rollouts)
+        config.algorithm.prompts_per_step / (1 if replay else r.fewest)
     )
     engine = 0 if replay else rollout_bytes(model, width, r.tensor_parallel, r.kv_cache_tokens)
     engine += 0 if replay else adapter_pool_bytes(config, model, width)

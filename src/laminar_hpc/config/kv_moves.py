@@ -21,4 +21,4 @@ def kv_moves(config: RunConfig) -> bool:
         return config.pipeline.repack == "kv"
     given = config.rollout.engine_arguments.items()
     kept = any(keeps_cache(key.replace("_", "-"), value) for key, value in given)
-    return config.pipeline.empties and config.rollout.replicas > 1 and not kept
+    return config.pipeline.empties and config.rollout.most > 1 and not kept

@@ -19,7 +19,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import GrammarParseError, OmegaConfBaseException, ValidationError
 
-from laminar_hpc.config.bounds import shown, wrong_values
+from laminar_hpc.config.bounds import Bounds, allowed, shown, wrong_values
 from laminar_hpc.config.check import problems
 from laminar_hpc.config.directories import conf_directory, examples_directory
 from laminar_hpc.config.errors import LaminarError, Refused, first_line
@@ -41,6 +41,7 @@ _PATHS = (
     "observability.prometheus_key",
 )
 Config = TypeVar("Config")
+_UNQUOTED_SPAN = re.compile(r"^\s*replicas:\s*(\d+:\d+)\s*(?:#.*)?$", re.MULTILINE)
 _named: dict[str, type] = {}  # what Hydra's store holds
 
 
@@ -81,6 +82,7 @@ def load_config(
     keys, read, own = read_words(words)
     if read.broken:
         raise Refused(read.wrong)
+    read.wrong += _unquoted_spans(read, [own] if own else [])
     config = compose_config(RunConfig, "schema", conf_directory(), keys, read, own)
     _expand_home(config)
     if read.wrong or wrong_values(config):
@@ -172,6 +174,8 @@ def compose_config(
             OmegaConf.update(composed, key, value, merge=True, force_add=True)
         except OmegaConfBaseException as error:
             read.wrong.append(_of_a_word(key, value, error, keys))
+        else:
+            read.wrong += _wrong_spans(composed, key, keys)
     try:
         config: Any = OmegaConf.to_object(composed)
     except OmegaConfBaseException as error:
@@ -180,6 +184,24 @@ def compose_config(
         ) from None
     assert isinstance(config, schema)
     return config
+
+
+def _wrong_spans(composed: DictConfig, key: str, keys: Keys) -> Iterator[str]:
+    """A line where a setting was to have a number or a span of numbers, and its text is neither."""
+    for name, field in keys.fields.items():
+        limits = allowed(field)
+        if name.startswith(key) and isinstance(limits, Bounds) and limits.span:
+            value = OmegaConf.select(composed, name, throw_on_resolution_failure=False)
+            if isinstance(value, str) and not limits.hold(value):
+                yield f"{name}={shown(value)}: {keys.requirement(name)}"
+
+
+def _unquoted_spans(read: Words, folders: Sequence[Path]) -> Iterator[str]:
+    """A line for each file of the user's in which YAML takes MIN:MAX for minutes and seconds."""
+    for group, name in read.groups.items():
+        for path in (folder / group / f"{name}.yaml" for folder in folders):
+            if path.is_file() and (found := _UNQUOTED_SPAN.search(path.read_text(errors="replace"))):
+                yield f'{path}: YAML reads {found[1]} as a time; write "{found[1]}" in quotes'
 
 
 def _of_a_word(key: str, value: object, error: OmegaConfBaseException, keys: Keys) -> str:

@@ -49,7 +49,7 @@ def relay_bytes(config: RunConfig) -> int:
     if relay.transport == "host" or config.source.startswith("replay:"):
         return 0
     each = _CONTEXT_BYTES + 2 * _NCCL_BYTES + 5 * (relay.chunk_megabytes << 20)
-    return math.ceil(relay.lanes / (rollout.replicas * rollout.tensor_parallel)) * each
+    return math.ceil(relay.lanes / (rollout.fewest * rollout.tensor_parallel)) * each
 
 
 def move_bytes(config: RunConfig) -> int:

@@ -8,6 +8,8 @@ trainer/algorithms/.
 
 import math
 import re
+import shlex
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -104,7 +106,7 @@ def _sampling(config: RunConfig) -> Iterator[str]:
 
 
 def _rollout(config: RunConfig) -> Iterator[str]:
-    if config.rollout.replicas_min is not None and config.rollout.replicas_min > config.rollout.replicas:
+    if config.rollout.replicas_min is not None and config.rollout.replicas_min > config.rollout.fewest:
         yield (
             "@rollout.replicas_min is more than @rollout.replicas: lower it, or leave it at null; more than "
             "rollout.replicas may join all the same"
@@ -112,6 +114,7 @@ def _rollout(config: RunConfig) -> Iterator[str]:
     notice = config.rollout.preemption_notice
     if notice is not None and not notice.startswith(("/", "http://", "https://")):
         yield "@rollout.preemption_notice: write an absolute path, or an address with http:// or https://"
+    yield from _scaling(config)
     if config.relay.lanes > 1 and config.relay.slots < 3:
         yield "@relay.slots: @relay.lanes needs at least 3, as lanes may be on two ids at a time"
 
@@ -124,6 +127,25 @@ def _places(config: RunConfig) -> Iterator[str]:
         yield "@cluster.place is that of a machine which only has rollouts and relays: leave it out for @role"
     if config.cluster.place and config.relay.lanes > 1:
         yield "@relay.lanes: @cluster.place gets one stream for all of its machines; set relay.lanes=1 there"
+
+
+def _scaling(config: RunConfig) -> Iterator[str]:
+    rollout, command = config.rollout, config.cluster.scale_command
+    if not rollout.scales:
+        if command:
+            yield "@cluster.scale_command has no effect with @rollout.replicas; write MIN:MAX"
+        return
+    if config.source.startswith("replay:"):
+        yield "@rollout.replicas: a replay has no rollouts; leave it out"
+    if not command:
+        return
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        yield f"@cluster.scale_command cannot be read as words: {error}"
+        return
+    if not words or not (config.dry_run or shutil.which(words[0])):
+        yield "@cluster.scale_command: no such program here, or it may not be executed"
 
 
 def _environment(config: RunConfig) -> Iterator[str]:

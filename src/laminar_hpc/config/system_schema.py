@@ -97,8 +97,9 @@ class RelayConfig:
 
 @dataclass
 class RolloutConfig:
-    replicas: int = number(1, at_least=1, at_most=RANKS_MAX)
-    """rollout ranks, each with an engine of its own; with roles apart more may join at any time"""
+    replicas: int | str = number(1, at_least=1, at_most=RANKS_MAX, span=True)
+    """rollout ranks, each with an engine of its own; with roles apart more may join at any time. MIN:MAX
+    begins with MIN, and the run starts and ends others by its own measurements"""
     replicas_min: int | None = number(None, at_least=1, at_most=RANKS_MAX)
     """with roles apart: so many are awaited at the start; null = all"""
     tensor_parallel: int = number(1, at_least=1, at_most=RANKS_MAX)
@@ -132,6 +133,21 @@ class RolloutConfig:
     preemption_notice: str | None = None
     """a file that appears when this machine will be taken back, or the http address of a cloud's notice: the
     replica then hands over what it generates, as at TERM; with roles apart"""
+
+    @property
+    def scales(self) -> bool:
+        """Whether the run itself starts and ends replicas."""
+        return isinstance(self.replicas, str)
+
+    @property
+    def fewest(self) -> int:
+        """Replicas that there are at least: so many begin."""
+        return int(str(self.replicas).partition(":")[0])
+
+    @property
+    def most(self) -> int:
+        """Replicas that the run itself starts at most."""
+        return int(str(self.replicas).rpartition(":")[2])
 
 
 @dataclass
@@ -283,6 +299,9 @@ class ClusterConfig:
     file system of the run is (laminar join); shared: all roles see run_dir"""
     join_port: int = number(0, at_least=0, at_most=65_535)
     """of storage=stream: where rollouts send and machines join; 0 = any free port"""
+    scale_command: str = ""
+    """with rollout.replicas=MIN:MAX: a program that starts replicas, called with `start N` and `stop ID`, see
+    running.md; empty = `laminar train` starts them on its machine"""
     join_timeout_seconds: float = seconds(300.0)
     """for all ranks to be there"""
     heartbeat_timeout_seconds: float = seconds(30.0)

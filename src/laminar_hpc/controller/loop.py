@@ -121,6 +121,8 @@ class Controller(Protocols):
         self.failover.place_orphans()
         self.repacker.tick(now)
         self.reports.show_progress()
+        if self.autoscaling:
+            self.autoscaling.tick(now)
         if self.archiving:
             self.archiving.tick(self.state.trainer_step)
 

@@ -15,9 +15,11 @@ from pathlib import Path
 
 from laminar_hpc.config.models import model_config
 from laminar_hpc.controller.fleet.active_replicas import ActiveReplicas
+from laminar_hpc.controller.fleet.autoscaling import Autoscaling
 from laminar_hpc.controller.fleet.draining import Draining
 from laminar_hpc.controller.fleet.members import Member
 from laminar_hpc.controller.fleet.membership import Membership
+from laminar_hpc.controller.fleet.replica_starter import starter_of
 from laminar_hpc.controller.fleet.trainer_generation import TrainerGeneration
 from laminar_hpc.controller.shared import NUMBERS, HearsOfLosses
 from laminar_hpc.controller.tables import Tables
@@ -87,6 +89,7 @@ class Protocols(Flow):
     trainer_generation: TrainerGeneration
     reattachment: Reattachment
     membership: Membership
+    autoscaling: Autoscaling | None
 
     def on_ping(self, member: Member, ping: Ping) -> None:
         """Answers a sign of life, and takes what it carries."""
@@ -142,6 +145,8 @@ def make_protocols(f: Flow, run_id: str) -> Protocols:
     if f.roles_apart:
         take_up(Path(f.config.run_dir), store, tracker, f.pool, f.reports)
     reattachment = Reattachment(f, f.failover, f.awaited, f.told_of_losses, f.last_seen)
+    scales = f.config.rollout.scales
+    autoscaling = Autoscaling(f, training, f.active_replicas, starter_of(f.config)) if scales else None
     return Protocols(
         **vars(f),
         gone=gone,
@@ -153,4 +158,5 @@ def make_protocols(f: Flow, run_id: str) -> Protocols:
         trainer_generation=trainer_generation,
         reattachment=reattachment,
         membership=Membership(f, run_id, trainer_generation, gone, reattachment),
+        autoscaling=autoscaling,
     )

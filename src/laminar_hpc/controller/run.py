@@ -333,6 +333,8 @@ def close(controller: Controller | None, hub: Hub, run_dir: Path, replaced: bool
         closes = [controller.store.close, controller.metrics.close, controller.trace.close]
         if controller.archiving:
             closes.insert(0, controller.archiving.close)
+        if controller.autoscaling:
+            controller.autoscaling.starter.close()
         for close_part in closes:
             try:
                 close_part()

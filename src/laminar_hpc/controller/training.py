@@ -83,6 +83,7 @@ class Training:
         self._wait_reason = ""
         self._last_not_yet = self._last_step_time = 0.0
         self._step_seconds: list[float] = []
+        self.newest_record: dict = {}  # of a step, after the first one
 
     @property
     def waits_for(self) -> str:
@@ -287,6 +288,7 @@ class Training:
             self._step_seconds.append(seconds)
         state.steps_done += 1
         record = self._shared.metrics.write("step", **fields)
+        self.newest_record = record
         left = console.eta(self._step_seconds, config.steps - state.trainer_step)
         say(console.step_line(record, config.steps, left))
         if skipped := done.metrics.get("skipped_updates"):

@@ -10,6 +10,7 @@ leave, the run goes on, and the exit code is theirs. A second one ends them at o
 """
 
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,20 +67,38 @@ class RolePart:
     processes: int
     words: list[str]
 
-    def start(self, orders: RankOrders, tended: bool = False) -> list[WorkerGroup]:
-        """`tended`: nobody sits in front of it, so that relays and rollouts are started again too. Raises
-        LaminarError for words that are refused."""
+    def start(
+        self,
+        orders: RankOrders,
+        tended: bool = False,
+        places: Sequence[int] | None = None,
+        advice: str | None = None,
+    ) -> list[WorkerGroup]:
+        """`tended`: nobody sits in front of it, so that relays and rollouts are started again too. `places`:
+        of rollouts only these; `advice`: behind how one died, in place of the usual one. Raises LaminarError
+        for words that are refused."""
         words, count = [f"role={self.role}", *self.words], self.processes
         config = load_config(words)
         if self.role in ("controller", "trainer"):
             restarts = Restarts(PER_HOUR if config.restarts is None else config.restarts)
         else:
             restarts = Restarts(PER_HOUR if tended else 0)
-        each = [[place] for place in range(count)] if self.role == "rollout" else [range(count)]
-        advice = f"; {AGAIN[self.role]}"
+        each: list[Sequence[int]] = [range(count)]
+        if self.role == "rollout":
+            each = [[place] for place in (range(count) if places is None else places)]
+        advice = f"; {AGAIN[self.role]}" if advice is None else advice
         return [
             RoleGroup(config, words, Ranks(here, count), restarts, orders, advice=advice) for here in each
         ]
+
+
+def stops_by_command(run_dir: Path) -> Callable[[str], None]:
+    """What a signal means where all roles print to one terminal."""
+
+    def stop(_: str) -> None:
+        cli.run(["stop", str(run_dir)])
+
+    return stop
 
 
 def main(arguments: list[str]) -> int:
@@ -96,10 +115,8 @@ def main(arguments: list[str]) -> int:
         print_lines(error)
         return 2
 
-    def stop_run(_: str) -> None:
-        cli.run(["stop", str(run_dir)])
-
-    agent = NodeAgent(run_dir, groups, one_terminal=several, ask=stop_run if several else None)
+    ask = stops_by_command(run_dir) if several else None
+    agent = NodeAgent(run_dir, groups, one_terminal=several, ask=ask)
     on_stop_signals(agent.on_signal)
     return agent.run()
 

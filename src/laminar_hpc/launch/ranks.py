@@ -43,6 +43,7 @@ class Life:
         self.causes: list[str] = []  # of a failure: one line, or one per mistake of a refused configuration
         self.is_refused = False
         self.joined_as = ""
+        self.to_start = 0  # rollouts that its controller has asked for
         self.failed: tuple[int, int] | None = None  # the rank that did so first, and its exit code
         self._kill_at = math.inf
         self._reports = os.memfd_create("reports")
@@ -88,6 +89,7 @@ class Life:
         said, self._heard = reported(self._reports, self._heard)
         for each in said:
             self.joined_as = each.joined_as or self.joined_as
+            self.to_start += each.start
             # what follows the first error are its consequences; each mistake is one of its own
             if each.error and (not self.causes or (each.refused and self.is_refused)):
                 self.is_refused = each.refused

@@ -150,6 +150,10 @@ def start(config: RunConfig, derived: Derived, words: list[str]) -> int:
     if lines:
         raise Refused(dict.fromkeys([*lines, *of_inputs(config, lines)]))
     check_rewards(config)
+    if config.rollout.scales:
+        from laminar_hpc.launch import one_machine
+
+        return one_machine.run(config, derived, words)
     return supervisor.run(config, words, derived.world_size)
 
 

@@ -25,15 +25,18 @@ class RankOrders(msgspec.Struct, frozen=True):
         False  # a Slurm may send TERM to all processes of a job; the agent says what it means
     )
     spare: str = ""
+    starts_replicas: bool = False  # the agent starts rollouts when the controller asks for them
 
 
 class RankReport(msgspec.Struct, omit_defaults=True):
     """What a rank tells its agent: an error, or a mistake in what it was asked for (`refused`), one line for
-    each; `joined_as`: "rollout 3", when it has joined the run; of a controller when it has the run."""
+    each; `joined_as`: "rollout 3", when it has joined the run; of a controller when it has the run; `start`:
+    it asks for so many rollouts more."""
 
     error: str = ""
     refused: bool = False
     joined_as: str = ""
+    start: int = 0
 
 
 def orders() -> RankOrders:

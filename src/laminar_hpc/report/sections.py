@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from laminar_hpc.machine.observability.console import duration, value_text
-from laminar_hpc.report import forecast, rewards, samples, summary, svg, timeline, turns
+from laminar_hpc.report import forecast, replicas, rewards, samples, summary, svg, timeline, turns
 from laminar_hpc.report.page import chart, figure, grid, keys, section
 from laminar_hpc.report.rundata import Run
 from laminar_hpc.report.svg import Series, tag
@@ -313,6 +313,7 @@ ALL = (
     sampling,
     time_line,
     accounts,
+    replicas.replicas_section,
     forecast.forecast_section,
     trainer_curves,
     guard,

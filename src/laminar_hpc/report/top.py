@@ -16,7 +16,7 @@ from rich.text import Text
 
 from laminar_hpc.machine.observability.console import count, duration, eta, number
 from laminar_hpc.machine.observability.output import printable
-from laminar_hpc.report import forecast, turns
+from laminar_hpc.report import forecast, replicas, turns
 from laminar_hpc.report.live import SILENT_SECONDS, RunFollower, View
 from laminar_hpc.store.status import RankStatus
 
@@ -63,8 +63,8 @@ def main(options: Namespace) -> int:
 def frame(view: View, width: int = PIPE_WIDTH) -> Group:
     """One picture of the run, `width` columns wide."""
     parts: list = [_head(view), _progress(view), Text(), _ranks(view, width), Text()]
-    lines = (_queues, _weights, _turns, _moves, _last_evaluations, _reward_errors, _incidents, _forecast)
-    parts += [line for make in lines if (line := make(view))]
+    lines = (_queues, _weights, _turns, _moves, _last_evaluations, _reward_errors)
+    parts += [line for make in (*lines, _incidents, _replicas, _forecast) if (line := make(view))]
     return Group(*parts)
 
 
@@ -263,6 +263,12 @@ def _incidents(view: View) -> Text | None:
     )
     parts = [f"{view.counts[kind]} {name}" for kind, name in names if kind in view.counts]
     return _line("incidents", *parts) if parts else None
+
+
+def _replicas(view: View) -> Text | None:
+    """Shows how the run has changed the number of its replicas."""
+    parts = replicas.parts(view.newest)
+    return _line("replicas", *parts) if parts else None
 
 
 def _forecast(view: View) -> Text | None:

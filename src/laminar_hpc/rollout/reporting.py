@@ -46,7 +46,7 @@ class UtilizationReporter:
         """Once, on the idle engine, where the planner of moves needs it."""
         config = self.context.config
         forced = config.pipeline.repack != "auto" and config.pipeline.repack_requests is not None
-        alone = config.rollout.replicas == 1 or config.environment.stays
+        alone = config.rollout.most == 1 or config.environment.stays
         if not config.pipeline.empties or alone or forced or self._curve:
             return
         limit = min(CURVE_MAX_REQUESTS, config.rollout.max_concurrent)

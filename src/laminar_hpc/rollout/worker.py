@@ -33,7 +33,7 @@ from laminar_hpc.line.channel import StopReceived, Terminated
 from laminar_hpc.line.context import RoleContext
 from laminar_hpc.line.messages.data import Message, Sample
 from laminar_hpc.line.messages.homes import Ask, LetGo
-from laminar_hpc.line.messages.membership import Welcome
+from laminar_hpc.line.messages.membership import Release, Welcome
 from laminar_hpc.line.messages.parking import TakenUp
 from laminar_hpc.line.messages.rollouts import (
     Drop,
@@ -180,7 +180,7 @@ class RolloutWorker:
         self.context.channel.close()
 
     def _arrived(self, item: Message | Exception) -> None:
-        if isinstance(item, Terminated):
+        if isinstance(item, Terminated | Release):
             self.shutdown.begin()
         elif isinstance(item, Exception):
             self._leave(item)

@@ -54,7 +54,7 @@ def settings_of(config: RunConfig) -> dict[str, object]:
 
 def replica_changes(config: RunConfig) -> Iterator[tuple[str, ...]]:
     """Half and twice as many replicas, one less and one more: they may join and leave a run that goes on."""
-    now = config.rollout.replicas
+    now = config.rollout.most
     for other in sorted({max(1, now // 2), max(1, now - 1), now + 1, 2 * now} - {now}):
         yield (f"rollout.replicas={other}",)
 

@@ -297,3 +297,15 @@ def test_jobs_wait_until_slurm_has_started_one_again() -> None:
     assert patience(config, [], shipped) == ["cluster.join_timeout_seconds=600"]
     assert patience(config, ["cluster.join_timeout_seconds=20"], shipped) == []
     assert patience(config, [], quick) == patience(config, [], "") == []
+
+
+def test_a_span_of_replicas_begins_with_its_smallest_number():
+    """Each role is a job of its own, so that replicas can come and go; a program starts the others."""
+    config = config_of((1, 1, 1), 2, 1)
+    config.rollout.replicas = "2:6"
+    with pytest.raises(LaminarError, match=r"rollout.replicas=2:6: on several machines name a program"):
+        layout(config, derive(config), 8, apart=False)
+    config.cluster.scale_command = "/bin/true"
+    *_, rollouts = layout(config, derive(config), 8, apart=False)
+    assert rollouts.script == "rollouts.sbatch" and dict(rollouts.environment) == {"ROLLOUTS": "2"}
+    assert rollouts.options == ("--array=0-0", "--gpus-per-node=2")

@@ -155,3 +155,13 @@ def test_a_machine_without_the_run_s_folder_refuses(tmp_path, monkeypatch) -> No
     with pytest.raises(Refused, match=r"is installed here and 0\.0\.0 where it was launched"):
         host.check_here(tmp_path, "ab")
     host.check_here(tmp_path, "")
+
+
+def test_a_span_of_replicas_begins_with_its_smallest_number() -> None:
+    """And needs a program that starts the others."""
+    config = config_of((1, 1, 1), 2, 1)
+    config.rollout.replicas = "2:6"
+    with pytest.raises(LaminarError, match=r"rollout.replicas=2:6: on several machines name a program"):
+        placed(config, 1, 4)
+    config.cluster.scale_command = "/bin/true"
+    assert placed(config, 1, 4) == [("n1", (0, 1), 0), ("n2", None, 2)]

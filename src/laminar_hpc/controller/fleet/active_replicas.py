@@ -82,5 +82,5 @@ class ActiveReplicas:
 
 def replicas_min(shared: Shared) -> int:
     """How many rollouts are awaited at the start; 0 in a replay."""
-    ranks = shared.derived.rollout_ranks
-    return min(ranks, shared.config.rollout.replicas_min or ranks)
+    rollout = shared.config.rollout
+    return min(shared.derived.rollout_ranks, rollout.replicas_min or rollout.fewest)

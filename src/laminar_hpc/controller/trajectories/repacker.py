@@ -115,7 +115,8 @@ class Repacker:
             return 0
         size, bound = config.algorithm.prompts_per_step, self._shared.staleness.of_weights(newest.step)
         groups = admission.quota(newest.step, self._tracker.counted, size, config.steps, bound)
-        local = config.pipeline.local_batch_groups or math.ceil(size / config.rollout.replicas)
+        there = min(max(len(self._replicas.rows()), config.rollout.fewest), config.rollout.most)
+        local = config.pipeline.local_batch_groups or math.ceil(size / there)
         return math.ceil(groups / local)
 
     def _view(self, replica: int, report: ReplicaLoad) -> repack.ReplicaView:

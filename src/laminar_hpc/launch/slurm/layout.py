@@ -45,6 +45,8 @@ def layout(
     a job for each role although one node would do; `hetjob`: one heterogeneous job of all roles.
 
     Raises LaminarError for what has no place on such nodes."""
+    refuse_unless_scaled(config)
+    apart = apart or config.rollout.scales
     used, replay, by_role = derived.gpus_unless_shared, not derived.rollout_ranks, hetjob or apart
     if shares_gpus(config):
         used = len({*(config.trainer.devices or ()), *(config.rollout.devices or ())})
@@ -65,6 +67,15 @@ def layout(
         parts = (SlurmJob("control.sbatch", ("--nodes=1",)), trainer, rollouts)
         return [SlurmJob("laminar_hetjob.sbatch", (), rollouts.environment, parts)]
     return [SlurmJob("control.sbatch", ()), trainer, rollouts]
+
+
+def refuse_unless_scaled(config: RunConfig) -> None:
+    """Raises LaminarError where the run is to start replicas and nobody does so for it."""
+    if config.rollout.scales and not config.cluster.scale_command:
+        raise LaminarError(
+            f"rollout.replicas={config.rollout.replicas}: on several machines name a program that starts and "
+            "ends replicas, cluster.scale_command=PROGRAM (docs/running.md), or write a number"
+        )
 
 
 def _nodes(derived: Derived, gpus: int) -> int:
@@ -104,8 +115,9 @@ def _rollouts(config: RunConfig, derived: Derived, gpus: int, hetjob: bool) -> S
         raise LaminarError(
             f"rollout.tensor_parallel={size}: an engine is on one node, and --gpus-per-node={gpus}; lower it"
         )
-    nodes = math.ceil(derived.rollout_ranks / (gpus // size if gpus else 1))
-    each = math.ceil(derived.rollout_ranks / nodes)
+    replicas = config.rollout.fewest
+    nodes = math.ceil(replicas / (gpus // size if gpus else 1))
+    each = math.ceil(replicas / nodes)
     place = f"--nodes={nodes}" if hetjob else f"--array=0-{nodes - 1}"
     options = (place, *_gpus(each * size if gpus else 0))
     return SlurmJob("rollouts.sbatch", options, (("ROLLOUTS", str(each)),))

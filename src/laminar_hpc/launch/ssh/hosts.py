@@ -16,7 +16,7 @@ from pathlib import Path
 from laminar_hpc.config.check import Derived
 from laminar_hpc.config.errors import LaminarError, Refused
 from laminar_hpc.config.schema import RunConfig
-from laminar_hpc.launch.slurm.layout import shares_gpus, trainers_per_node
+from laminar_hpc.launch.slurm.layout import refuse_unless_scaled, shares_gpus, trainers_per_node
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,7 @@ def assign(config: RunConfig, derived: Derived, hosts: Sequence[Host]) -> list[H
     """A part for each machine that has one, in the order of `hosts`.
 
     Raises LaminarError for what has no place on them."""
+    refuse_unless_scaled(config)
     on_gpus = any(host.gpus for host in hosts)
     if on_gpus and shares_gpus(config):
         raise LaminarError(
@@ -100,7 +101,8 @@ def _trainer_hosts(config: RunConfig, derived: Derived, hosts: Sequence[Host]) -
 
 def _replicas(config: RunConfig, derived: Derived, free: Sequence[Host]) -> dict[Host, int]:
     """How many on which machine: as equally as their GPUs allow."""
-    size, left = config.rollout.tensor_parallel, derived.rollout_ranks
+    size = config.rollout.tensor_parallel
+    left = config.rollout.fewest if derived.rollout_ranks else 0
     room = {host: host.gpus // size if host.gpus else left for host in free}
     if any(host.gpus for host in free):
         room = {host: number for host, number in room.items() if host.gpus}

@@ -5,10 +5,12 @@ from typing import Annotated, Literal
 import msgspec
 
 from laminar_hpc.line.messages.data import Message, ReplicaLoad
+from laminar_hpc.line.starter_id import PATTERN
 
 # what a decoder lets pass: no number that a table or the system would stumble over
 UNNUMBERED = -1  # a rollout that the controller is to number
 Index = Annotated[int, msgspec.Meta(ge=UNNUMBERED, lt=1 << 31)]
+StarterId = Annotated[str, msgspec.Meta(pattern=PATTERN)]
 ProcessId = Annotated[int, msgspec.Meta(ge=1, le=1 << 22)]
 
 
@@ -16,7 +18,8 @@ class Hello(Message):
     """First message of a worker. `incarnation` differs after a restart; `machine` names the host whose shared
     memory it sees. `index` is its number within its role, or UNNUMBERED until a Welcome has given it one.
     `rejoins`: it was welcomed before, perhaps by a controller that has put nothing of it on record. `place`:
-    cluster.place."""
+    cluster.place. `starter_id`: of a
+    rollout, what whoever has started it calls it (line/starter_id.py), "" = nobody has said."""
 
     role: str
     index: Index
@@ -25,6 +28,7 @@ class Hello(Message):
     machine: str
     rejoins: bool = False
     place: str = ""
+    starter_id: StarterId = ""
 
     @property
     def name(self) -> str:
@@ -115,6 +119,10 @@ class Stop(Message):
     """Controller to workers: leave now. Trainers get it only after their checkpoint is on disk."""
 
     reason: str
+
+
+class Release(Message):
+    """Controller to a rollout that the run needs no more: leave in order, as at a TERM."""
 
 
 class Rejoin(Message):

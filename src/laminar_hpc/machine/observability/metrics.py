@@ -31,7 +31,7 @@ LABELS = {
 }
 NOT_CURVES = frozenset(
     "start end restart reward_error refused given_up lost regranted reattached controller_back "
-    "scored_elsewhere leaving engine_hung move move_off repack".split()
+    "scored_elsewhere leaving engine_hung move move_off repack scaling scaled scale_failed".split()
 )
 TENSORBOARD_FLUSH_SECONDS = 5
 _LINES = 100_000  # that wait for a disk which takes none

@@ -18,7 +18,8 @@ from laminar_hpc.engine.factory import engine_factory
 from laminar_hpc.environments.reward_pool import RewardPool
 from laminar_hpc.line.channel import Channel
 from laminar_hpc.line.context import RoleContext
-from laminar_hpc.line.messages.membership import Failure, Hello
+from laminar_hpc.line.messages.membership import UNNUMBERED, Failure, Hello
+from laminar_hpc.line.starter_id import own_starter_id
 from laminar_hpc.machine.observability.trace import Trace
 from laminar_hpc.machine.processes import machine_name
 from laminar_hpc.rollout.worker import RolloutWorker
@@ -46,7 +47,9 @@ class EmulatedReplica:
         """Runs until the controller says Stop. A replica that cannot go on tells the controller."""
         config, run_dir = self.config, Path(self.config.run_dir)
         machine = machine_name(config.relay.shm_dir)
-        hello = Hello("rollout", self.index, uuid.uuid4().hex[:8], os.getpid(), machine)
+        hello = Hello(
+            "rollout", self.index, uuid.uuid4().hex[:8], os.getpid(), machine, starter_id=own_starter_id()
+        )
         join, heartbeat = config.cluster.join_timeout_seconds, config.cluster.heartbeat_timeout_seconds
         channel = await asyncio.to_thread(Channel, run_dir, hello, join, heartbeat)
         self.index = channel.index
@@ -69,12 +72,12 @@ class EmulatedReplica:
 
 
 async def run(config: RunConfig, first: int, count: int) -> None:
-    """Runs replicas first ... first + count - 1 until the last one has left."""
+    """Runs replicas first ... first + count - 1, or `count` that the controller numbers where `first` is
+    UNNUMBERED, until the last one has left."""
+    indices = [UNNUMBERED] * count if first == UNNUMBERED else range(first, first + count)
     pool = RewardPool(config.reward, config.data.prompt_field)
     await pool.start()
     try:
-        await asyncio.gather(
-            *(EmulatedReplica(config, index, pool).run() for index in range(first, first + count))
-        )
+        await asyncio.gather(*(EmulatedReplica(config, index, pool).run() for index in indices))
     finally:
         await pool.close()

@@ -61,7 +61,7 @@ class Emulation:
         self.stage = self.start("stage", str(train_seconds_per_token))
         self.fleets: dict[int, subprocess.Popen[bytes]] = {}
         begin = 0
-        alike: Sequence[tuple[RunConfig | None, int]] = [(None, config.rollout.replicas)]
+        alike: Sequence[tuple[RunConfig | None, int]] = [(None, config.rollout.fewest)]
         for own, count in kinds or alike:
             for first in range(begin, begin + count, per_process):
                 self.fleets[first] = self.fleet(first, min(per_process, begin + count - first), own)

@@ -122,7 +122,7 @@ def _splits(config: RunConfig) -> Iterator[tuple[str, ...]]:
     if t.devices or r.devices or shared_engines(config):
         return
     copy_of_model = t.replica_ranks
-    total = copy_of_model * t.data_parallel + r.replicas * r.tensor_parallel
+    total = copy_of_model * t.data_parallel + r.most * r.tensor_parallel
     for ranks in range(1, total // copy_of_model + 1):
         left = total - ranks * copy_of_model
         if ranks != t.data_parallel and left >= r.tensor_parallel and left % r.tensor_parallel == 0:
@@ -148,14 +148,14 @@ def _local_batches(config: RunConfig) -> Iterator[tuple[str, ...]]:
     if config.pipeline.refresh != "drained":
         return
     groups = config.algorithm.prompts_per_step
-    default = math.ceil(groups / config.rollout.replicas)
+    default = math.ceil(groups / config.rollout.most)
     now = config.pipeline.local_batch_groups or default
     for other in sorted({max(1, now // 4), max(1, now // 2), min(groups, 2 * now), default} - {now}):
         yield (f"pipeline.local_batch_groups={'null' if other == default else other}",)
 
 
 def _repacks(config: RunConfig) -> Iterator[tuple[str, ...]]:
-    if config.pipeline.refresh == "drained" and config.rollout.replicas > 1:
+    if config.pipeline.refresh == "drained" and config.rollout.most > 1:
         for repack in {"off", "auto"} - {config.pipeline.repack}:
             yield (f"pipeline.repack={repack}",)
 

@@ -34,7 +34,7 @@ def setup_of(measured: Measured, config: RunConfig | None = None) -> SimulationS
             r.kv_cache_tokens,
             repack_requests(measured),
         )
-        for i in range(r.replicas)
+        for i in range(r.most)
     ]
     t, was, turns = config.trainer, measured.config, measured.turns
     repack = "off" if config.environment.stays else p.repack
@@ -91,7 +91,7 @@ def figures_of(outcome: SimulationOutcome) -> Figures:
 def _engine_costs(measured: Measured) -> EngineCosts:
     """What a local batch took beside its steps counts as the prefill of its prompts, one per group."""
     c, curve = measured.config, measured.curve
-    groups = c.pipeline.local_batch_groups or -(-c.algorithm.prompts_per_step // c.rollout.replicas)
+    groups = c.pipeline.local_batch_groups or -(-c.algorithm.prompts_per_step // c.rollout.most)
     prefill = curve.prefill + curve.start / (groups * measured.queue.prompt_tokens)
     pull, move = measured.pull, measured.move
     return dataclasses.replace(curve.costs(prefill), pull=pull, global_sync=pull, move_latency=move)
