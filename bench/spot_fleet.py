@@ -36,7 +36,7 @@ def spot_config(folder: Path, parked_gigabytes: float | None) -> RunConfig:
     config.emulation.sigma = 0.5
     config.pipeline.max_staleness = 2
     config.pipeline.repack = "kv"
-    config.pipeline.repack_seconds = 600.0
+    config.pipeline.repack_requests = 1  # no other moves than those of machines that go
     config.relay.parked_gigabytes = parked_gigabytes
     return config
 

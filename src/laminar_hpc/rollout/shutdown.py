@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 DRAIN_SECONDS = 7.0  # for responses to move away or to end
 BREAK_SECONDS = 2.0  # for the engine to give back what it has
 SETTLE_SECONDS = 1.5  # for scores that are under way
-END_SECONDS = 1.5  # for the engine's end and the last words
+END_SECONDS = 3.0  # for the engine's end, the last words and the process's own end
 
 
 class GracefulShutdown:

@@ -6,9 +6,9 @@
     `park`: Park -> Reserved -> MoveOrder -> MoveReady -> Keep to the relay, MoveCommit to the source
 
 Begun by controller/trajectories/repacker.py, controller/fleet/draining.py and, without a source, by
-controller/trajectories/failover.py.
-Owns the moves. A side that repeats its last message is answered again. A trajectory whose move is called off
-when its owner is dead goes into `orphans`, from which the rescuer takes it in the same turn.
+controller/trajectories/failover.py. Owns the moves. A side that repeats its last message is answered again.
+A trajectory that has parked, or whose move is called off when its owner is dead, goes into `orphans`, from
+which the rescuer takes it in the same turn.
 """
 
 import itertools
@@ -224,10 +224,8 @@ class Migration:
             move = progress.move
             if move.phase is MovePhase.RESERVE and move.source is None:
                 self._replicas.at(member.hello.index).report_is_outdated = True
-            elif (
-                move.phase is MovePhase.RESERVE and move.relay is None
-            ):  # what never works is to cost too much
-                self.costs.add(PHASE_SECONDS)
+            elif move.phase is MovePhase.RESERVE and move.relay is None:
+                self.costs.add(PHASE_SECONDS)  # in vain: what never works is to cost too much
             self._act(progress, move.call_off(message.reason))
 
     # ---- what to do about it -------------------------------------------------------------------------------

@@ -62,10 +62,8 @@ def relay(config: RunConfig, handed: "queue.SimpleQueue[WeightId]") -> None:
     channel = join(config, "relay")
     tensors, data = published(config)
     name, model, side = channel.welcome.slots_name, Path(config.model.path), side_files(config)
-    writer, lot = (
-        SlotWriter(config.relay.shm_dir, name, slots_of(config), model, side),
-        ParkingLot(config, channel.send),
-    )
+    writer = SlotWriter(config.relay.shm_dir, name, slots_of(config), model, side)
+    lot = ParkingLot(config, channel.send)
     try:
         while True:
             channel.wait(Stop, timeout=0.0)  # raises when it is there
