@@ -19,7 +19,7 @@ from laminar_hpc.config.system_schema import RANKS_MAX
 from laminar_hpc.controller.loop import Controller
 from laminar_hpc.data.pretrained import recorded_name
 from laminar_hpc.line.address import ControllerAddress, write_private
-from laminar_hpc.line.bulk_server import Answer, BulkServer
+from laminar_hpc.line.bulk_server import BulkAnswer, BulkServer
 from laminar_hpc.line.join_key import (
     JOIN_FILE,
     SECRET_FILE,
@@ -63,7 +63,7 @@ class BulkDoor:
         write_private(self._run_dir / SECRET_FILE, secret.encode())
         write_join_key(self._run_dir / JOIN_FILE, self.key)
 
-    def handle(self, identity: str, request: Request, body: bytes) -> Answer | None:
+    def handle(self, identity: str, request: Request, body: bytes) -> BulkAnswer | None:
         """See BulkHandler."""
         if isinstance(request, AppendBytes):
             self._receiver.append(identity, request, body)

@@ -26,13 +26,13 @@ _MESSAGE_BYTES_MAX = 8 << 20  # a peer that sends a larger one is cut off
 _BYTES_AT_ONCE = 16 << 20  # that are taken before `settle`
 _FRAMES_AT_ONCE = 1000
 _LOOK_SECONDS = 0.2  # until the thread sees that it is to end
-Answer = tuple[Reply, bytes]
+BulkAnswer = tuple[Reply, bytes]
 
 
 class BulkHandler(Protocol):
     """Who does what is asked, called in the door's thread."""
 
-    def handle(self, identity: str, request: Request, body: bytes) -> Answer | None:
+    def handle(self, identity: str, request: Request, body: bytes) -> BulkAnswer | None:
         """The answer, or None for one that `settle` gives."""
 
     def settle(self) -> Iterable[tuple[str, Reply]]:
@@ -97,7 +97,7 @@ class BulkServer:
             if (answer := self._answer(identity, frames)) is not None:
                 self._put(identity, answer)
 
-    def _answer(self, identity: bytes, frames: list[bytes]) -> Answer | None:
+    def _answer(self, identity: bytes, frames: list[bytes]) -> BulkAnswer | None:
         try:
             if len(frames) != 2:
                 raise LaminarError(f"it has {len(frames)} parts, not a request and its bytes")
@@ -105,7 +105,7 @@ class BulkServer:
         except (LaminarError, msgspec.DecodeError, UnicodeDecodeError) as error:
             return BulkRefused(str(error)), b""
 
-    def _put(self, identity: bytes, answer: Answer) -> None:
+    def _put(self, identity: bytes, answer: BulkAnswer) -> None:
         self._router.send_multipart([identity, encode_bulk(answer[0]), answer[1]], zmq.NOBLOCK)
 
 

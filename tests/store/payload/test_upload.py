@@ -26,7 +26,7 @@ from laminar_hpc.store.payload.layout import pack
 from laminar_hpc.store.payload.reader import read
 from laminar_hpc.store.payload.receiver import PayloadReceiver
 from laminar_hpc.store.payload.upload import PayloadUploader
-from laminar_hpc.store.payload.upload_state import Piece, UploadState
+from laminar_hpc.store.payload.upload_state import UploadPiece, UploadState
 from laminar_hpc.store.payload.writer import FOLDER
 
 
@@ -83,7 +83,7 @@ def written(monkeypatch) -> list[int]:
 
 
 def stored(futures: "list[tuple[int, Future[ResponsePlace]]]") -> list[tuple[int, ResponsePlace]]:
-    return [(i, future.result(30.0)) for i, future in futures]
+    return [(i, future.result(60.0)) for i, future in futures]
 
 
 def test_each_byte_is_written_once_over_cuts_within_frames(stand, written, monkeypatch):
@@ -99,6 +99,17 @@ def test_each_byte_is_written_once_over_cuts_within_frames(stand, written, monke
     sizes = [path.stat().st_size for path in (stand.run_dir / FOLDER).iterdir()]
     assert sum(written) == sum(sizes) == sum(place.size + len(b"behind") for _, place in places)
     assert len(list((stand.here / "away" / FOLDER).iterdir())) == 1, "the present file, and no earlier one"
+
+
+def test_a_file_that_begins_when_all_is_stored(stand, monkeypatch):
+    """Nothing waits when one file ends and the next begins: the next one's own bytes go out, and the one
+    before is removed."""
+    monkeypatch.setattr(writer, "_FILE_BYTES", 1000)
+    places = [place for i in range(6) for place in stored(stand.put(range(i, i + 1)))]
+    assert len({place.file for _, place in places}) == 6
+    for (i, _), found in zip(places, read(stand.run_dir, places, 0.0), strict=True):
+        assert found.tokens.tolist() == made(i).response_tokens
+    assert len(list((stand.here / "away" / FOLDER).iterdir())) == 1
 
 
 def test_a_place_is_told_when_its_bytes_are_on_the_disk(stand, monkeypatch):
@@ -226,7 +237,7 @@ def test_a_file_is_its_writers_alone(tmp_path):
 def test_bytes_that_were_stored_and_are_gone_are_one_error(tmp_path):
     """A payload file that somebody has removed: no hole is filled with what comes later."""
     state, future = UploadState(), Future[ResponsePlace]()
-    state.add(Piece(ResponsePlace("rollout3_0123abcd.0000", 0, 100), 100, future))
+    state.add(UploadPiece(ResponsePlace("rollout3_0123abcd.0000", 0, 100), 100, future))
     state.advance(state.next())
     state.told("rollout3_0123abcd.0000", 40)
     with pytest.raises(LaminarError, match="had 40: it was cut or removed"):
@@ -243,13 +254,13 @@ def test_bytes_that_were_stored_and_are_gone_are_one_error(tmp_path):
 def test_any_course_of_sends_and_losses_ends_with_all_stored(seed):
     """Chunks are lost, answers are lost, late answers come: bytes are stored in order, each once, places are
     told in order, and no more than a window is on the way."""
-    state, pieces, told = UploadState(), list[Piece](), list[Piece]()
+    state, pieces, told = UploadState(), list[UploadPiece](), list[UploadPiece]()
     there, random = dict[str, int](), Random(seed)
     for number in range(random.randint(1, 4)):
         at = 0
         for size in random.choices([1, 5_000, 300_000, 9 << 20], k=random.randint(1, 4)):
             place = ResponsePlace(f"rollout3_0123abcd.{number:04d}", at, size)
-            pieces.append(Piece(place, at + size + 3, Future()))
+            pieces.append(UploadPiece(place, at + size + 3, Future()))
             at += size + 3
     left = list(pieces)
     while left or state.waits:

@@ -41,7 +41,7 @@ from laminar_hpc.line.messages.bulk import (
 )
 from laminar_hpc.line.messages.data import ResponsePlace
 from laminar_hpc.store.payload.layout import DamagedResponse, Response, unpack
-from laminar_hpc.store.payload.upload_state import Piece, UploadState
+from laminar_hpc.store.payload.upload_state import UploadPiece, UploadState
 from laminar_hpc.store.payload.writer import FOLDER, PayloadWriter
 
 log = logging.getLogger(__name__)
@@ -70,8 +70,9 @@ class PayloadUploader:
         self._dealer = connect(self._context, self._identity, self._key)
         self._wake = os.eventfd(0, os.EFD_NONBLOCK)
         weakref.finalize(self, os.close, self._wake)
-        self._written: queue.SimpleQueue[Piece] = queue.SimpleQueue()
+        self._written: queue.SimpleQueue[UploadPiece] = queue.SimpleQueue()
         self._state = UploadState()
+        self._reading = ""  # the file that is being sent
         self._file = -1
         self._asked = self._number = 0  # the question that is open; the last one
         self._must_ask = False
@@ -95,7 +96,7 @@ class PayloadUploader:
                 future.set_exception(error)
                 return
             place = done.result()
-            self._written.put(Piece(place, place.offset + place.size + len(behind), future))
+            self._written.put(UploadPiece(place, place.offset + place.size + len(behind), future))
             os.eventfd_write(self._wake, 1)
 
         self._writer.append(record, behind).add_done_callback(written)
@@ -149,7 +150,7 @@ class PayloadUploader:
         while not (self._asked or self._must_ask or self._is_held(now)) and self._send_chunk():
             pass
 
-    def _add(self, piece: Piece, now: float) -> None:
+    def _add(self, piece: UploadPiece, now: float) -> None:
         if self._error is not None:
             piece.future.set_exception(self._error)
             return
@@ -172,7 +173,8 @@ class PayloadUploader:
             if isinstance(reply, Stored):
                 self._stored(reply, now)
             elif isinstance(reply, ControllerIs):
-                follow_controller(self._run_dir, reply.address, self._key.host)
+                with suppress(OSError):  # of this machine's disk: it is told again
+                    follow_controller(self._run_dir, reply.address, self._key.host)
             elif isinstance(reply, BulkRefused):
                 raise LaminarError(f"{self._key.place} refuses a response: {reply.reason}")
 
@@ -187,21 +189,19 @@ class PayloadUploader:
         if reply.missing and not self._asked:
             self._must_ask = True
         if reply.trouble:
-            log.log(
-                logging.INFO if self._is_held(now) else logging.WARNING, "responses wait: %s", reply.trouble
-            )
+            level = logging.INFO if self._is_held(now) else logging.WARNING
+            log.log(level, "responses wait: %s", reply.trouble)
             self._held_until = now + _TROUBLE_SECONDS
         for piece in over:
             piece.future.set_result(piece.place)
-        if self._state.file != before[0]:
-            self._over(before[0])
 
-    def _over(self, file: str) -> None:
-        """All of it is there."""
-        if self._file >= 0:
+    def _over(self) -> None:
+        """All of the file that was sent is there, as another one has its turn."""
+        if self._reading:
             os.close(self._file)
             self._file = -1
-        (self._folder / FOLDER / file).unlink(missing_ok=True)
+            (self._folder / FOLDER / self._reading).unlink(missing_ok=True)
+            self._reading = ""
 
     def _is_held(self, now: float) -> bool:
         return now < self._held_until
@@ -245,8 +245,10 @@ class PayloadUploader:
         """Whether one was sent."""
         if (chunk := self._state.next()) is None:
             return False
-        if self._file < 0:
+        if chunk.file != self._reading:
+            self._over()
             self._file = os.open(self._folder / FOLDER / chunk.file, os.O_RDONLY)
+            self._reading = chunk.file
         body = os.pread(self._file, chunk.size, chunk.offset)
         if len(body) < chunk.size:
             raise LaminarError(f"{self._folder / FOLDER / chunk.file} was cut by somebody else")

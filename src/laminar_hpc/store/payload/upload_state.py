@@ -19,7 +19,7 @@ WINDOW_BYTES = 8 << 20  # on the wire: more than a fast line holds over a long w
 CHUNK_BYTES = 256 << 10
 
 
-class Piece(NamedTuple):
+class UploadPiece(NamedTuple):
     """A response with what lies behind it, which ends at `end`. `future` gets the place once it is stored."""
 
     place: ResponsePlace
@@ -39,7 +39,7 @@ class UploadState:
     """Pieces come in the order of their files and offsets."""
 
     def __init__(self) -> None:
-        self._pieces: deque[Piece] = deque()
+        self._pieces: deque[UploadPiece] = deque()
         self.file = ""  # the present one
         self._end = 0  # of what waits in it
         self.sent = 0  # bytes of it
@@ -56,7 +56,7 @@ class UploadState:
         """There are bytes that were sent and that nobody has told to be stored."""
         return self.sent > self.stored
 
-    def add(self, piece: Piece) -> None:
+    def add(self, piece: UploadPiece) -> None:
         self._pieces.append(piece)
         if piece is self._pieces[0] and piece.place.file != self.file:
             self._begin(piece.place.file)
@@ -73,7 +73,7 @@ class UploadState:
         self.sent += chunk.size
         self._reached = max(self._reached, self.sent)
 
-    def told(self, file: str, size: int, all_arrived: bool = False) -> list[Piece]:
+    def told(self, file: str, size: int, all_arrived: bool = False) -> list[UploadPiece]:
         """`size` bytes of a file are stored; returns the pieces that are over. `all_arrived`: nothing is on
         its way, so what is missing goes again. Raises LaminarError when the other side knows more than was
         sent, or has lost what it had stored."""
@@ -86,14 +86,14 @@ class UploadState:
         self.stored = max(self.stored, size)
         # what a broken connection had still carried may arrive behind what was sent again
         self.sent = size if all_arrived else max(self.sent, size)
-        over = list[Piece]()
+        over = list[UploadPiece]()
         while self._pieces and self._pieces[0].place.file == file and self._pieces[0].end <= self.stored:
             over.append(self._pieces.popleft())
         if self._pieces and self._pieces[0].place.file != file:
             self._begin(self._pieces[0].place.file)
         return over
 
-    def drop(self) -> Sequence[Piece]:
+    def drop(self) -> Sequence[UploadPiece]:
         """All that is not stored; it will not be."""
         dropped = list(self._pieces)
         self._pieces.clear()
