@@ -40,9 +40,9 @@ class ScalingWindow:
     """What was seen over some whole trainer steps. `waited`: seconds of `seconds` that the trainer had no
     batch; `replicas`: the mean number; `idle`: the share of their time that they had no work.
 
-    `curve`: (requests, seconds per decode step), ascending; `requests`: that a busy replica has, on average, at
-    least 1, or 0 = not known; it decodes `at_once` of them at most. With `divides` local batches are parts of a
-    step's prompts, so that more replicas have fewer each."""
+    `curve`: (requests, seconds per decode step), ascending; `requests`: that a busy replica has, on average,
+    at least 1, or 0 = not known; it decodes `at_once` of them at most. With `divides` local batches are parts
+    of a step's prompts, so that more replicas have fewer each."""
 
     steps: int
     tokens: float
