@@ -1,6 +1,7 @@
 """`laminar join`: what it takes from the run into its folder, and what it refuses, in one line each."""
 
 import os
+import socket
 from pathlib import Path
 
 import pytest
@@ -126,15 +127,22 @@ def test_a_relay_is_started_where_the_run_has_none(run, tmp_path, monkeypatch):
     later, _ = client.ask(AskToJoin(__version__))
     client.close()
     assert granted.relays == ["there"] and granted.machine == later.machine + 1
-    made = list[tuple[str, int]]()
+    made, places = list[tuple[str, int]](), list[str]()
 
-    def group(config: RunConfig, *_: object, **__: object) -> None:
+    def group(config: RunConfig, words: list[str], *_: object, **__: object) -> None:
         made.append((config.role, config.first_index))
+        places.append(load_config(words).cluster.place)
 
     monkeypatch.setattr(join, "JoinedGroup", group)
     settings, _ = run.prepared(tmp_path / "away")
     join._groups(tmp_path / "away", granted, settings, 2)
     assert made == [("relay", granted.machine), ("rollout", 0), ("rollout", 0)]
+    assert places[0] == socket.gethostname()  # encrypted, over connections of this machine's
+    join._groups(tmp_path / "away", granted, [*settings, "cluster.place=paris"], 1)
+    granted.relays = []
+    join._groups(tmp_path / "away", granted, settings, 1)
+    assert (places[3], places[5]) == ("paris", "")
+    del made[3:]
     monkeypatch.setattr(join, "machine_name", lambda _: "there")
     join._groups(tmp_path / "away", granted, settings, 1)
     assert made[3:] == [("rollout", 0)]
@@ -148,6 +156,7 @@ def test_a_relay_is_started_where_the_run_has_none(run, tmp_path, monkeypatch):
         (["10.0.0.1", "--key", "{key}"], "10.0.0.1: write HOST:PORT"),
         (["host:99999", "--key", "{key}"], "host:99999: write HOST:PORT"),
         (["{place}", "--key", "{key}", "--replicas", "0"], "--replicas=0: write a number from 1 on"),
+        (["{place}", "--key", "{key}", "relay.lanes=2"], "relay.lanes=2: that is the run's to say"),
         (["{place}", "--key", "{key}", "cluster.port=7"], "cluster.port=7: that is the run's to say"),
         (["{place}", "--key", "{key}", "role=trainer"], "role=trainer: that is the run's to say"),
         (["{place}", "--key", "{key}", "sampling.temperature=2"], "temperature=2: that is the run's to say"),

@@ -13,7 +13,7 @@ from laminar_hpc.controller.fleet.replica_starter import FailedCall
 from laminar_hpc.line.messages.membership import Goodbye, Hello, Release
 from laminar_hpc.line.messages.rollouts import Leaving
 from laminar_hpc.machine.files import jsonl
-from laminar_hpc.policies.scaling import Costs, Decision, Window, rates
+from laminar_hpc.policies.scaling import Costs, Decision, ScalingWindow, rates
 
 RECORD = {"response_tokens": 1000, "seconds": 1.0, "wait_seconds": 0.5}
 
@@ -47,7 +47,7 @@ class Wanted:
     def __init__(self) -> None:
         self.target: int | None = None
 
-    def decide(self, window: Window, costs: Costs) -> Decision | None:
+    def decide(self, window: ScalingWindow, costs: Costs) -> Decision | None:
         target, self.target = self.target, None
         return None if target is None else Decision(target, 0.5, rates(window))
 

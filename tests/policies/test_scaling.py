@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from laminar_hpc.policies.scaling import PATIENCE_MAX, POOR, Costs, Scaling, Window, rates
+from laminar_hpc.policies.scaling import PATIENCE_MAX, POOR, Costs, Scaling, ScalingWindow, rates
 
 FREE = Costs(left=1e9, start=0.0, drain=0.0)
 positive = st.floats(0.5, 1e6)
@@ -19,9 +19,9 @@ curves = st.lists(st.floats(1e-4, 1e-1), min_size=1, max_size=5).map(
 
 
 @st.composite
-def windows(draw: st.DrawFn) -> Window:
+def windows(draw: st.DrawFn) -> ScalingWindow:
     seconds = draw(positive)
-    return Window(
+    return ScalingWindow(
         steps=5,
         tokens=draw(positive),
         seconds=seconds,
@@ -35,11 +35,13 @@ def windows(draw: st.DrawFn) -> Window:
     )
 
 
-def window_of(demand: float, supply: float, replicas: int) -> Window:
+def window_of(demand: float, supply: float, replicas: int) -> ScalingWindow:
     """What a run shows whose trainer would take `demand` and whose replicas give `supply` each, in tokens per
     second, if both overlap well."""
     made = min(demand, replicas * supply)
-    return Window(5, made * 10, 10.0, 10 * (1 - made / demand), replicas, 1 - made / (replicas * supply))
+    return ScalingWindow(
+        5, made * 10, 10.0, 10 * (1 - made / demand), replicas, 1 - made / (replicas * supply)
+    )
 
 
 @settings(deadline=None)
@@ -120,7 +122,7 @@ def test_what_does_not_pay_is_left():
 def test_a_smaller_local_batch_gives_less():
     """A step that takes as long with one request as with eight: more replicas with fewer requests each gain
     nothing, unless each has more requests than it decodes at once."""
-    flat = Window(5, 1000, 10.0, 5.0, 2, 0.0, requests=8.0, curve=[(1, 0.01), (8, 0.01)], divides=True)
+    flat = ScalingWindow(5, 1000, 10.0, 5.0, 2, 0.0, requests=8.0, curve=[(1, 0.01), (8, 0.01)], divides=True)
     assert Scaling(1, 8).decide(flat, FREE) is None
     decision = Scaling(1, 8).decide(replace(flat, at_once=1.0), FREE)
     assert decision is not None and decision.gain > 0.5

@@ -11,6 +11,7 @@ a path on other machines in the run's configuration can be another one here, by 
 import dataclasses
 import secrets
 import shutil
+import socket
 import time
 from argparse import Namespace
 from collections.abc import Sequence
@@ -49,7 +50,7 @@ _READ_BYTES = 4 << 20
 # settings, or sections of them, that a machine may have of its own; all others are the run's
 _OWN = ("run_dir", "model.path", "model.lora.path", "reward.workers", "reward.slots", "environment.python")
 _OWN_SECTIONS = ("rollout", "relay", "cluster", "observability")
-_JOINING = ("cluster.host", "cluster.port", "cluster.storage", "cluster.join_port")
+_JOINING = ("cluster.host", "cluster.port", "cluster.storage", "cluster.join_port", "relay.lanes")
 
 
 class JoinedGroup(RoleGroup):
@@ -182,6 +183,7 @@ def _groups(folder: Path, granted: JoinGranted, settings: Sequence[str], replica
     shm_dir = config.relay.shm_dir
     here = machine_name(shm_dir) in (granted.relays or ()) or slots_root(shm_dir, granted.slots).exists()
     if not here:
+        settings = [*_place(config, granted), *settings]
         words = [*settings, "role=relay", f"first_index={granted.machine * lanes}"]
         relays = Ranks(range(lanes), lanes)
         found.append(JoinedGroup(load_config(words), words, relays, Restarts(PER_HOUR), advice=advice))
@@ -190,6 +192,12 @@ def _groups(folder: Path, granted: JoinGranted, settings: Sequence[str], replica
         ranks = Ranks([number], replicas)
         found.append(JoinedGroup(config, words, ranks, Restarts(PER_HOUR), advice=advice))
     return found
+
+
+def _place(config: RunConfig, granted: JoinGranted) -> list[str]:
+    """Weights come encrypted, over connections of this machine's, where a relay of the run can send them so."""
+    encrypted = granted.relays and config.relay.lanes == 1 and not config.cluster.place
+    return [f"cluster.place={socket.gethostname()}"] if encrypted else []
 
 
 def _run(folder: Path, groups: Sequence[WorkerGroup]) -> int:

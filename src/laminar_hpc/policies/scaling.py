@@ -14,10 +14,10 @@ where more replicas get smaller local batches, by the engines' own decode curve.
 
 With X(most) the best there is, the run grows when it makes less than POOR of it, to the fewest replicas that
 make GOOD of it, and shrinks to the fewest that make ALL_BUT of it. As POOR < GOOD < ALL_BUT a change is
-followed by no other while the rates stay the same. Rates that swing are met by patience: a wish has to last
-for some windows to turn the number round again, twice as many after each change of direction.
+followed by no other while the rates stay the same. Where rates swing, a wish to turn the number round has to
+last for some windows, twice as many after each change of direction.
 
-    >>> slow = Window(steps=5, tokens=1000, seconds=10, waited=5, replicas=2, idle=0.0)
+    >>> slow = ScalingWindow(steps=5, tokens=1000, seconds=10, waited=5, replicas=2, idle=0.0)
     >>> [round(rates(slow).throughput(n)) for n in (2, 4, 8)]
     [100, 183, 200]
     >>> Scaling(fewest=1, most=8).decide(slow, Costs(left=1000, start=30, drain=5)).target
@@ -36,13 +36,13 @@ _HALVINGS = 60
 
 
 @dataclass(frozen=True)
-class Window:
+class ScalingWindow:
     """What was seen over some whole trainer steps. `waited`: seconds of `seconds` that the trainer had no
     batch; `replicas`: the mean number; `idle`: the share of their time that they had no work.
 
     `curve`: (requests, seconds per decode step), ascending; `requests`: that a busy replica has, on average,
-    at least 1, or 0 = not known, of which it decodes `at_once` at most; with `divides` local batches are
-    parts of a step's prompts, so that more replicas have fewer each."""
+    at least 1, or 0 = not known; it decodes `at_once` of them at most. With `divides` local batches are parts
+    of a step's prompts, so that more replicas have fewer each."""
 
     steps: int
     tokens: float
@@ -61,13 +61,13 @@ class Window:
 
 
 @dataclass(frozen=True)
-class Rates:
+class ScalingRates:
     """Tokens per second: `demand` of a trainer that never waits, `supply` of a busy replica."""
 
     demand: float
     supply: float
     overlap: float
-    window: Window
+    window: ScalingWindow
 
     def of_replica(self, n: float) -> float:
         """What each of `n` gives while it is busy."""
@@ -100,13 +100,13 @@ class Decision:
 
     target: int
     gain: float
-    rates: Rates
+    rates: ScalingRates
 
 
-def rates(w: Window) -> Rates:
+def rates(w: ScalingWindow) -> ScalingRates:
     """What follows from a window, which has tokens."""
     works, busy = max(1e-3, 1.0 - w.waited / w.seconds), max(1e-3, 1.0 - w.idle)
-    return Rates(w.throughput / works, w.throughput / (w.replicas * busy), _overlap(works, busy), w)
+    return ScalingRates(w.throughput / works, w.throughput / (w.replicas * busy), _overlap(works, busy), w)
 
 
 def _overlap(works: float, busy: float) -> float:
@@ -144,7 +144,7 @@ class Scaling:
     _lasts: int = 0  # windows
     _last: int = field(default=0)  # direction of the newest decision
 
-    def decide(self, window: Window, costs: Costs) -> Decision | None:
+    def decide(self, window: ScalingWindow, costs: Costs) -> Decision | None:
         """After each window; None: stay. The caller acts on what is returned."""
         now = round(window.replicas)
         found = rates(window)
@@ -160,17 +160,17 @@ class Scaling:
         self._wish = self._lasts = 0
         return Decision(target, found.throughput(target) / found.throughput(now) - 1.0, found)
 
-    def _wanted(self, found: Rates, now: int) -> int:
+    def _wanted(self, found: ScalingRates, now: int) -> int:
         best = found.throughput(self.most)
         if now < self.fewest or (now < self.most and found.throughput(now) < POOR * best):
             return max(now + 1, self._enough(found, GOOD * best))
         return min(now, self._enough(found, ALL_BUT * best))
 
-    def _enough(self, found: Rates, throughput: float) -> int:
+    def _enough(self, found: ScalingRates, throughput: float) -> int:
         numbers = range(self.fewest, self.most)
         return next((n for n in numbers if found.throughput(n) >= throughput), self.most)
 
-    def _pays(self, found: Rates, now: int, target: int, costs: Costs) -> bool:
+    def _pays(self, found: ScalingRates, now: int, target: int, costs: Costs) -> bool:
         """More: what is gained until the end is more than the start-up takes. Fewer: what is freed is more
         than letting go takes, and a start in case it was wrong."""
         if target > now:

@@ -2,7 +2,7 @@
 
 from laminar_hpc.controller.tables import Tables
 from laminar_hpc.line.messages.data import ReplicaLoad
-from laminar_hpc.policies.scaling import Window
+from laminar_hpc.policies.scaling import ScalingWindow
 
 _SAMPLE_SECONDS = 0.1  # between two looks at all replicas
 
@@ -44,12 +44,12 @@ class RunWindow:
         self._seconds += record["seconds"]
         self._waited += min(record["wait_seconds"], record["seconds"])
 
-    def take(self, count: int) -> Window:
+    def take(self, count: int) -> ScalingWindow:
         """The sums, over steps that had `count` replicas; then they begin anew."""
         curves = [load.decode_curve for load in self._loads() if load.decode_curve]
         config, decoding = self._tables.config, self._decoding
         at_once: float = config.rollout.max_concurrent
-        window = Window(
+        window = ScalingWindow(
             steps=self.steps,
             tokens=self._tokens,
             seconds=self._seconds,
