@@ -29,11 +29,11 @@ from laminar_hpc.weights.places.wire import (
     PIECE_BYTES,
     STREAMS,
     Fetch,
+    FetchedPiece,
     Gone,
     Next,
     Nothing,
     Offer,
-    Piece,
     decode_reply,
     encode,
     pieces_of,
@@ -236,7 +236,7 @@ class FarLink(Link):
                     heapq.heappush(self._todo, _NEXT)
                 case Gone():
                     raise LinkBroken(f"{self.peer} has given up what was on its way")
-                case Piece(_, number):
+                case FetchedPiece(_, number):
                     connection.asked.remove(number)
                     self._ready[number] = content.buffer
 

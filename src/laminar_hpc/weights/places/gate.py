@@ -23,11 +23,11 @@ from laminar_hpc.weights.places.wire import (
     DOMAIN,
     HANDSHAKE_MILLISECONDS,
     REQUEST_BYTES_MAX,
+    FetchedPiece,
     Gone,
     Next,
     Nothing,
     Offer,
-    Piece,
     Reply,
     decode_request,
     encode,
@@ -128,7 +128,7 @@ class Gate:
         shipment = self._find(request.shipment)
         if shipment is None or request.piece not in range(shipment.pieces):
             return Gone(request.shipment), b""
-        return Piece(shipment.number, request.piece), shipment.piece(request.piece)
+        return FetchedPiece(shipment.number, request.piece), shipment.piece(request.piece)
 
     def _find(self, number: int) -> Shipment | None:
         there = (feed.shipment for feed in self._feeds.values())

@@ -1,7 +1,7 @@
 """What a relay at another place and a gate say to each other, over CURVE sockets:
 
     Next(place, held)            -> Offer(shipment, size), or Nothing: ask again
-    Fetch(shipment, piece)       -> Piece(shipment, piece) and its bytes, or Gone
+    Fetch(shipment, piece)       -> FetchedPiece(shipment, piece) and its bytes, or Gone
 
 A shipment is a stream of weights/stream.py, encoded for the weights that the place holds. It is cut into
 pieces of PIECE_BYTES, each fetched by itself over any of STREAMS connections: what a cut takes away is asked
@@ -48,7 +48,7 @@ class Nothing(msgspec.Struct, frozen=True, tag=True):
     """Nothing newer is ready."""
 
 
-class Piece(msgspec.Struct, frozen=True, tag=True):
+class FetchedPiece(msgspec.Struct, frozen=True, tag=True):
     shipment: int
     piece: int
 
@@ -60,7 +60,7 @@ class Gone(msgspec.Struct, frozen=True, tag=True):
 
 
 Request = Next | Fetch
-Reply = Offer | Nothing | Piece | Gone
+Reply = Offer | Nothing | FetchedPiece | Gone
 
 encode = msgspec.msgpack.Encoder().encode
 decode_request = msgspec.msgpack.Decoder(Request).decode
