@@ -195,7 +195,7 @@ def _groups(folder: Path, granted: JoinGranted, settings: Sequence[str], replica
 
 
 def _place(config: RunConfig, granted: JoinGranted) -> list[str]:
-    """Weights come encrypted, over connections of this machine's, where a relay of the run can send them so."""
+    """Weights come encrypted, over connections of this machine's, where a relay of the run is there."""
     encrypted = granted.relays and config.relay.lanes == 1 and not config.cluster.place
     return [f"cluster.place={socket.gethostname()}"] if encrypted else []
 

@@ -28,7 +28,7 @@ _MAGIC = b"KCVK"
 
 
 @dataclass
-class _Part:
+class _ParkedPart:
     """What comes of `sender`, or has come; chunk records by their number."""
 
     sender: bytes
@@ -45,7 +45,7 @@ class _Part:
 class _RankCache:
     """What has come of one rank's rows. `refused`: why nothing more is taken."""
 
-    parts: list[_Part] = field(default_factory=list)
+    parts: list[_ParkedPart] = field(default_factory=list)
     refused: str = ""
 
     @property
@@ -210,10 +210,10 @@ class HostPark:
         if self._held + size > self._limit:
             raise KvRefused(f"KV cannot be parked: {self._full()}, it has {size}")
         self._held += size
-        rank.parts.append(_Part(sender, header, size))
+        rank.parts.append(_ParkedPart(sender, header, size))
 
 
-def _whole_with(part: _Part, record: memoryview) -> bool:
+def _whole_with(part: _ParkedPart, record: memoryview) -> bool:
     """Takes a chunk; whether it was the part's last one. Raises KvRefused for one that is damaged."""
     shape, payload = part.header.shape, len(record) - CHUNK_HEAD_BYTES
     known = len(record) >= CHUNK_HEAD_BYTES and len(record) <= shape.record_bytes(part.header.chunk_bytes)
