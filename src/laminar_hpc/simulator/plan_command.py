@@ -136,7 +136,10 @@ def write(config: PlanConfig, plan: Plan, folder: Path) -> list[str]:
             f"             rollout machine {numbers(both)} is trainer machine {trainers}, on its other GPUs"
         )
     if away(config, candidate):
-        lines.append("needs        RUN_DIR on one file system that the machines of all places mount")
+        lines += [
+            "needs        RUN_DIR on one file system that the machines of all places mount; without one,",
+            "             cluster.storage=stream, and elsewhere `laminar join` in place of the script",
+        ]
     else:  # one Slurm job reaches all machines
         job = folder / f"{name}.sbatch"
         job.write_text(sbatch(config, candidate))
