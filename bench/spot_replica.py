@@ -46,7 +46,7 @@ class CountingEngine(EmulatedEngine):
 
 async def run(run_dir: Path, index: int, ledger: Path, notice: Path) -> None:
     config = read_config(run_dir / "config.yaml")
-    config.rollout.preemption_notice = str(notice)
+    config.cluster.preemption_notice = str(notice)
     engines: list[CountingEngine] = []
 
     def new_engine(context: RoleContext) -> CountingEngine:

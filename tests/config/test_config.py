@@ -290,7 +290,7 @@ BAD = [
     ("rollout.kv_cache_tokens=100", "cannot hold one response"),
     ("rollout.replicas_min=2", "is more than rollout.replicas=1"),
     ("pipeline.refresh=barrier pipeline.max_staleness=null", "needs a pipeline.max_staleness"),
-    ("rollout.preemption_notice=notice", "write an absolute path, or an address with http:// or https://"),
+    ("cluster.preemption_notice=notice", "write an absolute path, or an address with http:// or https://"),
     ("pipeline.max_staleness=car", "must be a whole number, at least 0, auto or auto:N, or null"),
     ("pipeline.max_staleness=auto:-1", "must be a whole number, at least 0, auto or auto:N, or null"),
     ("pipeline=sync pipeline.repack=kv", "needs pipeline.refresh=drained"),

@@ -47,7 +47,7 @@ def test_both_spellings_anywhere_among_the_words(folder):
 
 def test_a_name_that_both_folders_have_is_confs(folder):
     """Promise: Hydra's precedence, as documented."""
-    assert load_config([f"--config-dir={folder}", "experiment=demo"]).steps == 60
+    assert load_config([f"--config-dir={folder}", "experiment=demo"]).steps == 30
 
 
 def test_the_folder_becomes_absolute_for_other_processes(folder, monkeypatch):

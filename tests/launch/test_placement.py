@@ -122,8 +122,8 @@ def test_one_world_takes_no_notice_of_preemption(monkeypatch: pytest.MonkeyPatch
     apart."""
     for name, value in {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}.items():
         monkeypatch.setenv(name, value)
-    words = ["experiment=demo", "rollout.preemption_notice=/notice"]
-    with pytest.raises(LaminarError, match=r"rollout.preemption_notice=/notice: in one world [^\n]*apart"):
+    words = ["experiment=demo", "cluster.preemption_notice=/notice"]
+    with pytest.raises(LaminarError, match=r"cluster.preemption_notice=/notice: in one world [^\n]*apart"):
         place(load_config(words))
     assert place(load_config([*words, "role=rollout"]))[0].role == "rollout"
 

@@ -27,7 +27,7 @@ def test_every_machine_is_noticed(tmp_path):
     config.emulation.sigma = 0.1
     config.emulation.time_scale = 4.0
     notice = tmp_path / "notice"
-    config.rollout.preemption_notice = str(notice)
+    config.cluster.preemption_notice = str(notice)
     emulation = Emulation(config, 1e-6, per_process=REPLICAS)
     try:
         while pulled(emulation) < REPLICAS:

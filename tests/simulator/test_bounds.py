@@ -180,5 +180,5 @@ def test_a_search_is_cut_off_and_says_so(monkeypatch):
 def test_runs_and_simulations_are_configured_in_turn():
     """Promise: a process may read a run's configuration after a simulation's, and the other way round."""
     for _ in range(2):
-        assert load_config(["experiment=demo"]).steps == 60
+        assert load_config(["experiment=demo"]).steps == 30
         assert load_simulation(experiments()[0], []).name

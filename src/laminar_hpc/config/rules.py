@@ -111,9 +111,9 @@ def _rollout(config: RunConfig) -> Iterator[str]:
             "@rollout.replicas_min is more than @rollout.replicas: lower it, or leave it at null; more than "
             "rollout.replicas may join all the same"
         )
-    notice = config.rollout.preemption_notice
+    notice = config.cluster.preemption_notice
     if notice is not None and not notice.startswith(("/", "http://", "https://")):
-        yield "@rollout.preemption_notice: write an absolute path, or an address with http:// or https://"
+        yield "@cluster.preemption_notice: write an absolute path, or an address with http:// or https://"
     yield from _scaling(config)
     if config.relay.lanes > 1 and config.relay.slots < 3:
         yield "@relay.slots: @relay.lanes needs at least 3, as lanes may be on two ids at a time"

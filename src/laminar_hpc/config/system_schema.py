@@ -130,9 +130,6 @@ class RolloutConfig:
     speculation: str = choice("off", "ngram", "suffix", "auto")
     """guesses of the next tokens, verified in one pass, which change no distribution: ngram from a response's
     own words, suffix from other responses too, auto: that where it is measured to pay; on CPU engines"""
-    preemption_notice: str | None = None
-    """a file that appears when this machine will be taken back, or the http address of a cloud's notice: the
-    replica then hands over what it generates, as at TERM; with roles apart"""
 
     @property
     def scales(self) -> bool:
@@ -299,6 +296,9 @@ class ClusterConfig:
     file system of the run is (laminar join); shared: all roles see run_dir"""
     join_port: int = number(0, at_least=0, at_most=65_535)
     """of storage=stream: where rollouts send and machines join; 0 = any free port"""
+    preemption_notice: str | None = None
+    """a file that appears when this machine will be taken back, or the http address of a cloud's notice: its
+    replicas then hand over what they generate, as at TERM; with roles apart"""
     scale_command: str = ""
     """with rollout.replicas=MIN:MAX: a program that starts replicas, called with `start N` and `stop ID`, see
     running.md; empty = `laminar train` starts them on its machine"""

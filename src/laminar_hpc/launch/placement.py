@@ -42,9 +42,9 @@ def place(config: RunConfig) -> tuple[RoleOfRank, list[RoleOfRank], int]:
             RoleOfRank(config.role, config.first_index + other) for other in range(first, first + per_node)
         ]
         return here[rank - first], here, lanes
-    if notice := config.rollout.preemption_notice:
+    if notice := config.cluster.preemption_notice:
         raise LaminarError(
-            f"rollout.preemption_notice={notice}: in one world the loss of any rank ends the run; start the "
+            f"cluster.preemption_notice={notice}: in one world the loss of any rank ends the run; start the "
             "roles apart (`laminar launch --hosts`, `laminar submit --apart`, launch/rollout.sh)"
         )
     derived = derive(config)

@@ -1,4 +1,4 @@
-"""The notice that this machine will be taken back (rollout.preemption_notice): a file that appears, or what a
+"""The notice that this machine will be taken back (cluster.preemption_notice): a file that appears, or what a
 cloud's metadata service says, looked at once a second.
 
     a file      is there: with the seconds that are left in it, or the time of the end, or anything else
@@ -99,7 +99,7 @@ async def noticed(where: str) -> float:
                     return left
             except (NoNotice, aiohttp.ClientError, TimeoutError, UnicodeDecodeError) as error:
                 if not warned:
-                    text = "rollout.preemption_notice: %s gives no notice (%s); it is asked again"
+                    text = "cluster.preemption_notice: %s gives no notice (%s); it is asked again"
                     logger.warning(text, where, str(error) or type(error).__name__)
                 warned = True
             await asyncio.sleep(LOOK_SECONDS)

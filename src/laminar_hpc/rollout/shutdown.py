@@ -51,8 +51,8 @@ class GracefulShutdown:
         return self._task is not None
 
     async def at_notice(self) -> None:
-        """Begins when this machine is to be taken back, where rollout.preemption_notice says so."""
-        if (where := self._context.config.rollout.preemption_notice) is None:
+        """Begins when this machine is to be taken back, where cluster.preemption_notice says so."""
+        if (where := self._context.config.cluster.preemption_notice) is None:
             return
         try:
             self.begin(await noticed(where))
