@@ -39,8 +39,8 @@ demo: setup
 test test-fast test-slow: export OMP_NUM_THREADS := 1
 # Bytecode is kept, whatever the environment says: else each worker compiles all tests anew, 10 s of a processor.
 test test-fast test-slow: export PYTHONDONTWRITEBYTECODE :=
-# Whole files are handed to the workers (tests/conftest.py).
-WORKERS ?= 2
+# Whole files are handed to the workers (tests/conftest.py); a third of a test is waiting, so two cores have three.
+WORKERS ?= 3
 test test-fast test-slow: SIDE_BY_SIDE = $(if $(filter-out 1,$(WORKERS)),-n $(WORKERS) --no-loadscope-reorder)
 test test-slow: GPU = $(shell nvidia-smi -L >/dev/null 2>&1 || echo ' and not gpu')
 

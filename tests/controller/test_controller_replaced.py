@@ -122,6 +122,7 @@ def lives(tmp_path: Path) -> Iterator[Lives]:
         lives.process.wait()
 
 
+@pytest.mark.slow
 def test_a_controller_dies_in_every_window(lives: Lives) -> None:
     """Grant, Generated, Scored, Batch, StepDone, a move, TrainerDone: before or after the commit, and before
     anybody was answered. Each trajectory is consumed once or waits, each step is done once, weight ids rise,

@@ -86,6 +86,7 @@ def told_to_leave(channel: Channel, seconds: float) -> str:
     return str(told.value)
 
 
+@pytest.mark.slow
 def test_gangs_replace_each_other_and_zombies_change_nothing(apart: Apart) -> None:
     """Promise: docs/promises.md#roles-apart. A rank falls silent: the other one is told to leave, the
     relay's link is cut, and nothing that the zombie says counts. The next trainer generation gets higher ids

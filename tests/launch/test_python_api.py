@@ -52,6 +52,7 @@ def goes_on(run: laminar_hpc.Run, seconds: float = 60.0) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_example_runs(tmp_path: Path) -> None:
     """The page's lines run as they stand: a line for each step while the run goes on, figures, and DataFrames

@@ -117,6 +117,7 @@ def test_a_notice_saves_prefill():
     assert with_["prefilled_tokens"] < without["prefilled_tokens"]
 
 
+@pytest.mark.slow
 def test_the_cheapest_far_rollouts_that_keep_the_trainer_busy(tmp_path, capsys, monkeypatch):
     """Promise: cheap GPUs elsewhere are bought where their link lets them keep the trainer busy, and not
     where it does not; the files say what was simulated, one line what all places must share."""

@@ -43,6 +43,7 @@ def assert_stopped_in_order(process: subprocess.Popen[bytes], run_dir: Path, rea
     assert f"stopping     {reason}" in kept and "done  " in kept and str(run_dir / "report.html") in kept
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_reader_of_a_pipe_ends_first(tmp_path):
     """Promise (docs/resuming.md): `laminar train ... | tee log` and Ctrl-C, of which tee dies first: the step

@@ -122,7 +122,7 @@ def check_adapter(
     assert results[-1]["metadata"] == names and results[0]["names"] == [name for name, _ in names]
 
 
-@pytest.mark.parametrize("layout", ["tp2", "virtual"])
+@pytest.mark.parametrize("layout", [pytest.param("tp2", marks=pytest.mark.slow), "virtual"])
 def test_adapters_train_as_peft_does(layout: str, ranks: Ranks, models, reference, tmp_path: Path) -> None:
     """20 steps of GRPO with AdamW: losses, gradient norms and every tensor of the adapter to 1e-5, logits to
     1e-4, also of the directory that is written, as PEFT loads it."""

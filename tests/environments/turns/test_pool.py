@@ -267,7 +267,7 @@ async def test_methods_of_every_kind(pool) -> None:
         await made.close()
 
 
-@pytest.mark.parametrize("factory", ["Counter", "Waiting"])
+@pytest.mark.parametrize("factory", [pytest.param("Counter", marks=pytest.mark.slow), "Waiting"])
 async def test_a_rollout_that_was_stopped_reads_its_answers(pool, factory: str) -> None:
     """A reset, a call and a reward that were there while this process stood still, for longer than their
     limit, are no failures of the environment."""

@@ -31,6 +31,7 @@ def received(run: ChainRun, index: int) -> list[dict]:
     return [line for line in lines if line["kind"] == "relay" and line["index"] == index]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_one_copy_for_a_place_and_from_there_on_from_relay_to_relay(chain):
     """Two relays of a place without a folder in common with the run: both hold what was sent (else `wait`
