@@ -1,6 +1,6 @@
 # Two commands: `make demo` sets everything up in .venv and runs the main job; `make test` sets up the same way and tests.
 #   TORCH_INDEX=URL  where to take torch from     CUDA=13|12|none  which build of it
-#   PYTEST_ARGS="-k relay"  more for pytest       WORKERS=N        test files at a time, by default 2
+#   PYTEST_ARGS="-k relay"  more for pytest       WORKERS=N        test files at a time, by default 3
 SHELL := /bin/bash
 BIN := .venv/bin
 .DEFAULT_GOAL := help
