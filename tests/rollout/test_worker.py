@@ -284,7 +284,6 @@ def test_overflows_that_are_no_chance_end_the_replica(replica, monkeypatch):
     replica.controller.collect(3, Lost)
 
 
-@pytest.mark.slow
 def test_a_pull_that_fails_is_mended_by_a_fresh_engine(replica, monkeypatch):
     """The engine dies in the middle of a load: it is started from the slot, verified, and serves the new
     id."""
