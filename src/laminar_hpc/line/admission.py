@@ -1,5 +1,7 @@
 """Who may connect: the encrypted sockets of a ZeroMQ context ask here about a client's key (RFC 27, ZAP)."""
 
+import socket
+
 import zmq
 from zmq.utils import z85
 
@@ -19,6 +21,8 @@ class CurveAuthenticator:
         # not a REP, which would wait for the rest of a request whose connection has broken
         self.socket = context.socket(zmq.ROUTER)
         self.socket.bind("inproc://zeromq.zap.01")
+        self._poller = zmq.Poller()
+        self._poller.register(self.socket, zmq.POLLIN)
 
     def answer(self) -> None:
         """Answers one request, if one is there. A broken one has no answer: its client tries again."""
@@ -31,8 +35,26 @@ class CurveAuthenticator:
         named = (user or "").encode()
         self.socket.send_multipart([peer, b"", version, request_id, code, text, named, b""], zmq.NOBLOCK)
 
+    def poll(self, router: zmq.Socket, milliseconds: int) -> bool:
+        """Waits so long for a frame at `router`, and answers who asks meanwhile; whether a frame is there."""
+        if router not in self._poller:
+            self._poller.register(router, zmq.POLLIN)
+        events = dict(self._poller.poll(milliseconds))
+        if self.socket in events:
+            self.answer()
+        return router in events
+
     def close(self) -> None:
         self.socket.close(0)
+
+
+def listen(router: zmq.Socket, host: str, port: int | str = "*") -> int:
+    """Binds to an address of this machine, "*" = any free port; returns the port. Raises OSError."""
+    try:
+        router.bind(f"tcp://{socket.gethostbyname(host)}:{port}")
+    except zmq.ZMQError as error:
+        raise OSError(error.errno, error.strerror) from None
+    return int(router.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
 
 
 def secured_router(context: zmq.Context, secret: str, message_bytes_max: int) -> zmq.Socket:

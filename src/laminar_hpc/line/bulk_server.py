@@ -8,7 +8,6 @@ those who send (store/payload/upload.py).
 """
 
 import logging
-import socket
 import threading
 from collections.abc import Iterable
 from typing import Protocol
@@ -17,7 +16,7 @@ import msgspec
 import zmq
 
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.line.admission import CurveAuthenticator, secured_router
+from laminar_hpc.line.admission import CurveAuthenticator, listen, secured_router
 from laminar_hpc.line.join_key import JoinKey
 from laminar_hpc.line.messages.bulk import BulkRefused, Reply, Request, decode_request, encode_bulk
 
@@ -49,14 +48,13 @@ class BulkServer:
         self._admission = CurveAuthenticator(self._context, key.client_public)
         self._router = secured_router(self._context, secret, _MESSAGE_BYTES_MAX)
         try:
-            _bind(self._router, socket.gethostbyname(key.host), port, key.port)
-        except (zmq.ZMQError, OSError) as error:
+            key.port = _bind(self._router, key.host, port, key.port)
+        except OSError as error:
             self._context.destroy(0)
             raise LaminarError(
                 f"nobody can join at {key.host}:{port} ({error}); set cluster.join_port=0 or cluster.host to "
                 "an address of this machine"
             ) from None
-        key.port = int(self._router.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="bulk", daemon=True)
         self._thread.start()
@@ -67,13 +65,8 @@ class BulkServer:
         self._thread.join()
 
     def _run(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._router, zmq.POLLIN)
-        poller.register(self._admission.socket, zmq.POLLIN)
         while not self._closing.is_set():
-            events = dict(poller.poll(int(_LOOK_SECONDS * 1000)))
-            if self._admission.socket in events:
-                self._admission.answer()
+            self._admission.poll(self._router, int(_LOOK_SECONDS * 1000))
             try:
                 self._take()
                 for identity, reply in self._handler.settle():
@@ -109,12 +102,11 @@ class BulkServer:
         self._router.send_multipart([identity, encode_bulk(answer[0]), answer[1]], zmq.NOBLOCK)
 
 
-def _bind(router: zmq.Socket, host: str, port: int, earlier: int) -> None:
-    """Raises ZMQError."""
+def _bind(router: zmq.Socket, host: str, port: int, earlier: int) -> int:
+    """Returns the port. Raises OSError."""
     if not port and earlier:
         try:
-            router.bind(f"tcp://{host}:{earlier}")
-            return
-        except zmq.ZMQError as error:
+            return listen(router, host, earlier)
+        except OSError as error:
             log.warning("port %d is taken (%s): rollouts elsewhere have to join anew", earlier, error)
-    router.bind(f"tcp://{host}:{port or '*'}")
+    return listen(router, host, port or "*")

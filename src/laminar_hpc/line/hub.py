@@ -12,7 +12,6 @@ again once they have joined.
 
 import itertools
 import logging
-import socket
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ import zmq
 
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.line.address import ControllerAddress, new_address, read_address, write_address
-from laminar_hpc.line.admission import CurveAuthenticator, secured_router
+from laminar_hpc.line.admission import CurveAuthenticator, listen, secured_router
 from laminar_hpc.line.delivery import DeliveryError, Header, Receiver, Sender, decode_header, encode_header
 from laminar_hpc.line.messages.data import Message
 from laminar_hpc.line.messages.membership import Hello, Ping, Pong, Rejoin, StopRequest, Welcome
@@ -79,14 +78,13 @@ class Hub:
         self._admission = CurveAuthenticator(self._context, self._address.client_public)
         self._router = secured_router(self._context, secret, _MESSAGE_BYTES_MAX)
         try:
-            self._router.bind(f"tcp://{socket.gethostbyname(host)}:{port or '*'}")
-        except (zmq.ZMQError, OSError) as error:
+            self._address.port = listen(self._router, host, port or "*")
+        except OSError as error:
             self._context.destroy(0)
             raise LaminarError(
                 f"the controller cannot listen at {host}:{port} ({error}); set cluster.port=0 or "
                 "cluster.host to an address of this machine"
             ) from None
-        self._address.port = int(self._router.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
         write_address(run_dir, self._address)
         self._poller = zmq.Poller()
         self._poller.register(self._router, zmq.POLLIN)

@@ -5,7 +5,6 @@ The door's own secret lies beside it in RUN_DIR/bulk.secret and goes nowhere. Wi
 the controller, so that rollouts elsewhere find the next one at the same address.
 """
 
-import stat
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import zmq
 
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.line.address import ControllerAddress, read_address, write_address, write_private
+from laminar_hpc.machine.files.secret_file import is_private
 
 JOIN_FILE = "join.key"  # in the run directory
 JOINED_FILE = "joined.key"  # the copy in the folder of a machine that has joined
@@ -50,7 +50,7 @@ def write_join_key(path: Path, key: JoinKey) -> None:
 def read_join_key(path: Path) -> JoinKey:
     """Raises LaminarError in one line for a file that is missing, is none, or is open to others."""
     try:
-        mode = path.stat().st_mode
+        kept = is_private(path)
         key = msgspec.json.decode(path.read_bytes(), type=JoinKey)
     except OSError as error:
         raise LaminarError(
@@ -60,8 +60,10 @@ def read_join_key(path: Path) -> JoinKey:
         raise LaminarError(
             f"{path} is no run's key ({error}): copy RUN_DIR/{JOIN_FILE} of a run that goes on"
         ) from None
-    if mode & (stat.S_IRWXG | stat.S_IRWXO):
-        raise LaminarError(f"{path} can be read by others: chmod 600 {path}")
+    if not kept:
+        raise LaminarError(
+            f"{path} is another user's or can be read by others: chmod 600 {path}, and chown it if yours"
+        )
     return key
 
 

@@ -48,9 +48,7 @@ class Action(Enum):
     CHANGE_OWNER = "change owner"  # in the store; then tell both sides
     CALL_OFF = "call off"  # tell whoever of both sides is left
     ORPHAN = "orphan"  # the trajectory has no owner: try another replica, or start it again from its prompt
-    PARK = (
-        "park"  # its response so far waits, with its KV cache at the relay: tell the source, then as ORPHAN
-    )
+    PARK = "park"  # its response so far waits, its KV cache at the relay: tell the source, then as ORPHAN
     ANSWER = "answer"  # say again how it ended
 
 

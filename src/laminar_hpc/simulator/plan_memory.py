@@ -14,9 +14,8 @@ from laminar_hpc.simulator.schema import PlanConfig
 from laminar_hpc.simulator.tables import MODELS, Gpu
 from laminar_hpc.simulator.trainer_fit import SHARE
 
-_LANE_BYTES = (
-    36e9  # of a publication per relay lane: 1, 2 and 4 lanes for 7B, 32B and 72B, as in conf/experiment
-)
+# of a publication per relay lane: 1, 2 and 4 lanes for 7B, 32B and 72B, as in conf/experiment
+_LANE_BYTES = 36e9
 _WIDTH = 2  # bytes of a bfloat16
 
 

@@ -102,14 +102,14 @@ def without(config: SimulationConfig, names: list[str], told: Told) -> list[Wort
     """For each pipeline and scale the whole, without each of `names` that it has, and without all of these.
     Raises LaminarError for one that no pipeline has."""
     used, rows = set[str](), list[WorthRow]()
-    for place in _settings(config):
-        here = [name for name in names if place.has(name)]
+    for setting in _settings(config):
+        here = [name for name in names if setting.has(name)]
         used |= set(here)
-        runs = {"whole": partial(place.figures, ())}
-        runs |= {f"without {name}": partial(place.figures, (name,)) for name in here}
+        runs = {"whole": partial(setting.figures, ())}
+        runs |= {f"without {name}": partial(setting.figures, (name,)) for name in here}
         if len(here) > 1:
-            runs[f"without all {len(here)}"] = partial(place.figures, tuple(here))
-        rows += _rows(place, runs, told)
+            runs[f"without all {len(here)}"] = partial(setting.figures, tuple(here))
+        rows += _rows(setting, runs, told)
     if unused := [name for name in names if name not in used]:
         where = f"no pipeline of {', '.join(config.pipelines)} has it in this experiment"
         raise LaminarError(f"--without={unused[0]} ({MECHANISMS[unused[0]].about}): {where}")
@@ -123,9 +123,9 @@ def at_bounds(config: SimulationConfig, bounds: list[float], told: Told) -> list
     if not asked:
         raise LaminarError(f"--staleness: {', '.join(config.pipelines)} train what was just generated")
     rows = list[WorthRow]()
-    for place in _settings(replace(config, pipelines=asked)):
-        runs = {f"bound {bound:g}": partial(place.figures, (), bound) for bound in bounds}
-        rows += _rows(place, runs, told)
+    for setting in _settings(replace(config, pipelines=asked)):
+        runs = {f"bound {bound:g}": partial(setting.figures, (), bound) for bound in bounds}
+        rows += _rows(setting, runs, told)
     return rows
 
 
@@ -136,7 +136,7 @@ def _settings(config: SimulationConfig) -> Iterator[Setting]:
 
 
 def _rows(
-    place: Setting, runs: Mapping[str, Callable[[], list[dict[str, float]]]], told: Told
+    setting: Setting, runs: Mapping[str, Callable[[], list[dict[str, float]]]], told: Told
 ) -> Iterator[WorthRow]:
     first = list[float]()
     for name, simulate_it in runs.items():
@@ -144,9 +144,9 @@ def _rows(
         first = first or [figures["tokens_per_second"] for figures in found]
         means = {key: statistics.fmean(figures[key] for figures in found) for key in _FIGURES}
         gains = [a / b["tokens_per_second"] - 1.0 for a, b in zip(first, found, strict=True)]
-        told(f"{place.pipeline} on {place.gpus} GPUs, {name}: {means['tokens_per_second']:,.0f} tokens/s")
+        told(f"{setting.pipeline} on {setting.gpus} GPUs, {name}: {means['tokens_per_second']:,.0f} tokens/s")
         error = statistics.stdev(gains) / len(gains) ** 0.5
-        yield WorthRow(place.pipeline, place.gpus, name, statistics.fmean(gains), error, means)
+        yield WorthRow(setting.pipeline, setting.gpus, name, statistics.fmean(gains), error, means)
 
 
 def table(rows: list[WorthRow]) -> str:

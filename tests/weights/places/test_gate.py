@@ -12,11 +12,13 @@ import zmq
 from helpers.links.proxy import Proxy
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.line.dealer import connect_secured
+from laminar_hpc.line.messages import gate as wire
 from laminar_hpc.line.messages.places import GateAddress
 from laminar_hpc.weights.kernels.sums import tensor_sums
 from laminar_hpc.weights.links.meeting import LinkBroken
 from laminar_hpc.weights.manifest import layout
-from laminar_hpc.weights.places import far_link, wire
+from laminar_hpc.weights.places import far_link
+from laminar_hpc.weights.places import gate as gates
 from laminar_hpc.weights.places.far_link import FarLink
 from laminar_hpc.weights.places.gate import Gate
 from laminar_hpc.weights.places.shipment import PlaceFeed
@@ -284,3 +286,23 @@ def test_behind_a_forwarding_address_the_relay_listens_at_its_own(home):
     gate = Gate("127.0.0.1", "192.0.2.7:0", home.reader, home.failed.append)
     assert gate.address.host == "192.0.2.7"
     gate.close()
+
+
+def test_a_place_that_has_left_costs_no_memory(home, monkeypatch):
+    """Its image goes when it asks for nothing any more, and what it had is known from a slot if it comes
+    back."""
+    left = Far(home)
+    home.publish()
+    left.pull()
+    left.link.close()
+    assert list(home.gate._feeds) == ["elsewhere"]
+    monkeypatch.setattr(gates, "GONE_SECONDS", 0.5)
+    until = time.monotonic() + 20
+    while home.gate._feeds and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not home.gate._feeds
+    monkeypatch.setattr(gates, "GONE_SECONDS", 1200.0)
+    left.link = left.connect()
+    home.publish()
+    assert left.pull() < 0.1  # changes to what it has
+    left.link.close()

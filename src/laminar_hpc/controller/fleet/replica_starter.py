@@ -74,12 +74,14 @@ class AgentStarter:
     def start(self, count: int) -> None:
         report(RankReport(start=count))
 
-    def stop(self, starter_id: str) -> None: ...
+    def stop(self, starter_id: str) -> None:
+        """Its agent has seen it leave."""
 
     def look(self) -> list[FailedCall]:
         return []
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """The agent ends those that it has started."""
 
 
 class CommandStarter:

@@ -3,7 +3,6 @@ Protocol: transfer.py."""
 
 import contextlib
 import logging
-import socket
 import threading
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
@@ -19,7 +18,7 @@ from laminar_hpc.engine.kv.native import extension
 from laminar_hpc.engine.kv.pool import NATIVE_PLAN, Pool
 from laminar_hpc.engine.kv.shm import Taken
 from laminar_hpc.engine.kv.transfer import QUEUED, STREAMS, KvAddress
-from laminar_hpc.line.admission import CurveAuthenticator
+from laminar_hpc.line.admission import CurveAuthenticator, listen
 from laminar_hpc.weights.links.streams import StreamEvent
 
 log = logging.getLogger(__name__)
@@ -90,13 +89,12 @@ class KvInbox:
         self._router.curve_server = True
         self._router.curve_secretkey = secret
         try:
-            self._router.bind(f"tcp://{socket.gethostbyname(self.host)}:*")
-        except (zmq.ZMQError, OSError) as error:
+            port = listen(self._router, self.host)
+        except OSError as error:
             self._context.destroy(0)
             raise KvRefused(
                 f"KV move refused: the destination cannot listen at {self.host} ({error})"
             ) from None
-        port = int(self._router.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
         gpu = device.can_share(self.expected.pool)
         place = KvAddress(
             self.host,
@@ -121,15 +119,9 @@ class KvInbox:
         return bool(wait([self.left], seconds).done)
 
     def _run(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._router, zmq.POLLIN)
-        poller.register(self._admission.socket, zmq.POLLIN)
         try:
             while not self._closing:
-                events = dict(poller.poll(int(POLL_SECONDS * 1000)))
-                if self._admission.socket in events:
-                    self._admission.answer()
-                if self._router in events:
+                if self._admission.poll(self._router, int(POLL_SECONDS * 1000)):
                     self._take(self._router.recv_multipart(copy=False))
         finally:
             self._mapped.close()

@@ -7,20 +7,19 @@ same way, so the taker's engine sees no difference from a source's.
 """
 
 import contextlib
-import socket
 import struct
 import threading
 from dataclasses import dataclass, field
 
 import msgspec
-import numpy as np
+import torch
 import zmq
 
 from laminar_hpc.engine.kv.errors import KvRefused
 from laminar_hpc.engine.kv.frames import CHUNK_HEAD_BYTES, PartHeader, decode_header
 from laminar_hpc.engine.kv.transfer import KvAddress, of_all_ranks, of_rank, send_records
-from laminar_hpc.line.admission import CurveAuthenticator
-from laminar_hpc.weights.kernels.sums import buffer_sums
+from laminar_hpc.line.admission import CurveAuthenticator, listen
+from laminar_hpc.weights.kernels.sums import tensor_sums
 
 POLL_SECONDS = 0.05
 _RECORD = struct.Struct("<4sIQQQ")  # magic, number, payload bytes, sums
@@ -34,7 +33,7 @@ class _ParkedPart:
     sender: bytes
     header: PartHeader
     size: int
-    records: dict[int, bytes] = field(default_factory=dict)
+    records: dict[int, bytearray] = field(default_factory=dict)
 
     @property
     def chunks(self) -> int:
@@ -77,11 +76,10 @@ class HostPark:
         self._router.curve_server = True
         self._router.curve_secretkey = secret
         try:
-            self._router.bind(f"tcp://{socket.gethostbyname(host)}:*")
-        except (zmq.ZMQError, OSError) as error:
+            self._port = listen(self._router, host)
+        except OSError as error:
             self._context.destroy(0)
             raise KvRefused(f"KV cannot be parked: the relay cannot listen at {host} ({error})") from None
-        self._port = int(self._router.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="kv-park", daemon=True)
         self._thread.start()
@@ -152,15 +150,9 @@ class HostPark:
     # ---- the thread ----------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._router, zmq.POLLIN)
-        poller.register(self._admission.socket, zmq.POLLIN)
         try:
             while not self._closing:
-                events = dict(poller.poll(int(POLL_SECONDS * 1000)))
-                if self._admission.socket in events:
-                    self._admission.answer()
-                if self._router in events:
+                if self._admission.poll(self._router, int(POLL_SECONDS * 1000)):
                     self._take(self._router.recv_multipart(copy=False))
         finally:
             self._router.close()
@@ -216,12 +208,12 @@ class HostPark:
 def _whole_with(part: _ParkedPart, record: memoryview) -> bool:
     """Takes a chunk; whether it was the part's last one. Raises KvRefused for one that is damaged."""
     shape, payload = part.header.shape, len(record) - CHUNK_HEAD_BYTES
-    known = len(record) >= CHUNK_HEAD_BYTES and len(record) <= shape.record_bytes(part.header.chunk_bytes)
+    known = CHUNK_HEAD_BYTES < len(record) <= shape.record_bytes(part.header.chunk_bytes)
     magic, number, size, words, indexed = _RECORD.unpack_from(record) if known else (b"", 0, 0, 0, 0)
     if magic != _MAGIC or size != payload or number >= part.chunks or number in part.records:
         raise KvRefused(f"KV chunk {number} refused: it is none of the part's, or there already")
-    padded = bytes(record[CHUNK_HEAD_BYTES:]) + bytes(-payload % 4)
-    if buffer_sums(np.frombuffer(padded, "<u4")) != (words, indexed):
+    kept = bytearray(record)
+    if tensor_sums(torch.frombuffer(kept, dtype=torch.uint8, offset=CHUNK_HEAD_BYTES)) != (words, indexed):
         raise KvRefused(f"KV chunk {number} refused: its checksum differs")
-    part.records[number] = bytes(record)
+    part.records[number] = kept
     return len(part.records) == part.chunks

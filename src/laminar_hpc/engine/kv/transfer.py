@@ -21,7 +21,7 @@ holds the address may send, and nobody else.
 import contextlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -111,63 +111,61 @@ def send_part(
     """
     place = decode_address(address)
     local = place.machine == machine
-    with zmq.Context(io_threads=1 if local else STREAMS) as context:
-        streams = [_connect(context, place, seconds) for _ in range(1 if local else STREAMS)]
-        try:
-            streams[0].send_multipart([b"part", encode_header(header)])
-            _answer(streams[0], place, seconds, b"go")
-            if (
-                local
-                and place.gpu
-                and device.can_share(pool)
-                and _share(streams[0], pool, slots, place, seconds, after)
-            ):
-                return
-            if device.on_gpu(pool):
-                stage = device.Stage.of(pool, len(slots))
-                stage.fill(pool, slots, after)
-                pool, slots = stage.pool, stage.slots
-            if local:
-                _offer(streams[0], header, pool, slots, folder, threads, seconds)
-            else:
-                plan = pool.plan(slots, header.chunk_bytes, threads, distinct=False, streaming=False)
-                _stream(streams, plan, pool.shape, header, place, seconds)
-            _answer(streams[0], place, seconds, b"ok")
-        except zmq.Again:
-            raise _took_nothing(place, seconds) from None
-        finally:
-            for stream in streams:
-                stream.close(0)
+    with _connected(place, 1 if local else STREAMS, seconds) as streams:
+        streams[0].send_multipart([b"part", encode_header(header)])
+        _answer(streams[0], place, seconds, b"go")
+        if (
+            local
+            and place.gpu
+            and device.can_share(pool)
+            and _share(streams[0], pool, slots, place, seconds, after)
+        ):
+            return
+        if device.on_gpu(pool):
+            stage = device.Stage.of(pool, len(slots))
+            stage.fill(pool, slots, after)
+            pool, slots = stage.pool, stage.slots
+        if local:
+            _offer(streams[0], header, pool, slots, folder, threads, seconds)
+        else:
+            plan = pool.plan(slots, header.chunk_bytes, threads, distinct=False, streaming=False)
+            _stream(streams, plan, pool.shape, header, place, seconds)
+        _answer(streams[0], place, seconds, b"ok")
 
 
 def send_records(
-    address: str, parts: Sequence[tuple[PartHeader, Sequence[bytes]]], seconds: float = WAIT_SECONDS
+    address: str,
+    parts: Sequence[tuple[PartHeader, Sequence[bytes | bytearray]]],
+    seconds: float = WAIT_SECONDS,
 ) -> None:
     """Sends parts whose chunk records are there already, as they once came over TCP. Blocks and raises as
     `send_part`."""
     place = decode_address(address)
-    with zmq.Context(io_threads=STREAMS) as context:
-        streams = [_connect(context, place, seconds) for _ in range(STREAMS)]
+    with _connected(place, STREAMS, seconds) as streams:
+        for header, records in parts:
+            streams[0].send_multipart([b"part", encode_header(header)])
+            _answer(streams[0], place, seconds, b"go")
+            for number, record in enumerate(records):
+                streams[number % STREAMS].send_multipart([b"rows", record])
+                if streams[0].poll(0):  # an early "no"
+                    break
+            _answer(streams[0], place, seconds, b"ok")
+
+
+@contextlib.contextmanager
+def _connected(place: KvAddress, count: int, seconds: float) -> Iterator[list[zmq.Socket]]:
+    """So many connections to a destination; one that takes nothing for `seconds` is said by KvRefused."""
+    with zmq.Context(io_threads=count) as context:
+        streams = [_connect(context, place, seconds) for _ in range(count)]
         try:
-            for header, records in parts:
-                streams[0].send_multipart([b"part", encode_header(header)])
-                _answer(streams[0], place, seconds, b"go")
-                for number, record in enumerate(records):
-                    streams[number % STREAMS].send_multipart([b"rows", record])
-                    if streams[0].poll(0):  # an early "no"
-                        break
-                _answer(streams[0], place, seconds, b"ok")
+            yield streams
         except zmq.Again:
-            raise _took_nothing(place, seconds) from None
+            raise KvRefused(
+                f"KV move failed: the destination at {place.host}:{place.port} took nothing for {seconds:g} s"
+            ) from None
         finally:
             for stream in streams:
                 stream.close(0)
-
-
-def _took_nothing(place: KvAddress, seconds: float) -> KvRefused:
-    return KvRefused(
-        f"KV move failed: the destination at {place.host}:{place.port} took nothing for {seconds:g} s"
-    )
 
 
 def _connect(context: zmq.Context, place: KvAddress, seconds: float) -> zmq.Socket:

@@ -35,7 +35,7 @@ def read_secret(path: Path, what: str) -> bytes | None:
     Raises Refused for a file that is no key, or that others than its owner may read or have written."""
     try:
         secret = path.read_bytes().strip()
-        secret_kept = _is_private(path)
+        secret_kept = is_private(path)
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -56,8 +56,9 @@ def _private(path: Path) -> int:
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
 
 
-def _is_private(path: Path) -> bool:
-    """Whether it is as a file that we make ourselves: some file systems give all the same owner and mode."""
+def is_private(path: Path) -> bool:
+    """Whether it is as a file that we make ourselves: some file systems give all the same owner and mode.
+    Raises OSError."""
     found = path.stat()
     if found.st_uid in (os.geteuid(), 0) and not found.st_mode & 0o077:
         return True

@@ -53,6 +53,13 @@ class Link:
     """
 
     wire_bytes: int | None = None  # of what came last, where the link compresses it
+    device_end: DeviceEnd | None = None  # where chunks go from device to device
+    closed = False  # from this end
+    bytes_sent = 0  # of all frames and tensors
+    weight_id: int | None = None  # the newest that went over it whole, so that the receiver has it
+    _waiter: Waiter | None = None
+    _window: Window | None = None  # the sender's, if the receiver has mapped it
+    _there: torch.Tensor | None = None  # what the receiver has mapped
 
     def __init__(
         self,
@@ -82,11 +89,7 @@ class Link:
         self.seconds = seconds
         self.device = device
         self._me, self._other = (0, 1) if sender else (1, 0)
-        self.device_end: DeviceEnd | None = None  # where chunks go from device to device
         self._store = store  # lives as long as the link
-        self.closed = False  # from this end
-        self.bytes_sent = 0  # of all frames and tensors
-        self.weight_id: int | None = None  # the newest that went over it whole, so that the receiver has it
         self._waiter = Waiter() if leave else None
         prefix = dist.PrefixStore(f"laminar/{epoch}/{number}", store)
         limit = min(seconds, meet_seconds)

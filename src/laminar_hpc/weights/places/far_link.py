@@ -20,12 +20,10 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from laminar_hpc.line.dealer import connect_secured
-from laminar_hpc.line.messages.places import GateAddress
-from laminar_hpc.weights.links.links import Link
-from laminar_hpc.weights.links.meeting import LinkBroken
-from laminar_hpc.weights.places.wire import (
+from laminar_hpc.line.messages.gate import (
     AHEAD,
     HANDSHAKE_MILLISECONDS,
+    OUTAGE_SECONDS,
     PIECE_BYTES,
     STREAMS,
     Fetch,
@@ -38,9 +36,11 @@ from laminar_hpc.weights.places.wire import (
     encode,
     pieces_of,
 )
+from laminar_hpc.line.messages.places import GateAddress
+from laminar_hpc.weights.links.links import Link
+from laminar_hpc.weights.links.meeting import LinkBroken
 
 MEET_SECONDS = 20.0  # for a gate's first answer
-OUTAGE_SECONDS = 600.0  # without an answer, which what has come so far outlives
 _ASK_SECONDS = 0.25  # from one question for something newer to the next
 _AGAIN_SECONDS = 0.5  # from the end of a connection to the next one in its place
 _POLL_SECONDS = 0.05
@@ -107,9 +107,6 @@ class FarLink(Link):
         self.peer = peer
         self.device = torch.device("cpu")
         self.seconds = OUTAGE_SECONDS
-        self.device_end = None
-        self.closed = False
-        self._window = self._there = self._waiter = None
         self._address = address
         self._place = place
         self._held = held

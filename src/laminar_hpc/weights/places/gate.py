@@ -7,8 +7,8 @@ the relays beside it do not know how fast or slow a place is.
 
 import errno
 import logging
-import socket
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -16,12 +16,11 @@ import msgspec
 import zmq
 
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.line.admission import CurveAuthenticator
-from laminar_hpc.line.messages.places import GateAddress
-from laminar_hpc.weights.places.shipment import PlaceFeed, Shipment
-from laminar_hpc.weights.places.wire import (
+from laminar_hpc.line.admission import CurveAuthenticator, listen
+from laminar_hpc.line.messages.gate import (
     DOMAIN,
     HANDSHAKE_MILLISECONDS,
+    OUTAGE_SECONDS,
     REQUEST_BYTES_MAX,
     FetchedPiece,
     Gone,
@@ -32,11 +31,14 @@ from laminar_hpc.weights.places.wire import (
     decode_request,
     encode,
 )
+from laminar_hpc.line.messages.places import GateAddress
+from laminar_hpc.weights.places.shipment import PlaceFeed, Shipment
 from laminar_hpc.weights.slots import SlotReader
 
 log = logging.getLogger(__name__)
 _POLL_MILLISECONDS = 50
 _CRYPTO_THREADS = 2
+GONE_SECONDS = 2 * OUTAGE_SECONDS
 
 
 class Gate:
@@ -72,36 +74,29 @@ class Gate:
     def _bind(self, shown: str, host: str, port: str) -> int:
         """At `shown`, or where that is another machine, which forwards, at `host`. Returns the port."""
         try:
-            address = socket.gethostbyname(shown)
             try:
-                self._router.bind(f"tcp://{address}:{port}")
-            except zmq.ZMQError as error:
+                return listen(self._router, shown, port)
+            except OSError as error:
                 if error.errno not in (errno.EADDRNOTAVAIL, errno.ENODEV):
                     raise
-                self._router.bind(f"tcp://{host}:{port}")
-        except (zmq.ZMQError, OSError) as error:
+                return listen(self._router, host, port)
+        except OSError as error:
             self._context.destroy(0)
             raise LaminarError(
                 f"the gate for relays of other places cannot listen at {shown}:{port} ({error}); set "
                 "relay.gate to a free port of this machine"
             ) from None
-        return int(self._router.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
 
     def close(self) -> None:
         self._closing = True
         self._maker.shutdown(wait=False, cancel_futures=True)
 
     def _run(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._router, zmq.POLLIN)
-        poller.register(self._admission.socket, zmq.POLLIN)
         try:
             while not self._closing:
-                events = dict(poller.poll(_POLL_MILLISECONDS))
-                if self._admission.socket in events:
-                    self._admission.answer()
-                if self._router in events:
+                if self._admission.poll(self._router, _POLL_MILLISECONDS):
                     self._serve(*self._router.recv_multipart())
+                self._forget_gone(time.monotonic())
         except Exception as error:
             if not self._closing:
                 self._failed(error)
@@ -131,5 +126,17 @@ class Gate:
         return FetchedPiece(shipment.number, request.piece), shipment.piece(request.piece)
 
     def _find(self, number: int) -> Shipment | None:
-        there = (feed.shipment for feed in self._feeds.values())
-        return next((each for each in there if each and each.number == number), None)
+        for feed in self._feeds.values():
+            if (there := feed.shipment) is not None and there.number == number:
+                feed.heard = time.monotonic()
+                return there
+        return None
+
+    def _forget_gone(self, now: float) -> None:
+        """Frees the images of places that have not asked for longer than their links would wait."""
+        gone = [
+            place for place, feed in self._feeds.items() if feed.is_idle and now - feed.heard > GONE_SECONDS
+        ]
+        for place in gone:
+            log.info("place %s asks for nothing any more: its image is freed", place)
+            del self._feeds[place]

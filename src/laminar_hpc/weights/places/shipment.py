@@ -10,6 +10,7 @@ import itertools
 import logging
 import mmap
 import struct
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -17,9 +18,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from laminar_hpc.line.messages.gate import PIECE_BYTES, pieces_of
 from laminar_hpc.weights.delta import encode, pack, unit_bytes
 from laminar_hpc.weights.manifest import Manifest
-from laminar_hpc.weights.places.wire import PIECE_BYTES, pieces_of
 from laminar_hpc.weights.slots import SlotGone, SlotHandle, SlotReader
 from laminar_hpc.weights.stream import encode_header, encode_sums
 
@@ -71,6 +72,7 @@ class PlaceFeed:
 
     def __init__(self, place: str, reader: SlotReader, maker: ThreadPoolExecutor) -> None:
         self.shipment: Shipment | None = None
+        self.heard = time.monotonic()  # when the place asked last
         self._place = place
         self._reader = reader
         self._maker = maker
@@ -78,9 +80,15 @@ class PlaceFeed:
         self._image = torch.empty(0, dtype=torch.uint8)
         self._image_id: int | None = None  # whose bytes it has; None while it is being written
 
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is being made."""
+        return self._making is None or self._making.done()
+
     def offer(self, held: int | None) -> Shipment | None:
         """The newest weights for who holds weight id `held`; None while they are made, or if there are none
         that are newer."""
+        self.heard = time.monotonic()
         if self._making is not None:
             if not self._making.done():
                 return None

@@ -10,13 +10,13 @@ for again, and what has come stays. Changed bytes are refused by CURVE, which en
 
 import msgspec
 
-STREAMS = (
-    32  # TCP connections: one alone gets through some 2 Mbit/s at 80 ms and 1% loss (Mathis et al., 1997)
-)
+# TCP connections: one alone gets through some 2 Mbit/s at 80 ms and 1% loss (Mathis et al., 1997)
+STREAMS = 32
 AHEAD = 2  # pieces that are asked for on a connection at a time, so that none waits for a round trip
 PIECE_BYTES = 128 << 10
 REQUEST_BYTES_MAX = 4096
 HANDSHAKE_MILLISECONDS = 10_000
+OUTAGE_SECONDS = 600.0  # without an answer, which what has come so far outlives
 DOMAIN = b"laminar-gate"
 
 
