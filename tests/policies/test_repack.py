@@ -162,6 +162,7 @@ def test_it_is_done_where_it_frees_more_than_it_costs():
         costs.add(seconds)
         assert bool(plan(fleet, limits(1000), costs, 4)) is moves
     assert not plan(fleet, limits(1000), MoveCosts(), 4)  # nothing is measured: two seconds
+    assert plan(fleet, limits(1000), MoveCosts(time_scale=5.0), 4)  # which emulated engines pass in 0.4
     proportional = [(1, 0.010), (64, 0.640)]
     costs = MoveCosts()
     costs.add(0.001)

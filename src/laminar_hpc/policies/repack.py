@@ -139,10 +139,12 @@ class EngineLimits:
 
 
 class MoveCosts:
-    """What emptying a replica costs, from the run's own moves. Forced: nothing."""
+    """What emptying a replica costs, from the run's own moves. Forced: nothing. `time_scale`: how many times
+    faster than real ones emulated engines are."""
 
-    def __init__(self, forced: bool = False) -> None:
+    def __init__(self, forced: bool = False, time_scale: float = 1.0) -> None:
         self._forced = forced
+        self._time_scale = time_scale
         self._newest: deque[float] = deque(maxlen=64)
 
     def add(self, seconds: float) -> None:
@@ -154,7 +156,8 @@ class MoveCosts:
         if self._forced:
             return 0.0
         prefill = load.kv_tokens * limits.step(limits.requests) / limits.requests if limits.prefills else 0.0
-        return _DISTURBED * (fmean(self._newest) if self._newest else FIRST_MOVE_SECONDS) + prefill
+        move = fmean(self._newest) if self._newest else FIRST_MOVE_SECONDS / self._time_scale
+        return _DISTURBED * move + prefill
 
 
 def saturation_batch(flops: float, memory_bytes_per_second: float) -> int:

@@ -62,7 +62,8 @@ class Migration:
         self._pool = tables.pool
         self._steps = steps
         self.with_kv = kv_moves(tables.config)
-        self.costs = MoveCosts(forced=tables.config.pipeline.repack != "auto")
+        config = tables.config
+        self.costs = MoveCosts(config.pipeline.repack != "auto", config.emulation.time_scale)
         self._moves: dict[str, _MoveProgress] = {}  # under way, and the last of those that are over
         self._over: deque[str] = deque()
         self.moving: dict[int, str] = {}  # trajectory -> its move under way
