@@ -3,8 +3,7 @@ planner takes.
 
     python bench/repack.py --json repack.json     two runs of 3,600 emulated seconds at five times real time
     python bench/repack.py --emulated-seconds 1800 --scale 20     shorter, where there are cores to spare
-    python bench/repack.py --only together --emulated-seconds 5100 --warm-up 1500 --scale 8     with the order of
-        prompts
+    python bench/repack.py --only together --warm-up 1500     with the order of prompts
 
 EMULATED: the engines (laminar_hpc/emulation) generate nothing. Real: controller, store, rollout workers,
 sockets, messages, moves. Lengths and constants are those of docs/simulator.md, unchanged: log-normal lengths
@@ -17,9 +16,9 @@ throughput_gain      response tokens of trajectories that end, per second, with 
                      goal >= 1.26
 kv_use_*             mean share of the KV cache in use, by the replicas' own reports
 mean_latency_ratio   of a trajectory from first to last token, with over without; goal <= 1.03
-together_gain        the same of what is shipped, pipeline.repack=auto, dispatch=longest_first and a bound of two
-                     steps, over the same bound without either; 1,024 prompts that come again, as alike in all
-                     passes as in one; goal >= 1.30
+together_gain        the same of what is shipped, pipeline.repack=auto and dispatch=longest_first with a bound
+                     of two steps, over the same bound without either; 1,024 prompts that come again, as alike
+                     in all passes as in one; goal >= 1.30
 planner_ms_1000      policies.repack.plan on 1,000 replicas, worst of 20; goal < 10
 demo_auto_over_off   tokens/s in the simulator, answers as short as the demo's, auto over off: the least of
                      three seeds; goal >= 0.98
