@@ -14,10 +14,11 @@ a batch has trajectories; both pipelines score as trajectories finish. `ideal_wa
 overlap of these waits would give: in the synchronous runs, the time per step over the time per step in which
 any process was busy.
 
-`waiting_of_bound` is laminar's share of what its staleness bound allows: the shortest step that any scheduler
-could have had with the same bound, responses, waits and replica, over its own. No step is shorter than the
-trainer's work or the replica's; and b + 1 steps, b being the bound, are as long as it takes to generate on
-weights that were just published, to score, train and publish. All of it is of the same run.
+`waiting_of_bound` is laminar's share of what its staleness bound b allows: the shortest mean step that any
+scheduler could have had with the same responses, waits and replica, over its own. It is what remains of the
+run when nobody hesitates: the replica begins batch i when it has ended the one before and weights i - b are
+there; the trainer trains it when it has trained the one before and the last response of the batch is scored.
+Trainer and replica take their mean seconds, each batch its own longest wait; all of it is of the same run.
 
 Goals: `speedup_waiting` at least 0.85 of min(`ideal_waiting`, 2.5), `waiting_of_bound` at least 0.95. The
 other figures are reported as they are; the table shows where the time goes, in seconds per step.
@@ -85,7 +86,7 @@ def measure(
             "reward.timeout_seconds": rewards.TIMEOUT_SECONDS,
         }
     run = common.train(options, folder, name, settings)
-    seconds, scoring = common.seconds_per_step(run, SKIP), longest_score(run)
+    seconds, scoring = common.seconds_per_step(run, SKIP), longest_scores(run)
     return {
         "rewards": "waiting" if waiting else "own",
         "pipeline": pipeline,
@@ -93,28 +94,33 @@ def measure(
         "tokens/s": common.tokens_per_second(run, SKIP),
         "s to 0.70": common.seconds_to_accuracy(run),
         **seconds,
-        "longest score": scoring,
+        "longest score": statistics.fmean(scoring),
         "shortest step": shortest_step(run, seconds, scoring),
         "staleness": sum(s["staleness_training_mean"] for s in run.steps) / len(run.steps),
     }
 
 
-def longest_score(run: Run) -> float:
-    """Seconds from a local batch's last token until all of it is scored: the mean over local batches."""
+def longest_scores(run: Run) -> list[float]:
+    """Seconds from the last token of each local batch until all of it is scored."""
     batches: dict[int, list[Consumed]] = {}
     for trajectory in run.consumed:
         batches.setdefault(trajectory.weight_id, []).append(trajectory)
-    return statistics.fmean(
-        max(t.time_scored for t in batch) - max(t.time_finished for t in batch) for batch in batches.values()
-    )
+    return [
+        max(t.time_scored for t in batch) - max(t.time_finished for t in batch)
+        for _, batch in sorted(batches.items())
+    ]
 
 
-def shortest_step(run: Run, seconds: dict[str, float], scoring: float) -> float:
+def shortest_step(run: Run, seconds: dict[str, float], scoring: list[float]) -> float:
     """Seconds: what the docstring of the file says of any scheduler."""
     bound = run.config["pipeline"]["max_staleness"]
     trainer = seconds["trainer train"] + seconds["trainer publish"]
     replica = seconds["rollout generate"] + seconds["rollout pull"]
-    return max(trainer, replica, (trainer + replica + scoring) / (bound + 1))
+    published, generated = [0.0], 0.0
+    for batch, waits in enumerate(scoring):
+        generated = max(generated, published[max(0, batch - bound)]) + replica
+        published.append(max(published[-1], generated + waits) + trainer)
+    return published[-1] / len(scoring)
 
 
 def best_threads(options: argparse.Namespace, folder, pipeline: str, rows: list[dict]) -> tuple[int, int]:
