@@ -146,6 +146,17 @@ COMMANDS: dict[str, Subcommand] = {
         ("RUN_DIR",),
         {"--once": flag("one frame; exit code 1 if the run died")},
     ),
+    "logs": Subcommand(
+        elsewhere("report.logs"),
+        "the end of the log of one of a run's processes, also on a machine that has joined it",
+        {
+            "laminar logs runs/demo": "which there are",
+            "laminar logs runs/demo rollout-3": "of that rollout; engine-3 is its engine's",
+        },
+        ("RUN_DIR",),
+        {"--lines": value("N", "as many of its last lines (100), of at most 1 MiB", default="100")},
+        "[NAME]",
+    ),
     "report": Subcommand(
         elsewhere("report.document"),
         "write summary.json and report.html again",
