@@ -122,12 +122,13 @@ COMMANDS: dict[str, Subcommand] = {
             "laminar join 10.0.0.1:40123 --key join.key --replicas 4": "on four of its GPUs",
             "laminar join 10.0.0.1:40123 --key join.key model.path=/models/a": "the model is here already",
         },
-        ("HOST:PORT",),
+        (),
         {
-            "--key": value("FILE", "the run's key, mode 0600"),
+            "--key": value("FILE", "the run's key, mode 0600; - = the first line of the standard input"),
             "--replicas": value("N", "rollouts to start here (1)", default="1"),
+            "--tied": flag("with --key -: leave the run when the standard input ends"),
         },
-        KEYS,
+        f"[HOST:PORT] {KEYS}",
     ),
     "slurm": Subcommand(
         elsewhere("launch.slurm.check"),
