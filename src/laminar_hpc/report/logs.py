@@ -21,21 +21,21 @@ _ELSEWHERE = re.compile(r"(rollout|engine|relay)[0-9]{1,9}")
 
 def main(options: Namespace) -> int:
     """The exit code. Raises LaminarError for what is no run, and for a log that is not to be had."""
-    run_dir, *names = (options.words[0], *options.words[1:])
-    folder, lines = Path(run_dir) / "logs", _count(options.lines)
+    run_dir, names = Path(options.words[0]), options.words[1:]
+    folder, lines = run_dir / "logs", _count(options.lines)
     here = {path.stem: path for path in sorted(folder.glob("*.log"))}
     if not here:
         raise LaminarError(f"{run_dir} is no run directory, or its run has written no log yet")
     if len(names) > 1 or any(name.startswith("-") for name in names):
         raise LaminarError(f"{names[-1]}: laminar logs takes a run and the name of one log")
     if not names:
-        print("\n".join(listing(Path(run_dir), here)))
+        print("\n".join(listing(run_dir, here)))
         return 0
     wanted = names[0] if names[0] in here else names[0].replace("-", "").replace(" ", "")
     if wanted in here:
         text = _end_of(here[wanted])
-    elif _ELSEWHERE.fullmatch(wanted) and (Path(run_dir) / JOIN_FILE).exists():
-        text = fetched(Path(run_dir), wanted)
+    elif _ELSEWHERE.fullmatch(wanted) and (run_dir / JOIN_FILE).exists():
+        text = fetched(run_dir, wanted)
     else:
         raise LaminarError(f"there is no log of {names[0]} in {folder}: {', '.join(here)}")
     print("\n".join(text.decode(errors="backslashreplace").splitlines()[-lines:]))
