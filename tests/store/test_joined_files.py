@@ -173,7 +173,8 @@ def test_a_machine_that_has_gone_is_one_line(stand, tmp_path):
 
 
 def test_a_trace_arrives_line_by_line_once(stand, monkeypatch):
-    """Whole lines, over a line that is cut and a door that opens again; the rest when the rollout leaves."""
+    """Whole lines, over a line that is cut and a door that opens again; the rest when the rollout leaves, and
+    what its relay has written."""
     monkeypatch.setattr(upload, "_CONTROLLER_SECONDS", 0.1)
     monkeypatch.setattr(own_files, "_AGAIN_SECONDS", 0.5)
     stand.proxy.cuts = [3_000, 9_000]
@@ -188,8 +189,12 @@ def test_a_trace_arrives_line_by_line_once(stand, monkeypatch):
         wait_until(lambda: stand.arrived.read_text().endswith('{"kind": "pull"}\n'))
         file.write('rn"}\n')
         file.flush()
+        (stand.here / "trace" / "relay7.jsonl").write_text('{"kind": "relay"}\n')
+        (stand.here / "trace" / "trainer0.jsonl").write_text('{"kind": "train"}\n')
         stand.uploader.close()
     assert same(stand)
+    assert sorted(path.name for path in stand.arrived.parent.iterdir()) == ["relay7.jsonl", "rollout3.jsonl"]
+    assert (stand.run_dir / "trace" / "relay7.jsonl").read_text() == '{"kind": "relay"}\n'
 
 
 def test_a_trace_that_cannot_be_written_ends_nobody(tmp_path, monkeypatch):
@@ -203,12 +208,10 @@ def test_a_trace_that_cannot_be_written_ends_nobody(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(joined_files.os, "open", full)
-        assert joined.handle("theirs", first, lines) == (TraceStored(0), b"")
+        assert joined.handle("theirs", first, lines) == (TraceStored("rollout3", 0), b"")
     for request, stored in ((first, 17), (first, 17), (AppendTrace("rollout3", 40), 17)):
-        assert joined.handle("theirs", request, lines) == (TraceStored(stored), b"")
+        assert joined.handle("theirs", request, lines) == (TraceStored("rollout3", stored), b"")
     assert (tmp_path / "trace" / "rollout3.jsonl").read_bytes() == lines
-    with pytest.raises(LaminarError, match="relay1 is no rollout"):
-        joined.handle("theirs", AppendTrace("relay1", 0), lines)
     shutil.rmtree(tmp_path / "trace")
     (tmp_path / "trace").symlink_to(tmp_path / "nowhere")
-    assert joined.handle("theirs", first, lines) == (TraceStored(0), b"")
+    assert joined.handle("theirs", first, lines) == (TraceStored("rollout3", 0), b"")

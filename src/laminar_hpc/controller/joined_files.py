@@ -1,6 +1,6 @@
 """Logs and traces of machines that have joined the run and share no folder with it. Both are files of theirs:
 
-    trace   a rollout there sends what its trace has grown by: AppendTrace -> RUN_DIR/trace/rolloutN.jsonl
+    trace   a rollout there sends what its own and its relay's have grown by: AppendTrace -> RUN_DIR/trace/
     log     `laminar logs`: AskLog -> here: SendLog -> a rollout there: LogSent -> here: LogRead -> it
 
 They go over the rollout's own line to the bulk door. A rollout is there while it asks for the controller.
@@ -63,7 +63,7 @@ class JoinedFiles:
     ) -> BulkAnswer | None:
         """As BulkHandler.handle."""
         if isinstance(request, AppendTrace):
-            return TraceStored(self._append(request, body)), b""
+            return TraceStored(request.process, self._append(request, body)), b""
         if isinstance(request, AskLog):
             self._ask(identity, request)
         else:
@@ -119,9 +119,7 @@ class JoinedFiles:
     def _append(self, request: AppendTrace, body: bytes) -> int:
         """Bytes that are there then; what does not begin where the file ends is not taken. A disk that
         refuses ends nobody: it comes again."""
-        if not request.rollout.startswith("rollout"):
-            raise LaminarError(f"{request.rollout} is no rollout")
-        path = self._run_dir / "trace" / f"{request.rollout}.jsonl"
+        path = self._run_dir / "trace" / f"{request.process}.jsonl"
         try:
             path.parent.mkdir(exist_ok=True)
             with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+b", 0) as file:

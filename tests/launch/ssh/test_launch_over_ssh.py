@@ -138,6 +138,7 @@ def test_a_machine_that_sees_no_folder_of_the_run(two: Machines, tmp_path: Path,
     assert "m2: joined       relay, rollout; logs in " in out.read_text()
     assert not (run_dir / "logs" / "rollout0.log").exists()
     assert '"generate"' in (run_dir / "trace" / "rollout0.jsonl").read_text()
+    assert len(list((run_dir / "trace").glob("relay*.jsonl"))) == 2, "one here, one there"
     assert not two.processes(typed / "runs")
     left = two.run("m2", f"cd {typed}/runs/joined-run-* && ls && ls logs").split()
     assert "trace" in left and "rollout0.log" in left and not [name for name in left if "key" in name]

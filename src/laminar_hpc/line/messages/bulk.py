@@ -70,9 +70,9 @@ class LogSent(BulkMessage):
 
 
 class AppendTrace(BulkMessage):
-    """The body are lines of the trace of a rollout on a machine that has joined, from `offset` on."""
+    """The body is lines of the trace of a rollout or relay on a machine that has joined, from `offset` on."""
 
-    rollout: ProcessName
+    process: ProcessName
     offset: Offset
 
 
@@ -127,6 +127,7 @@ class LogRead(BulkMessage):
 class TraceStored(BulkMessage):
     """`size` bytes of the trace are there."""
 
+    process: ProcessName
     size: int
 
 

@@ -186,7 +186,7 @@ class PayloadUploader:
                 with suppress(OSError):  # of this machine's disk: it is told again
                     follow_controller(self._run_dir, reply.address, self._key.host)
             elif isinstance(reply, TraceStored) and self._own is not None:
-                self._own.stored(reply.size)
+                self._own.stored(reply.process, reply.size)
             elif isinstance(reply, SendLog) and self._own is not None:
                 self._put(*self._own.log(reply))
             elif isinstance(reply, BulkRefused):
