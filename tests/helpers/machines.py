@@ -90,6 +90,15 @@ class Machines:
             assert time.monotonic() < deadline, (self._folder / f"sshd-{name}.log").read_text()
             time.sleep(0.1)
 
+    def run(self, name: str, line: str) -> str:
+        """A line of shell there; what it prints."""
+        process = self.on_login_node(
+            *["ssh", "-F", str(self.config), name, line], stdout=subprocess.PIPE, text=True
+        )
+        said, _ = process.communicate(timeout=60)
+        assert process.returncode == 0, (line, said)
+        return str(said)
+
     def off(self, name: str) -> None:
         """Its power fails: all its processes are gone at once, and nobody is told."""
         self.network.cut(int(name[1:]))

@@ -1,5 +1,6 @@
 """What the controller's side does for rollouts that see no run directory (cluster.storage=stream): it takes
-their responses, gives them those of others to score, says where the controller is, and lets machines join.
+their responses, gives them those of others to score, says where the controller is, and lets machines join,
+whose traces it takes and whose logs it asks for (controller/joined_files.py).
 
 Called in the thread of line/bulk_server.py, beside the loop, with which it shares nothing but files. A run
 has one key for all of it (line/join_key.py), from its start to its end.
@@ -16,6 +17,7 @@ from laminar_hpc.config.load import dump_config
 from laminar_hpc.config.models import INDEX_FILE, SIDE_FILES
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.config.system_schema import RANKS_MAX
+from laminar_hpc.controller.joined_files import JoinedFiles
 from laminar_hpc.controller.loop import Controller
 from laminar_hpc.data.pretrained import recorded_name
 from laminar_hpc.line.address import ControllerAddress, write_private
@@ -38,7 +40,6 @@ from laminar_hpc.line.messages.bulk import (
     ControllerIs,
     JoinGranted,
     ReadBytes,
-    Reply,
     Request,
 )
 from laminar_hpc.machine.files import durable
@@ -58,6 +59,7 @@ class BulkDoor:
         self._run_dir = Path(config.run_dir)
         self._address = address
         self._receiver = PayloadReceiver(self._run_dir)
+        self._joined = JoinedFiles(self._run_dir)
         self.key, secret = _keys(config, store_id)
         self._server = BulkServer(self.key, secret, config.cluster.join_port, self)
         write_private(self._run_dir / SECRET_FILE, secret.encode())
@@ -74,12 +76,16 @@ class BulkDoor:
         if isinstance(request, ReadBytes):
             return BytesRead(), self._read(request)
         if isinstance(request, AskController):
+            self._joined.heard(identity, request.rollout)
             return ControllerIs(self._address), b""
-        return self._joins(request), b""
+        if isinstance(request, AskToJoin):
+            return self._joins(request), b""
+        return self._joined.handle(identity, request, body)
 
-    def settle(self) -> Iterable[tuple[str, Reply]]:
+    def settle(self) -> Iterable[tuple[str, BulkAnswer]]:
         """See BulkHandler."""
-        return self._receiver.settle()
+        stored = [(identity, (reply, b"")) for identity, reply in self._receiver.settle()]
+        return [*stored, *self._joined.settle()]
 
     def close(self, is_over: bool) -> None:
         """`is_over`: there is no next controller, and the key opens nothing any more."""

@@ -122,12 +122,13 @@ COMMANDS: dict[str, Subcommand] = {
             "laminar join 10.0.0.1:40123 --key join.key --replicas 4": "on four of its GPUs",
             "laminar join 10.0.0.1:40123 --key join.key model.path=/models/a": "the model is here already",
         },
-        ("HOST:PORT",),
+        (),
         {
-            "--key": value("FILE", "the run's key, mode 0600"),
+            "--key": value("FILE", "the run's key, mode 0600; - = the first line of the standard input"),
             "--replicas": value("N", "rollouts to start here (1)", default="1"),
+            "--tied": flag("with --key -: leave the run when the standard input ends"),
         },
-        KEYS,
+        f"[HOST:PORT] {KEYS}",
     ),
     "slurm": Subcommand(
         elsewhere("launch.slurm.check"),
@@ -145,6 +146,17 @@ COMMANDS: dict[str, Subcommand] = {
         {"laminar top runs/demo": "once a second, until Ctrl-C; the run goes on"},
         ("RUN_DIR",),
         {"--once": flag("one frame; exit code 1 if the run died")},
+    ),
+    "logs": Subcommand(
+        elsewhere("report.logs"),
+        "the end of the log of one of a run's processes, also on a machine that has joined it",
+        {
+            "laminar logs runs/demo": "which there are",
+            "laminar logs runs/demo rollout-3": "of that rollout; engine-3 is its engine's",
+        },
+        ("RUN_DIR",),
+        {"--lines": value("N", "as many of its last lines (100), of at most 1 MiB", default="100")},
+        "[NAME]",
     ),
     "report": Subcommand(
         elsewhere("report.document"),

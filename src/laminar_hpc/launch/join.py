@@ -1,5 +1,6 @@
-"""`laminar join HOST:PORT --key FILE`: adds rollouts on this machine to a run, which it reaches at that
-address and with which it shares no file.
+"""`laminar join [HOST:PORT] --key FILE`: adds rollouts on this machine to a run, which it reaches at that
+address, by default the key's, and with which it shares no file. `--key -`: by `laminar launch`, which hands
+the key over on the standard input (launch/ssh/joining.py).
 
     the run's bulk door --configuration, address, model--> a folder here --> relay and rollouts as ever
 
@@ -15,11 +16,12 @@ import socket
 import time
 from argparse import Namespace
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
+from functools import partial
 from pathlib import Path
 
 from laminar_hpc import __version__
-from laminar_hpc.config.errors import LaminarError, Refused, said
+from laminar_hpc.config.errors import LaminarError, Refused, print_lines, said
 from laminar_hpc.config.load import load_config
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.config.system_schema import RANKS_MAX
@@ -27,7 +29,10 @@ from laminar_hpc.config.yaml_text import load_yaml
 from laminar_hpc.launch.launch import NodeAgent, WorkerGroup
 from laminar_hpc.launch.launch_role import PER_HOUR, RoleGroup
 from laminar_hpc.launch.ranks import Ranks
+from laminar_hpc.launch.ssh.host import HostOutput
+from laminar_hpc.launch.ssh.joining import JoinInput
 from laminar_hpc.line.address import ADDRESS_FILE
+from laminar_hpc.line.agent_line import REFUSED
 from laminar_hpc.line.bulk_client import BulkClient
 from laminar_hpc.line.join_key import (
     JOINED_FILE,
@@ -69,12 +74,26 @@ class JoinedGroup(RoleGroup):
 
 def main(options: Namespace) -> int:
     """Exit code: 0 = the run is over, or they have left; 1 = failed. Raises LaminarError."""
-    place, *words = options.words
+    words, place = list(options.words), ""
     output.guard()
+    if words and not words[0].startswith("-") and "=" not in words[0]:
+        place = words.pop(0)
+    if wrong := [word for word in words if word.startswith("-")]:
+        raise LaminarError(f"laminar join: {wrong[0]}: no such option")
     if not options.key:
         raise LaminarError("laminar join needs --key FILE, a copy of the run's RUN_DIR/join.key")
     replicas = _count(options.replicas)
-    key = _key(Path(options.key), place)
+    if options.key != "-":
+        return _join(_at(read_join_key(Path(options.key)), place), words, replicas)
+    try:
+        orders = JoinInput(options.tied)
+        return _join(_at(orders.key(), place), words, replicas, orders)
+    except KeyboardInterrupt:
+        print(console.line("left", "before it had joined the run"), flush=True)
+        return 0
+
+
+def _join(key: JoinKey, words: Sequence[str], replicas: int, orders: JoinInput | None = None) -> int:
     with closing(BulkClient(key, _ASK_SECONDS)) as client:
         granted = _granted(client)
         folder = _folder(granted, words)
@@ -83,10 +102,16 @@ def main(options: Namespace) -> int:
         except BaseException:
             shutil.rmtree(folder)
             raise
-    try:
-        return _run(folder, _groups(folder, granted, settings, replicas))
-    finally:
-        _leave(folder)
+    if orders is not None:
+        orders.begin()
+    with closing(HostOutput(folder)) if orders else nullcontext():
+        try:
+            return _run(folder, _groups(folder, granted, settings, replicas), orders)
+        except LaminarError as error:
+            print_lines(error)  # while somebody reads it
+            return REFUSED
+        finally:
+            _leave(folder)
 
 
 def _granted(client: BulkClient) -> JoinGranted:
@@ -200,10 +225,12 @@ def _place(config: RunConfig, granted: JoinGranted) -> list[str]:
     return [f"cluster.place={socket.gethostname()}"] if encrypted else []
 
 
-def _run(folder: Path, groups: Sequence[WorkerGroup]) -> int:
+def _run(folder: Path, groups: Sequence[WorkerGroup], orders: JoinInput | None) -> int:
     roles = ", ".join(group.role for group in groups)
     print(console.line("joined", f"{roles}; logs in {folder / 'logs'}"), flush=True)
     agent = NodeAgent(folder, groups)
+    if orders is not None:
+        return agent.run(partial(orders.obey, agent))
     on_stop_signals(agent.on_signal)
     return agent.run()
 
@@ -232,11 +259,11 @@ def _folder(granted: JoinGranted, words: Sequence[str]) -> Path:
     return folder
 
 
-def _key(path: Path, place: str) -> JoinKey:
-    host, colon, port = place.rpartition(":")
+def _at(key: JoinKey, place: str) -> JoinKey:
+    """The key with the address where this machine reaches the run; that of the key where none is given."""
+    host, colon, port = (place or key.place).rpartition(":")
     if not colon or not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
         raise LaminarError(f"{place}: write HOST:PORT, as the run's line `join` has it")
-    key = read_join_key(path)
     key.host = host
     key.port = int(port)
     return key

@@ -34,8 +34,8 @@ class BulkHandler(Protocol):
     def handle(self, identity: str, request: Request, body: bytes) -> BulkAnswer | None:
         """The answer, or None for one that `settle` gives."""
 
-    def settle(self) -> Iterable[tuple[str, Reply]]:
-        """What is still owed, to whom."""
+    def settle(self) -> Iterable[tuple[str, BulkAnswer]]:
+        """What is still owed, or asked, and to whom."""
 
 
 class BulkServer:
@@ -69,8 +69,8 @@ class BulkServer:
             self._admission.poll(self._router, int(_LOOK_SECONDS * 1000))
             try:
                 self._take()
-                for identity, reply in self._handler.settle():
-                    self._put(identity.encode(), (reply, b""))
+                for identity, answer in self._handler.settle():
+                    self._put(identity.encode(), answer)
             except Exception:  # whoever waits asks again, and says so in the end
                 log.exception("what came at the bulk door was not done")
         self._admission.close()

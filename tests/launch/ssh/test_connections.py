@@ -86,6 +86,36 @@ def test_signals(tmp_path, capfd) -> None:
     assert len(said) == 2 and "a checkpoint, then all processes end" in said[0]
 
 
+def test_who_joins_gets_the_key_once_there_is_one(tmp_path, capfd) -> None:
+    """As a line, once, and nobody else; the end of the controller is told behind it."""
+    keys = iter(["", "", "the key"])
+    joins = HostPart(Host("n3", 0), replicas=1, joins=True)
+    reads = f'{BEGIN} while read word; do echo "got $word"; if [ "$word" = "$0" ]; then exit 0; fi; done'
+    scripts = [
+        (CONTROLLER, f"{BEGIN} sleep 1; exit 0"),
+        (REPLICAS, f"{BEGIN} ! read -t 2 word || echo wrong"),
+    ]
+    commands = [
+        *((part, ["bash", "-c", script]) for part, script in scripts),
+        (joins, ["bash", "-c", reads, "over"]),
+    ]
+    launcher = Launcher(commands, key=lambda: next(keys))
+    assert run(launcher, tmp_path / "go") == 0
+    said = [line for line in capfd.readouterr().out.splitlines() if "machine" not in line]
+    assert said == ["n3: got the key", "n3: got over"]
+
+
+def test_a_machine_without_laminar_is_one_line(tmp_path, capfd) -> None:
+    """And all others are told to leave."""
+    joins = HostPart(Host("n3", 0), replicas=1, joins=True)
+    launcher = launched((CONTROLLER, OBEYS), (joins, "exit 127"))
+    assert run(launcher, tmp_path / "go") == 1
+    out = capfd.readouterr()
+    assert "got leave" in out.out
+    said = "laminar: error: n3 has no laminar where this machine has it: VENV= names another, or install it"
+    assert [line for line in out.err.splitlines() if line.startswith(said)]
+
+
 # ---- the machine's side ------------------------------------------------------------------------------------
 
 

@@ -127,6 +127,39 @@ def test_the_ssh_lines(tmp_path, capsys, monkeypatch) -> None:
     assert "first_index=4" in started[1]["relay"] and "first_index=0" in started[0]["trainer"]
 
 
+def test_machines_of_replicas_alone_need_no_folder_of_the_run(tmp_path, capsys, monkeypatch) -> None:
+    """With cluster.storage=stream: their line joins the run and has no key, no setting and no path of it; the
+    first machine has a relay for them. What has controller or trainers is started as ever."""
+    path = tmp_path / "hosts"
+    path.write_text("n1\nn2\nn3\n")
+    words = [f"--hosts={path}", "experiment=demo", "cluster.storage=stream", "rollout.replicas=3"]
+    assert cli.run(["launch", *words, f"run_dir={tmp_path}/r", "--dry-run"]) == 0
+    lines = [shlex.split(line) for line in capsys.readouterr().out.splitlines() if line.startswith("ssh ")]
+    assert [line[-2] for line in lines] == ["n1", "n2", "n3"]
+    first, *others = (line[-1] for line in lines)
+    assert [line.split("laminar ")[1] for line in others] == [
+        "join --key - --replicas=2",
+        "join --key - --replicas=1",
+    ]
+    assert not [line for line in others if f"{tmp_path}/r" in line or "experiment" in line]
+    for name in ("STORE_DIR", "ROLLOUTS", "GLOO_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "")
+    remote = shlex.split(first)
+    options, settings = host.parsed(remote[remote.index("laminar_hpc.launch.ssh.host") + 1 :])
+    found = host.parts_of(options, settings, tmp_path, 0)
+    assert [(part.role, part.processes) for part in found] == [
+        ("controller", 1),
+        ("trainer", 1),
+        ("relay", 1),
+    ]
+    config = config_of((4, 1, 4), 2, 4)
+    config.cluster.storage = "stream"
+    parts = assign(config, derive(config), [Host(f"n{n}", 8) for n in (1, 2, 3)])
+    assert [(part.relay, part.joins) for part in parts] == [(True, False), (False, False), (False, True)]
+    alone = assign(load_config(["experiment=demo", "cluster.storage=stream"]), derive(DEMO), [Host("n1", 0)])
+    assert [(part.relay, part.joins, part.replicas) for part in alone] == [(False, False, 1)]
+
+
 def test_mistakes_on_the_command_line(tmp_path) -> None:
     """Before anything starts, one line each."""
     path = tmp_path / "hosts"

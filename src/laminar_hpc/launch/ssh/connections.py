@@ -20,6 +20,7 @@ from contextlib import suppress
 
 from laminar_hpc.launch.launch import REPEAT_SECONDS
 from laminar_hpc.launch.ssh.hosts import HostPart
+from laminar_hpc.launch.ssh.joining import OVER
 from laminar_hpc.line.agent_line import REFUSED
 from laminar_hpc.machine.processes import die_with_parent
 
@@ -37,6 +38,7 @@ class Connection:
     ) -> None:
         self.part = part
         self.begun = False
+        self.has_key = not part.joins
         self._say = say
         self._process = subprocess.Popen(
             command,
@@ -58,7 +60,7 @@ class Connection:
             self._say(self, line.rstrip("\n"))
 
     def order(self, word: str) -> None:
-        """`stop` or `leave`, to what runs there."""
+        """`stop`, `leave` or another line, to what runs there."""
         assert self._process.stdin is not None
         with suppress(OSError, ValueError):
             self._process.stdin.write(f"{word}\n")
@@ -80,10 +82,15 @@ class Launcher:
     """All connections of one `laminar launch`, until all have ended."""
 
     def __init__(
-        self, commands: Sequence[tuple[HostPart, Sequence[str]]], clock: Callable[[], float] = time.monotonic
+        self,
+        commands: Sequence[tuple[HostPart, Sequence[str]]],
+        clock: Callable[[], float] = time.monotonic,
+        key: Callable[[], str] = str,
     ) -> None:
+        """`key`: the run's join key, a line for machines that see no folder of it; "" until it is there."""
         self._commands = commands
         self._clock = clock
+        self._key = key
         self._codes = dict[Connection, int]()
         self._signals = 0
         self._asked = 0.0
@@ -109,6 +116,7 @@ class Launcher:
                 if (code := connection.code()) is not None:
                     self._codes[connection] = code
                     self._ended(connection, code)
+            self._give_key()
             if self._leave_at is not None and self._clock() > self._leave_at:
                 self._leave_at = None
                 self._order("leave", self._going_on())
@@ -134,6 +142,13 @@ class Launcher:
         else:
             self._gave_up = True
 
+    def _give_key(self) -> None:
+        waiting = [each for each in self._going_on() if not each.has_key]
+        if waiting and (key := self._key()):
+            self._order(key, waiting)
+            for each in waiting:
+                each.has_key = True
+
     def _going_on(self) -> list[Connection]:
         return [each for each in self._connections if each not in self._codes]
 
@@ -147,13 +162,17 @@ class Launcher:
         if code == _LOST:
             self._lost(connection)
         if code in _NO_PYTHON and not connection.begun:
+            lacks, more = "Python", ""
+            if part.joins:
+                lacks, more = "laminar", ", or install it there on the PATH of the shell"
             self._tell(
-                f"error: {part.host.name} has no Python where this machine has it: VENV= names another"
+                f"error: {part.host.name} has no {lacks} where this machine has it: VENV= names another{more}"
             )
         if code and (code == REFUSED or not self.begun):
             self._order("leave", others)
         elif part.controller and code != _LOST:
             self._leave_at = self._clock() + (0.0 if code else _END_SECONDS)
+            self._order(OVER, [each for each in others if each.part.joins])
         elif code not in (0, _LOST) and part.trainers:
             self._order("stop", [each for each in others if each.part.controller])
 

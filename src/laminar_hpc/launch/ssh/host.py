@@ -84,14 +84,17 @@ class Orders:
         os.dup2(nothing, 0)  # what is started here reads none of them
         os.close(nothing)
         threading.Thread(target=self._listen, daemon=True).start()
-        on_stop_signals(lambda number, _: self._given.append(number))
+        on_stop_signals(lambda number, _: self._take(number))
 
     def _listen(self) -> None:
         with suppress(OSError, ValueError):
             for line in self._lines:
-                self._given.append(line.strip())
+                self._take(line.strip())
         if self._tied:
-            self._given.append("stop")
+            self._take("stop")
+
+    def _take(self, order: str | int) -> None:
+        self._given.append(order)
 
     def obey(self, agent: NodeAgent) -> None:
         """Does what has been said since the last time."""
@@ -129,7 +132,10 @@ def check_here(run_dir: Path, launch: str) -> None:
             continue
         if time.monotonic() > deadline:
             raise Refused(
-                [f"{mark} is not seen here: run_dir must be on a file system that all machines share"]
+                [
+                    f"{mark} is not seen here: run_dir must be on a file system that all machines share, "
+                    "with cluster.storage=stream those of controller and trainers"
+                ]
             )
         time.sleep(0.1)
     if version != __version__:
@@ -141,6 +147,7 @@ def parsed(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--controller", action="store_true")
     parser.add_argument("--trainers", default="")
     parser.add_argument("--replicas", default="")
+    parser.add_argument("--relay", action="store_true")
     parser.add_argument("--launch", default="")
     parser.add_argument("--tied", action="store_true")
     return parser.parse_known_args(arguments)
@@ -159,7 +166,11 @@ def parts_of(options: argparse.Namespace, words: list[str], run_dir: Path, machi
         for role, here in wanted.items()
         if here
     ]
-    return [part for place in places for part in parts(place, config, words, address, machine)]
+    found = [part for place in places for part in parts(place, config, words, address, machine)]
+    if options.relay:  # alone, for machines that see no folder of the run
+        own = NodePlace("rollouts", 0, 1, run_dir, options.launch, None)
+        found += [part for part in parts(own, config, words, address, machine) if part.role == "relay"]
+    return found
 
 
 def main(arguments: list[str]) -> int:
@@ -172,7 +183,7 @@ def main(arguments: list[str]) -> int:
         run_dir = Path(config.run_dir)
         check_here(run_dir, options.launch)
         passed_on = HostOutput(run_dir)
-        machine = MachineNumber(run_dir, config.relay.lanes) if options.replicas else None
+        machine = MachineNumber(run_dir, config.relay.lanes) if options.replicas or options.relay else None
         found = parts_of(options, words, run_dir, machine.number if machine else 0)
         roles = ", ".join(part.role for part in found)
         print(console.line("machine", f"{socket.gethostname()}  {roles}"), flush=True)

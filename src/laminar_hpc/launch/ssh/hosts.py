@@ -5,12 +5,13 @@
     me@10.0.0.2      gpus=8
 
 The controller is on the first machine. The trainers fill the first ones in equal shares, as in a Slurm job
-(launch/slurm/layout.py); relays and replicas are on those behind them.
+(launch/slurm/layout.py); relays and replicas are on those behind them. With cluster.storage=stream these see
+no folder of the run, and the first machine has a relay from which theirs get the weights.
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from laminar_hpc.config.check import Derived
@@ -30,12 +31,14 @@ class Host:
 @dataclass(frozen=True)
 class HostPart:
     """What one machine does. `trainers`: (which of the trainers' machines, how many of them there are).
-    `replicas`: here, with their relays."""
+    `replicas`: here, with their relays. `relay`: a relay alone. `joins`: it sees no folder of the run."""
 
     host: Host
     controller: bool = False
     trainers: tuple[int, int] | None = None
     replicas: int = 0
+    relay: bool = False
+    joins: bool = False
 
 
 def read_hosts(path: Path, gpus: int) -> list[Host]:
@@ -80,11 +83,20 @@ def assign(config: RunConfig, derived: Derived, hosts: Sequence[Host]) -> list[H
     here = {host: (index, len(nodes)) for index, host in enumerate(nodes)}
     free = [host for host in hosts if host not in here]
     replicas = _replicas(config, derived, free or ([] if on_gpus else list(hosts)))
-    return [
+    parts = [
         HostPart(host, host == hosts[0], here.get(host), replicas.get(host, 0))
         for host in hosts
         if host == hosts[0] or host in here or host in replicas
     ]
+    return parts if config.cluster.storage == "shared" else _joining(parts)
+
+
+def _joining(parts: Sequence[HostPart]) -> list[HostPart]:
+    """With cluster.storage=stream: machines of replicas alone join the run over the network."""
+    found = [replace(part, joins=not part.controller and part.trainers is None) for part in parts]
+    if any(part.joins for part in found):
+        found[0] = replace(found[0], relay=True)
+    return found
 
 
 def _trainer_hosts(config: RunConfig, derived: Derived, hosts: Sequence[Host]) -> list[Host]:

@@ -2,7 +2,7 @@
 
 Checks the run as `laminar train` does, prints an ssh line for each machine as it could be typed, starts them
 all, and shows the run's progress until its end. What runs on a machine is `python -m
-laminar_hpc.launch.ssh.host`.
+laminar_hpc.launch.ssh.host`; on one that shares no folder, `laminar join` (launch/ssh/joining.py).
 """
 
 import os
@@ -11,7 +11,7 @@ import shlex
 import shutil
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from laminar_hpc import __version__
@@ -21,6 +21,7 @@ from laminar_hpc.launch.slurm.layout import gpus_by_default
 from laminar_hpc.launch.slurm.submit import OURS, look_around, plan_words
 from laminar_hpc.launch.ssh.connections import Launcher
 from laminar_hpc.launch.ssh.hosts import Host, HostPart, assign, read_hosts
+from laminar_hpc.launch.ssh.joining import RunKey, join_line
 from laminar_hpc.machine.files import durable
 from laminar_hpc.machine.observability import console, output
 from laminar_hpc.machine.processes import on_stop_signals
@@ -80,7 +81,7 @@ def command_of(
     part: HostPart, ssh: Sequence[str], tied: bool, launch: str, run_dir: Path, settings: Sequence[str]
 ) -> list[str]:
     """The words of one ssh, with its own options `ssh`."""
-    python = Path(os.environ.get("VENV", sys.prefix)) / "bin" / "python"
+    binaries = Path(os.environ.get("VENV", sys.prefix)) / "bin"
     variables = [
         f"{name}={value}"
         for name, value in sorted(os.environ.items())
@@ -90,21 +91,18 @@ def command_of(
         *(["--controller"] if part.controller else []),
         *([f"--trainers={part.trainers[0]}/{part.trainers[1]}"] if part.trainers else []),
         *([f"--replicas={part.replicas}"] if part.replicas else []),
+        *(["--relay"] if part.relay else []),
         *(["--tied"] if tied else []),
         *([f"--launch={launch}"] if launch else []),
         f"run_dir={run_dir}",
         *settings,
     ]
-    start = shlex.join(["env", *variables, str(python), "-m", "laminar_hpc.launch.ssh.host", *words])
-    return [
-        "ssh",
-        "-T",
-        *_OPEN,
-        *_ALIVE,
-        *ssh,
-        part.host.name,
-        f"cd {shlex.quote(os.getcwd())} && exec {start}",
-    ]
+    python = str(binaries / "python")
+    start = shlex.join(["env", *variables, python, "-m", "laminar_hpc.launch.ssh.host", *words])
+    remote = f"cd {shlex.quote(os.getcwd())} && exec {start}"
+    if part.joins:
+        remote = join_line(binaries, variables, part.replicas, tied)
+    return ["ssh", "-T", *_OPEN, *_ALIVE, *ssh, part.host.name, remote]
 
 
 def launched(lines: Sequence[tuple[HostPart, Sequence[str]]], run_dir: Path, launch: str) -> int:
@@ -118,10 +116,13 @@ def launched(lines: Sequence[tuple[HostPart, Sequence[str]]], run_dir: Path, lau
         durable.write(mark, f"{__version__}\n".encode())
     except OSError as error:
         raise Refused([f"{mark} cannot be written ({error.strerror}): choose another run_dir"]) from None
+    key: Callable[[], str] = str
+    if any(part.joins for part, _ in lines):
+        key = RunKey(run_dir, is_made_anew=any(part.controller for part, _ in lines)).line
     output.guard()
     output.keep_in(run_dir)
     try:
-        launcher = Launcher(lines)
+        launcher = Launcher(lines, key=key)
         on_stop_signals(lambda got, _: launcher.on_signal(got))
         return launcher.run()
     finally:

@@ -10,6 +10,9 @@ from laminar_hpc.line.address import ControllerAddress
 
 Offset = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 Size = Annotated[int, msgspec.Meta(ge=0, le=4 << 20)]
+# as its log and its trace are called
+ProcessName = Annotated[str, msgspec.Meta(pattern=r"\A(rollout|engine|relay)[0-9]{1,9}\Z")]
+LOG_BYTES_MAX = 1 << 20
 
 
 class BulkMessage(msgspec.Struct, tag=True, omit_defaults=True):
@@ -40,13 +43,37 @@ class ReadBytes(BulkMessage):
 
 
 class AskController(BulkMessage):
-    """Where is the controller?"""
+    """Where is the controller? `rollout`: who asks again and again, on a machine that has joined, and gives
+    logs of that machine away (SendLog)."""
+
+    rollout: ProcessName = ""
 
 
 class AskToJoin(BulkMessage):
     """A machine wants to add rollouts; `version` is its laminar_hpc."""
 
     version: str
+
+
+class AskLog(BulkMessage):
+    """The end of the log of a process on a machine that has joined, at most `size` bytes?"""
+
+    process: ProcessName
+    size: Size
+
+
+class LogSent(BulkMessage):
+    """The body has what SendLog `number` asked for. `trouble`: why it has not."""
+
+    number: int
+    trouble: str = ""
+
+
+class AppendTrace(BulkMessage):
+    """The body is lines of the trace of a rollout or relay on a machine that has joined, from `offset` on."""
+
+    process: ProcessName
+    offset: Offset
 
 
 class Stored(BulkMessage):
@@ -85,14 +112,33 @@ class JoinGranted(BulkMessage):
     machine: int
 
 
+class SendLog(BulkMessage):
+    """To a rollout on a machine that has joined: somebody asks for the end of a log there."""
+
+    process: ProcessName
+    size: Size
+    number: int
+
+
+class LogRead(BulkMessage):
+    """The body has the end of the log."""
+
+
+class TraceStored(BulkMessage):
+    """`size` bytes of the trace are there."""
+
+    process: ProcessName
+    size: int
+
+
 class BulkRefused(BulkMessage):
     """It is not done, and asking again is of no use."""
 
     reason: str
 
 
-Request = AppendBytes | AskStored | ReadBytes | AskController | AskToJoin
-Reply = Stored | BytesRead | ControllerIs | JoinGranted | BulkRefused
+Request = AppendBytes | AskStored | ReadBytes | AskController | AskToJoin | AskLog | LogSent | AppendTrace
+Reply = Stored | BytesRead | ControllerIs | JoinGranted | SendLog | LogRead | TraceStored | BulkRefused
 
 _encoder = msgspec.msgpack.Encoder()
 _requests = msgspec.msgpack.Decoder(Request)

@@ -35,11 +35,14 @@ from laminar_hpc.line.messages.bulk import (
     ControllerIs,
     ReadBytes,
     Request,
+    SendLog,
     Stored,
+    TraceStored,
     decode_reply,
     encode_bulk,
 )
 from laminar_hpc.line.messages.data import ResponsePlace
+from laminar_hpc.store.joined_files import OwnFiles
 from laminar_hpc.store.payload.layout import DamagedResponse, Response, unpack
 from laminar_hpc.store.payload.upload_state import UploadPiece, UploadState
 from laminar_hpc.store.payload.writer import FOLDER, PayloadWriter
@@ -50,6 +53,7 @@ _ANEW_SECONDS = 8.0  # of silence behind that: the connection is made anew
 _TROUBLE_SECONDS = 1.0  # until a disk that was full is asked again
 _CONTROLLER_SECONDS = 2.0  # between two questions where the controller is
 _CLOSE_SECONDS = 5.0  # for what is under way
+_TRACE_SECONDS = 1.0  # of these, for the end of the trace
 _READ_SECONDS = 30.0
 _READ_BYTES = 1 << 20
 
@@ -63,8 +67,9 @@ class PayloadUploader:
         self._folder = folder
         self._patience = patience
         self._writer = PayloadWriter(folder, name, patience)
+        self._name = name
         self._identity = f"{name}_{os.urandom(8).hex()}".encode()
-        self._follows = has_joined(run_dir)
+        self._own = OwnFiles(run_dir, name) if has_joined(run_dir) else None
         self._key = key_of(run_dir)
         self._context = zmq.Context()
         self._dealer = connect(self._context, self._identity, self._key)
@@ -132,8 +137,13 @@ class PayloadUploader:
             os.close(self._file)
 
     def _is_over(self) -> bool:
-        done = self._written.empty() and not self._state.waits
-        return self._close_by is not None and (done or time.monotonic() > self._close_by)
+        if self._close_by is None:
+            return False
+        left = self._close_by - time.monotonic()
+        has_trace = (
+            self._own is not None and left > _CLOSE_SECONDS - _TRACE_SECONDS and not self._own.all_sent
+        )
+        return left < 0 or not (has_trace or self._state.waits or not self._written.empty())
 
     def _turn(self) -> None:
         poller = zmq.Poller()
@@ -175,6 +185,10 @@ class PayloadUploader:
             elif isinstance(reply, ControllerIs):
                 with suppress(OSError):  # of this machine's disk: it is told again
                     follow_controller(self._run_dir, reply.address, self._key.host)
+            elif isinstance(reply, TraceStored) and self._own is not None:
+                self._own.stored(reply.process, reply.size)
+            elif isinstance(reply, SendLog) and self._own is not None:
+                self._put(*self._own.log(reply))
             elif isinstance(reply, BulkRefused):
                 raise LaminarError(f"{self._key.place} refuses a response: {reply.reason}")
 
@@ -208,9 +222,11 @@ class PayloadUploader:
 
     def _look(self, now: float) -> None:
         """At the clock."""
-        if self._follows and now >= self._ask_controller_at:
+        if self._own is not None and (now >= self._ask_controller_at or self._close_by):
             self._ask_controller_at = now + _CONTROLLER_SECONDS
-            self._put(AskController())
+            self._put(AskController(self._name))
+            if (piece := self._own.trace(now)) is not None:
+                self._put(*piece)
         if not self._state.waits:
             return
         if now - self._grown > self._patience:
