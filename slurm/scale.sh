@@ -16,9 +16,18 @@ elements() { # STATES   ID STATE, of this run
   done
 }
 
+submit() { # N [sbatch options] SCRIPT [overrides]
+  local word words=() count=$1
+  for word in "${@:2}"; do
+    case $word in *.sbatch) words+=(--comment="$comment" --array=1-"$count") ;; esac   # behind other options, which it overrules
+    words+=("$word")
+  done
+  exec sbatch "${words[@]}"
+}
+
 case ${*: -2:1}:${*: -1} in
   *:list) elements PD,R,CF,S,RQ,RH | sed -E 's/ (PENDING|REQUEUED|REQUEUE_HOLD|CONFIGURING)$/ waiting/; s/ [A-Z_]+$//' ;;
-  start:*) exec sbatch --comment="$comment" --array=1-"${*: -1}" "${@:1:$#-2}" ;;
+  start:*) submit "${*: -1}" "${@:1:$#-2}" ;;
   stop:*) scancel "${*: -1}" ;;
   *) echo "laminar: error: scale.sh: the last words are start N, stop ID or list" >&2; exit 2 ;;
 esac

@@ -241,6 +241,8 @@ class Autoscaling:
         assert self._change is not None
         change, found = self._change, self._change.decision.rates
         self._change = None
+        if count == change.before:  # nobody has come, or left
+            return
         predicted = found.throughput(count) / found.throughput(change.before) - 1.0
         gain = change.tokens / change.seconds / found.window.throughput - 1.0
         self._shared.metrics.write(

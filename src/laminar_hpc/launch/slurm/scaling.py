@@ -2,11 +2,17 @@
 
 import shlex
 from collections.abc import Sequence
+from pathlib import Path
 
 from laminar_hpc.config.directories import shipped_directory
 from laminar_hpc.config.schema import RunConfig
 
 ROLLOUTS = "rollouts.sbatch"
+
+
+def comment(run_dir: Path) -> str:
+    """The option of sbatch by which slurm/scale.sh finds the rollouts of a run."""
+    return f"--comment=laminar {run_dir}"
 
 
 def scale_words(config: RunConfig, gpus: int, options: Sequence[str], settings: Sequence[str]) -> list[str]:

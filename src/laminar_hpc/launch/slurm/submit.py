@@ -20,7 +20,7 @@ from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.launch.slurm.ending import LEAD_SECONDS, lead_seconds
 from laminar_hpc.launch.slurm.layout import SlurmJob, gpus_by_default, layout
 from laminar_hpc.launch.slurm.patience import patience, slurm_configuration
-from laminar_hpc.launch.slurm.scaling import ROLLOUTS, scale_words
+from laminar_hpc.launch.slurm.scaling import ROLLOUTS, comment, scale_words
 from laminar_hpc.machine.locks.run_lock import refuse_if_held
 from laminar_hpc.machine.observability import console
 from laminar_hpc.store import checkpoints
@@ -70,8 +70,10 @@ def main(options: Namespace) -> int:
     settings = [*with_absolute_config_dir(settings), *pinned_words(loaded, config)]
     if len(jobs) > 1:
         settings += patience(config, words, slurm_configuration())
-    settings += scale_words(config, gpus, [*every, *own[ROLLOUTS]], settings)
     run_dir = Path(config.run_dir).absolute()
+    if scaled := scale_words(config, gpus, [*every, *own[ROLLOUTS]], settings):
+        settings += scaled
+        own[ROLLOUTS] = [*own[ROLLOUTS], comment(run_dir)]
     ids: list[str] = []
     for job in jobs:
         environment, command = command_of(job, run_dir, every, own, settings)
