@@ -5,13 +5,14 @@
 # options and overrides of its other rollouts. The controller adds what it wants as the last words (docs/running.md):
 #   start N   submits an array of N elements, of one replica each      stop ID   cancels the element
 #   list      the elements of this run that have not ended, with `waiting` behind those in the queue
+# It knows arrays; the replicas of a heterogeneous job end with it.
 # Environment: RUN_DIR, the run's folder; it is the comment of the jobs, by which they are found again.
 set -euo pipefail
 comment="laminar $RUN_DIR"
 export ROLLOUTS=1
 
-elements() { # STATES   ID STATE, of this run
-  squeue -h -r -u "$(id -u)" -t "$1" -o '%i %T %k' | while read -r id state text; do
+elements() { # prints ID STATE of those of this run
+  squeue -h -r -u "$(id -u)" -t PD,R,CF,S,RQ,RH -o '%i %T %k' | while read -r id state text; do
     [ "$text" != "$comment" ] || echo "$id $state"
   done
 }
@@ -26,8 +27,10 @@ submit() { # N [sbatch options] SCRIPT [overrides]
 }
 
 case ${*: -2:1}:${*: -1} in
-  *:list) elements PD,R,CF,S,RQ,RH | sed -E 's/ (PENDING|REQUEUED|REQUEUE_HOLD|CONFIGURING)$/ waiting/; s/ [A-Z_]+$//' ;;
+  *:list) elements | sed -E 's/ (PENDING|REQUEUED|REQUEUE_HOLD|CONFIGURING)$/ waiting/; s/ [A-Z_]+$//' ;;
   start:*) submit "${*: -1}" "${@:1:$#-2}" ;;
-  stop:*) scancel "${*: -1}" ;;
+  stop:*)
+    found=$(elements)
+    case $'\n'$found in *$'\n'"${*: -1} "*) scancel "${*: -1}" ;; esac ;;    # nothing but this run's
   *) echo "laminar: error: scale.sh: the last words are start N, stop ID or list" >&2; exit 2 ;;
 esac

@@ -204,7 +204,13 @@ def test_an_agent_hears_how_many_are_wanted(tmp_path, monkeypatch):
 
 def test_what_a_replica_is_called(monkeypatch):
     """Its own word, else the Slurm job as scancel takes it; no word that a program takes for an option."""
-    for name in ("LAMINAR_REPLICA_ID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", "SLURM_JOB_ID"):
+    for name in (
+        "LAMINAR_REPLICA_ID",
+        "SLURM_HET_SIZE",
+        "SLURM_ARRAY_JOB_ID",
+        "SLURM_ARRAY_TASK_ID",
+        "SLURM_JOB_ID",
+    ):
         monkeypatch.delenv(name, raising=False)
     assert own_starter_id() == ""
     monkeypatch.setenv("SLURM_JOB_ID", "12")
@@ -212,6 +218,8 @@ def test_what_a_replica_is_called(monkeypatch):
     monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "11")
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
     assert own_starter_id() == "11_3"
+    monkeypatch.setenv("SLURM_HET_SIZE", "3")
+    assert own_starter_id() == ""
     monkeypatch.setenv("LAMINAR_REPLICA_ID", "i-0abc")
     assert own_starter_id() == "i-0abc"
     for wrong in ("--all", "a b", "x;y", "a\n"):

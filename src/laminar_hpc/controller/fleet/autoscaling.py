@@ -113,6 +113,8 @@ class Autoscaling:
                 self._pause = _PAUSE_SECONDS
             elif not self._known:  # of those that begin with the run
                 self._start_seconds = self._shared.state.seconds
+        lost = self._known - replicas - self._released.keys()
+        self._to_release = max(0, self._to_release - len(lost))
         self._served |= replicas
         self._known = replicas
         self._complete |= len(replicas) >= self._policy.fewest
@@ -135,19 +137,15 @@ class Autoscaling:
             self._served.discard(replica)
         limit = self._start_limit
         self._complete |= now - self._begun > limit  # under another controller, or they never come
-        if self._asked and now - self._asked[0] > limit:
-            self._shared.say(
-                console.line(
-                    "replicas", f"{len(self._asked)} that were asked for {limit:.0f} s ago have not come"
-                )
-            )
-            self._asked.clear()
+        if late := sum(now - asked > limit for asked in self._asked):
+            text = f"{late} that were asked for {limit:.0f} s ago have not come"
+            self._shared.say(console.line("replicas", text))
+            for _ in range(late):
+                self._asked.popleft()
             self._wait_longer(now)
         missing = self._policy.fewest - len(self._known) - len(self._asked)
         if missing > 0 and self._complete and now >= self._not_before:
-            self._shared.say(
-                console.line("replicas", f"{missing} fewer than there are to be: others are started")
-            )
+            self._shared.say(console.line("replicas", f"{missing} fewer than there are to be: asked for"))
             self._ask(missing, now)
 
     def _ask(self, count: int, now: float) -> None:

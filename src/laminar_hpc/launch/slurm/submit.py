@@ -71,8 +71,8 @@ def main(options: Namespace) -> int:
     if len(jobs) > 1:
         settings += patience(config, words, slurm_configuration())
     run_dir = Path(config.run_dir).absolute()
-    if scaled := scale_words(config, gpus, [*every, *own[ROLLOUTS]], settings):
-        settings += scaled
+    settings += scale_words(config, gpus, [*every, *own[ROLLOUTS]], settings)
+    if config.rollout.scales and not options.hetjob:
         own[ROLLOUTS] = [*own[ROLLOUTS], comment(run_dir)]
     ids: list[str] = []
     for job in jobs:
