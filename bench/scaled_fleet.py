@@ -29,7 +29,7 @@ def scaled_run(folder: Path, replicas: int | str, steps: int) -> dict[str, objec
     asked.touch()
     if config.rollout.scales:
         program = folder / "scale"
-        program.write_text(f'#!/bin/sh\necho "$1 $2" >> {asked}\n')
+        program.write_text(f'#!/bin/sh\n[ "$1" = list ] || echo "$1 $2" >> {asked}\n')
         program.chmod(program.stat().st_mode | stat.S_IXUSR)
         config.cluster.scale_command = str(program)
     emulation, heard, alive = Emulation(config, TRAIN_SECONDS, per_process=1), 0, list[tuple[float, int]]()

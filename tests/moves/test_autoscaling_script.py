@@ -79,6 +79,14 @@ def steps(script: Script, count: int = 4) -> None:
         script.controller.turn()
 
 
+def waiting(script: Script, index: int, starter_id: str = "") -> None:
+    """One more replica, which has nothing to do as the staleness bound is reached."""
+    hello = Hello("rollout", index, "", os.getpid(), "one", starter_id=starter_id or f"job_{index}")
+    script.hear("rollout", index, hello)
+    script.asks(index, 0)
+    assert script.granted(index) is None
+
+
 def test_more_are_asked_for_once(tmp_path, starter):
     """The decision is on record with its prediction, and asks for what is missing; while that is to come
     nothing more is asked. What two windows make when all are there stands beside the prediction."""
@@ -107,10 +115,7 @@ def test_who_has_no_work_is_let_go(tmp_path, starter):
     lines = list[str]()
     script, policy = begun(tmp_path, lines)
     for index in (2, 3):
-        hello = Hello("rollout", index, "", os.getpid(), "one", starter_id=f"job_{index}")
-        script.hear("rollout", index, hello)
-        script.asks(index, 0)
-        assert script.granted(index) is None  # the bound is reached
+        waiting(script, index)
     policy.target = 2
     steps(script)
     script.controller.turn()
@@ -129,6 +134,40 @@ def test_nobody_is_taken_from_work(tmp_path, starter):
     steps(script, 20)
     assert not any(script.sent(index, Release) for index in range(2))
     assert script.controller.active_replicas.replicas() == {0, 1}
+
+
+def test_one_that_dies_counts_as_let_go(tmp_path, starter):
+    """Two of three are to go. One has no work and leaves, another one dies: a third one stays."""
+    script, policy = begun(tmp_path, [])
+    waiting(script, 2)
+    policy.target = 1
+    steps(script)
+    assert len(script.sent(2, Release)) == 1
+    script.dies(1)
+    script.joins(3)  # and takes over what the dead one had
+    waiting(script, 4)
+    script.controller.turn()
+    script.controller.turn()
+    assert script.controller.active_replicas.replicas() == {0, 3, 4} and not script.sent(4, Release)
+
+
+def test_a_place_of_two_is_let_go_with_the_second(tmp_path, starter):
+    """A Slurm job with two replicas is not cancelled while one of them works."""
+    script, policy = begun(tmp_path, [])
+    for index in (2, 3):
+        waiting(script, index, "job_7")
+    policy.target = 3
+    steps(script)
+    script.controller.turn()
+    script.hear("rollout", 3, Leaving(), Goodbye())
+    script.controller.turn()
+    assert starter.ended == [] and starter.here() >= {"job_7"}
+    policy.target = 2
+    steps(script)
+    script.controller.turn()
+    script.hear("rollout", 2, Leaving(), Goodbye())
+    script.controller.turn()
+    assert starter.ended == ["job_7"]
 
 
 def test_one_that_dies_is_replaced(tmp_path, starter):

@@ -300,8 +300,8 @@ class ClusterConfig:
     """a file that appears when this machine will be taken back, or the http address of a cloud's notice: its
     replicas then hand over what they generate, as at TERM; with roles apart"""
     scale_command: str = ""
-    """with rollout.replicas=MIN:MAX: a program that starts replicas, called with `start N` and `stop ID`, see
-    running.md; empty = `laminar train` starts them on its machine"""
+    """with rollout.replicas=MIN:MAX: a program that starts replicas, called with `start N`, `stop ID` and
+    `list`, see running.md; empty = `laminar train` starts them on its machine, `laminar submit` on Slurm"""
     join_timeout_seconds: float = seconds(300.0)
     """for all ranks to be there"""
     heartbeat_timeout_seconds: float = seconds(30.0)

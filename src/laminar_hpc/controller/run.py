@@ -334,12 +334,12 @@ def close(controller: Controller | None, hub: Hub, run_dir: Path, replaced: bool
         if controller.archiving:
             closes.insert(0, controller.archiving.close)
         if controller.autoscaling:
-            controller.autoscaling.starter.close()
+            closes.append(partial(controller.autoscaling.close, replaced))
         for close_part in closes:
             try:
                 close_part()
             except (OSError, sqlite3.Error):  # a full disk: the others are closed all the same
-                log.exception("%s could not be done", close_part.__qualname__)
+                log.exception("%s could not be done", close_part)
     hub.close()
     now = None if replaced else read_address(run_dir)
     if now is not None and now.run_id == hub.address.run_id:  # another's stays

@@ -19,6 +19,7 @@ from laminar_hpc.launch.slurm import submit
 from laminar_hpc.launch.slurm.layout import layout
 from laminar_hpc.launch.slurm.node import NodePlace, local_store, parts
 from laminar_hpc.launch.slurm.patience import patience
+from laminar_hpc.launch.slurm.scaling import scale_words
 from laminar_hpc.machine.devices import devices_of
 from laminar_hpc.machine.locks.run_lock import RunLock
 from laminar_hpc.machine.roles import RoleOfRank
@@ -300,12 +301,26 @@ def test_jobs_wait_until_slurm_has_started_one_again() -> None:
 
 
 def test_a_span_of_replicas_begins_with_its_smallest_number():
-    """Each role is a job of its own, so that replicas can come and go; a program starts the others."""
+    """Each role is a job of its own, so that replicas can come and go."""
     config = config_of((1, 1, 1), 2, 1)
     config.rollout.replicas = "2:6"
-    with pytest.raises(LaminarError, match=r"rollout.replicas=2:6: on several machines name a program"):
-        layout(config, derive(config), 8, apart=False)
-    config.cluster.scale_command = "/bin/true"
     *_, rollouts = layout(config, derive(config), 8, apart=False)
     assert rollouts.script == "rollouts.sbatch" and dict(rollouts.environment) == {"ROLLOUTS": "2"}
     assert rollouts.options == ("--array=0-0", "--gpus-per-node=2")
+
+
+def test_scale_sh_submits_what_the_other_rollouts_have():
+    """An element of one replica with its GPUs, the options of sbatch and the settings of the run, as words
+    that the configuration takes whatever is in them; not where the user names a program."""
+    config = config_of((1, 1, 1), 2, 4)
+    config.rollout.replicas = "2:6"
+    settings = ["experiment=demo", 'data.system_prompt=Say "it\'s" {so}, please']
+    (word,) = scale_words(config, 8, ["--partition=preempt", "--comment=a b"], settings)
+    loaded = load_config([*settings, "rollout.replicas=2:6", "role=controller", "dry_run=true", word])
+    program, script, *words = shlex.split(loaded.cluster.scale_command)
+    assert program == "bash" and Path(script).name == "scale.sh" and Path(script).is_file()
+    options = ["--gpus-per-node=4", "--partition=preempt", "--comment=a b"]
+    assert words == [*options, str(Path(script).with_name("rollouts.sbatch")), *settings]
+    assert scale_words(config, 0, [], [])[0].endswith("rollouts.sbatch")
+    config.cluster.scale_command = "/bin/true"
+    assert scale_words(config, 8, [], []) == []

@@ -7,7 +7,8 @@ have no work, as policies/scaling.py decides from what the run measures.
                hand; when it has left the starter lets go of its place
     what the run makes after a change, once it has settled, is recorded beside what was predicted
 
-Replicas that die below MIN are replaced. A replica is never taken from its work, so no token is lost.
+Replicas that die below MIN are replaced. A replica is never taken from its work, so no token is lost. A place
+on which several replicas stand is let go with the last of them.
 """
 
 import time
@@ -16,8 +17,9 @@ from dataclasses import dataclass
 
 from laminar_hpc.controller.fleet.active_replicas import ActiveReplicas
 from laminar_hpc.controller.fleet.members import Member
-from laminar_hpc.controller.fleet.replica_starter import PAUSE_SECONDS_MAX, ReplicaStarter
+from laminar_hpc.controller.fleet.replica_starter import ReplicaStarter, start_limit
 from laminar_hpc.controller.fleet.run_window import RunWindow
+from laminar_hpc.controller.fleet.scale_program import PAUSE_SECONDS_MAX, FailedCall
 from laminar_hpc.controller.tables import Tables
 from laminar_hpc.controller.training import Training
 from laminar_hpc.line.messages.membership import Release
@@ -55,6 +57,9 @@ class Autoscaling:
         self._training = training
         self._active_replicas = active_replicas
         self.starter = starter
+        self.starter.here = self._here
+        self._start_limit = start_limit(config)
+        self._begun = time.monotonic()
         self._policy = Scaling(config.rollout.fewest, config.rollout.most)
         self._window = RunWindow(tables)
         self._settling = 1 + (min(config.pipeline.staleness_max or 0, 3))
@@ -79,8 +84,11 @@ class Autoscaling:
     def tick(self, now: float) -> None:
         """`now`: monotonic seconds. Costs a pass over all members once a second."""
         state = self._shared.state
-        for failed in self.starter.look():
-            self._call_failed(failed.text, failed.started, failed.final)
+        for said in self.starter.look():
+            if isinstance(said, FailedCall):
+                self._call_failed(said)
+            else:
+                self._shared.say(console.line("replicas", said.text))
         if state.trainer_done or state.stopping:
             return
         if (replicas := self._active_replicas.replicas()) is not self._known:
@@ -105,6 +113,8 @@ class Autoscaling:
                 self._pause = _PAUSE_SECONDS
             elif not self._known:  # of those that begin with the run
                 self._start_seconds = self._shared.state.seconds
+        lost = self._known - replicas - self._released.keys()
+        self._to_release = max(0, self._to_release - len(lost))
         self._served |= replicas
         self._known = replicas
         self._complete |= len(replicas) >= self._policy.fewest
@@ -114,31 +124,28 @@ class Autoscaling:
     def _look(self, now: float) -> None:
         """Notices who has left, and who does not come."""
         members = {member.hello.index: member for member in self._shared.members.all("rollout")}
-        for replica in [replica for replica in self._starter_ids if replica not in members]:
-            starter_id = self._starter_ids.pop(replica)
+        before = self._starter_ids
+        self._starter_ids = {replica: _starter_id(member) for replica, member in members.items()}
+        for replica in before.keys() - members.keys():
             if (since := self._released.pop(replica, None)) is not None:
                 self._drain_seconds = now - since
-                self.starter.stop(starter_id)
+                if before[replica] not in self._here():
+                    self.starter.stop(before[replica])
             elif replica not in self._served and self._asked:
                 self._asked.popleft()
                 self._wait_longer(now)
             self._served.discard(replica)
-        self._starter_ids = {replica: _starter_id(member) for replica, member in members.items()}
-        config = self._shared.config
-        limit = config.rollout.engine_start_seconds + config.cluster.join_timeout_seconds
-        if self._asked and now - self._asked[0] > limit:
-            self._shared.say(
-                console.line(
-                    "replicas", f"{len(self._asked)} that were asked for {limit:.0f} s ago have not come"
-                )
-            )
-            self._asked.clear()
+        limit = self._start_limit
+        self._complete |= now - self._begun > limit  # under another controller, or they never come
+        if late := sum(now - asked > limit for asked in self._asked):
+            text = f"{late} that were asked for {limit:.0f} s ago have not come"
+            self._shared.say(console.line("replicas", text))
+            for _ in range(late):
+                self._asked.popleft()
             self._wait_longer(now)
-        missing = config.rollout.fewest - len(self._known) - len(self._asked)
+        missing = self._policy.fewest - len(self._known) - len(self._asked)
         if missing > 0 and self._complete and now >= self._not_before:
-            self._shared.say(
-                console.line("replicas", f"{missing} fewer than there are to be: others are started")
-            )
+            self._shared.say(console.line("replicas", f"{missing} fewer than there are to be: asked for"))
             self._ask(missing, now)
 
     def _ask(self, count: int, now: float) -> None:
@@ -149,13 +156,21 @@ class Autoscaling:
         self._not_before = now + self._pause
         self._pause = min(2 * self._pause, PAUSE_SECONDS_MAX)
 
-    def _call_failed(self, text: str, started: int, final: bool) -> None:
-        more = "" if started or not final else "; end it yourself"
-        self._shared.say(console.line("replicas", f"{text}{more}"))
-        self._shared.metrics.write("scale_failed", reason=text, replicas=started)
-        for _ in range(min(started, len(self._asked))):
+    def _here(self) -> set[str]:
+        return set(self._starter_ids.values())
+
+    def close(self, replaced: bool) -> None:
+        """The controller ends. The run goes on after a signal, which is the end of its job's time, and under
+        another controller that has `replaced` it."""
+        self.starter.close(is_final=not (replaced or self._shared.state.stopping.startswith("SIG")))
+
+    def _call_failed(self, failed: FailedCall) -> None:
+        more = "" if failed.started or not failed.final else "; end it yourself"
+        self._shared.say(console.line("replicas", f"{failed.text}{more}"))
+        self._shared.metrics.write("scale_failed", reason=failed.text, replicas=failed.started)
+        for _ in range(min(failed.started, len(self._asked))):
             self._asked.pop()
-        if started:
+        if failed.started:
             self._wait_longer(time.monotonic())
 
     # ---- decisions -----------------------------------------------------------------------------------------
@@ -224,6 +239,8 @@ class Autoscaling:
         assert self._change is not None
         change, found = self._change, self._change.decision.rates
         self._change = None
+        if count == change.before:  # nobody has come, or left
+            return
         predicted = found.throughput(count) / found.throughput(change.before) - 1.0
         gain = change.tokens / change.seconds / found.window.throughput - 1.0
         self._shared.metrics.write(

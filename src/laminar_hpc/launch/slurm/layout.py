@@ -45,7 +45,6 @@ def layout(
     a job for each role although one node would do; `hetjob`: one heterogeneous job of all roles.
 
     Raises LaminarError for what has no place on such nodes."""
-    refuse_unless_scaled(config)
     apart = apart or config.rollout.scales
     used, replay, by_role = derived.gpus_unless_shared, not derived.rollout_ranks, hetjob or apart
     if shares_gpus(config):

@@ -20,12 +20,13 @@ from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.launch.slurm.ending import LEAD_SECONDS, lead_seconds
 from laminar_hpc.launch.slurm.layout import SlurmJob, gpus_by_default, layout
 from laminar_hpc.launch.slurm.patience import patience, slurm_configuration
+from laminar_hpc.launch.slurm.scaling import ROLLOUTS, comment, scale_words
 from laminar_hpc.machine.locks.run_lock import refuse_if_held
 from laminar_hpc.machine.observability import console
 from laminar_hpc.store import checkpoints
 
 OURS = ("run_dir", "resume", "dry_run")  # settings that the scripts make themselves
-_PARTS = {"controller": "control.sbatch", "trainer": "trainer.sbatch", "rollouts": "rollouts.sbatch"}
+_PARTS = {"controller": "control.sbatch", "trainer": "trainer.sbatch", "rollouts": ROLLOUTS}
 
 
 def plan_words(value: str | None) -> list[str]:
@@ -70,6 +71,9 @@ def main(options: Namespace) -> int:
     if len(jobs) > 1:
         settings += patience(config, words, slurm_configuration())
     run_dir = Path(config.run_dir).absolute()
+    settings += scale_words(config, gpus, [*every, *own[ROLLOUTS]], settings)
+    if config.rollout.scales and not options.hetjob:
+        own[ROLLOUTS] = [*own[ROLLOUTS], comment(run_dir)]
     ids: list[str] = []
     for job in jobs:
         environment, command = command_of(job, run_dir, every, own, settings)
@@ -158,6 +162,6 @@ def next_steps(jobs: Sequence[SlurmJob], ids: Sequence[str], run_dir: Path) -> l
         ),
         console.line("cancel", f"scancel {' '.join(ids)}"),
     ]
-    if len(jobs) > 1 and jobs[-1].script == "rollouts.sbatch":
+    if len(jobs) > 1 and jobs[-1].script == ROLLOUTS:
         lines.append(console.line("more", "the last sbatch line again, with another --array"))
     return lines
