@@ -11,30 +11,19 @@ gate's process to the relay's, until it is in memory; `cpu_seconds_per_gigabyte`
 `wide_area_seconds`: from a publication to the last sum at a relay at another place, 20 MB of float32 weights
 of which one in a hundred changes, over 50 Mbit/s, 80 ms and 1% loss (wide_area.py; root). `full` is the first
 copy. The real controller, publisher and relays (chain_roles.py).
-
-`rate_over_local` (goal: at least 0.9): the trainer's steps per second in the shipped example with its only
-rollout behind that line, over those with the same rollout beside the trainer. Median of pairs of runs, one
-after the other; each rollout is on a machine of its own (host name, shared memory), and the run directory is
-shared.
 """
 
 import argparse
 import functools
-import json
 import multiprocessing
-import os
-import shlex
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TextIO
 
-import common
 import torch
 import wide_area
 from chain_roles import START_SECONDS, ChainRun
@@ -232,71 +221,6 @@ def wide_area_seconds(chosen: argparse.Namespace) -> tuple[dict, list[dict]]:
     rows = [{"publication": number, "seconds": each} for number, each in enumerate(seconds)]
     figures = {"wide_area_seconds": statistics.median(seconds[1:]), "wide_area_seconds_full": seconds[0]}
     return figures, rows
-
-
-# ---- rate_over_local ---------------------------------------------------------------------------------------
-
-_MACHINE = "unshare --mount --uts --pid --fork --kill-child --mount-proc bash -c".split()
-_ALONE = "hostname elsewhere && mount -t tmpfs none /dev/shm && "
-_WARM_UP = 3  # steps that are not counted
-
-
-def rate_over_local(chosen: argparse.Namespace) -> tuple[dict, list[dict]]:
-    """`chosen.repeats` pairs of runs of `chosen.run_steps` steps."""
-    if why := wide_area.missing():
-        print(f"  no wide area here: {why}", file=sys.stderr)
-        return {}, []
-    rows = []
-    for number in range(chosen.repeats):
-        with tempfile.TemporaryDirectory(prefix="laminar-bench-") as folder:
-            here, far = (
-                _steps_per_second(Path(folder) / name, place, chosen.run_steps)
-                for name, place in (("here", ""), ("far", "elsewhere"))
-            )
-        rows.append({"pair": number, "steps/s here": here, "steps/s far": far, "far over here": far / here})
-        print(f"  {far:.3f} over {here:.3f} steps per second", file=sys.stderr, flush=True)
-    return {"rate_over_local": statistics.median(row["far over here"] for row in rows)}, rows
-
-
-def _steps_per_second(run_dir: Path, place: str, steps: int) -> float:
-    """Of a run whose rollout is at `place`, or beside the trainer's machine."""
-    run_dir.mkdir()
-    with wide_area.WideArea(MBIT, MILLISECONDS, LOSS) as line, open(run_dir / "out", "w") as out:
-        words = ["experiment=demo", f"steps={steps}", "evaluation.files=[]", "guard.enabled=false"]
-        words += [f"cluster.host={line.address(0)}", "sampling.max_response_tokens=48"]
-        far = [*words, *([f"cluster.place={place}"] if place else [])]
-        relay = shlex.join(["launch/relay.sh", str(run_dir), *far, "first_index=1"])
-        rollout = shlex.join(["launch/rollout.sh", str(run_dir), *far])
-        start = functools.partial(_start, line, out)
-        processes = [start(0, ["launch/all_roles.sh", str(run_dir), *words])]
-        try:
-            while not (run_dir / "controller.json").exists() and processes[0].poll() is None:
-                time.sleep(0.1)
-            elsewhere = [*_MACHINE, f"{_ALONE}({relay} & {rollout} & wait)"]
-            processes.append(start(1 if place else 0, elsewhere))
-            if processes[0].wait(common.STOP_SECONDS * steps) != 0:
-                raise SystemExit(f"anywhere: error: {(run_dir / 'out').read_text()}")
-        finally:
-            for process in processes:
-                process.terminate()
-                process.wait(60)
-    lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
-    times = [each["time"] for each in lines if each["kind"] == "step"][_WARM_UP:]
-    return (len(times) - 1) / (times[-1] - times[0])
-
-
-def _start(line: wide_area.WideArea, out: TextIO, host: int, command: list[str]) -> subprocess.Popen:
-    """On that host of the line; the run itself has no rollout."""
-    environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": wide_area.DEVICE}
-    environment["ROLLOUTS"] = "0" if command[0] == "launch/all_roles.sh" else "1"
-    return subprocess.Popen(
-        ["ip", "netns", "exec", line.namespace(host), *command],
-        stdin=subprocess.DEVNULL,
-        stdout=out,
-        stderr=out,
-        cwd=common.ROOT,
-        env={**os.environ, **environment},
-    )
 
 
 def _namespace(line: wide_area.WideArea, who: object) -> str:

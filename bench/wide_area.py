@@ -110,6 +110,12 @@ class WideArea(Network):
             self.close()
             raise
 
+    @property
+    def pid(self) -> int:
+        """Of the process that makes the line."""
+        assert self._process.pid is not None
+        return self._process.pid
+
     def _route(self, host: int, control: str) -> None:
         there, words = f"{self.address(1 - host)}/32", ("dev", DEVICE, "congctl", control)
         self._in(self.namespace(host), "route", "replace", there, *words)

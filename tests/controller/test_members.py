@@ -34,6 +34,14 @@ def test_a_live_process_keeps_its_place(members):
     assert members.rival(hello(os.getpid(), life="b")) is None
 
 
+def test_a_relay_of_another_place_takes_nobodys_number(members):
+    """It is no restart of the one that has it, however long that one has been silent."""
+    members.join("relay:0:a", Hello("relay", 0, "a", 7, "there"))
+    members.at("relay").last_seen -= 5.0
+    assert members.rival(Hello("relay", 0, "b", 8, "there")) is None
+    assert members.rival(Hello("relay", 0, "b", 8, "far", place="paris")) is members.at("relay")
+
+
 def test_silence_counts_only_while_all_were_heard(members):
     """docs/promises.md#turns: nobody is dead whose pings may wait to be read; who is stays so until it is
     taken out; those that are dead come in the order of joining."""

@@ -144,3 +144,15 @@ def test_the_relays_of_a_machine_come_together(
     words = ["role=relay", "relay.lanes=2", f"first_index={first}"]
     with pytest.raises(LaminarError, match=cure):
         place(load_config(["experiment=demo", *words]))
+
+
+def test_a_relay_of_another_place_says_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Promise: 0, the default, would be the number of the relay where the trainer is; one of the two would be
+    refused, whichever came last."""
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    words = ["experiment=demo", "role=relay", "cluster.place=paris"]
+    with pytest.raises(LaminarError, match=r"first_index=0: .* set first_index=1, .* cluster.place=paris$"):
+        place(load_config(words))
+    assert place(load_config([*words, "first_index=1"]))[0].index == 1
+    assert place(load_config(words[:2]))[0].index == 0

@@ -18,6 +18,7 @@ from laminar_hpc.line.messages.moves import (
 )
 from laminar_hpc.line.messages.parking import HandedOn, HandOn, Keep, Park, Parked, TakenUp, TakeUp, Unpark
 from laminar_hpc.line.messages.rollouts import Grant, Leaving, Unfinished
+from laminar_hpc.machine.files import jsonl
 from laminar_hpc.rollout.partial_response import columns
 
 KEPT, BYTES = 14, 4096
@@ -44,19 +45,20 @@ def leaving(tmp_path, **pipeline: object) -> tuple[Script, Grant]:
     return script, grant
 
 
-def park_all(script: Script, grant: Grant) -> dict[int, str]:
-    """All that it generates parks at relay 0; trajectory -> move."""
-    moves = {int(park.move_id.split("-")[0]): park.move_id for park in told(script, Park)}
+def park_all(script: Script, grant: Grant, relay: int = 0) -> dict[int, str]:
+    """All that it generates parks at this relay; trajectory -> move."""
+    where = f"relay:{relay}"
+    moves = {int(park.move_id.split("-")[0]): park.move_id for park in told(script, Park, where)}
     assert moves.keys() == samples_of(grant).keys()
     for move_id in moves.values():
-        script.hear("relay", 0, Reserved(move_id, "there"))
+        script.hear("relay", relay, Reserved(move_id, "there"))
     orders = told(script, MoveOrder, "rollout:0")
     assert sorted((o.trajectory_id, o.address) for o in orders) == [(i, "there") for i in sorted(moves)]
     for move_id in moves.values():
         script.hear("rollout", 0, MoveReady(move_id, response()))
-        (keep,) = told(script, Keep)
+        (keep,) = told(script, Keep, where)
         assert keep.move_id == move_id
-        script.hear("relay", 0, Parked(move_id, KEPT, BYTES))
+        script.hear("relay", relay, Parked(move_id, KEPT, BYTES))
     assert {m.move_id for m in told(script, MoveCommit, "rollout:0")} == set(moves.values())
     script.hear("rollout", 0, Goodbye())
     return moves
@@ -128,6 +130,35 @@ def test_a_relay_that_is_lost_holds_nobody_up(tmp_path, when):
     if when == "before":
         script.hear("rollout", 1, TakeUp(name, "here"))
     assert [(t.parked, t.tokens) for t in told(script, TakenUp, "rollout:1")] == [(name, 0)]
+    (noted,) = jsonl.read(script.run_dir / "metrics.jsonl", "taken_up")
+    assert (noted["tokens"], noted["reason"]) == (0, "its relay is gone")
+    script.closes()
+
+
+def test_kv_caches_stay_inside_a_place(tmp_path):
+    """A relay of another place is not asked to keep any; what one of the same place keeps goes to replicas of
+    that place alone, and others prefill."""
+    script = scripted(tmp_path, repack="kv")
+    script.publish(0, 0)
+    script.relay(1, "far", place="paris")
+    script.relay_holds(1, 0)
+    script.rollout(0, "far")  # which is where its machine's relay is
+    script.asks(0, 0)
+    grant = script.granted(0)
+    assert grant is not None
+    script.works(0, grant, 3)
+    script.hear("rollout", 0, Leaving())
+    assert told(script, Park) == []
+    moves = park_all(script, grant, 1)
+    again = script.joins(1)
+    assert again is not None and {part.parked for part in again.parts.values()} == {
+        f"1:{move_id}" for move_id in moves.values()
+    }
+    for name in (part.parked for part in again.parts.values()):
+        script.hear("rollout", 1, TakeUp(name, "here"))
+        assert [(t.parked, t.tokens) for t in told(script, TakenUp, "rollout:1")] == [(name, 0)]
+    assert told(script, HandOn, "relay:1") == []
+    assert {unpark.move_id for unpark in told(script, Unpark, "relay:1")} == set(moves.values())
     script.closes()
 
 
@@ -164,7 +195,7 @@ def test_relays_that_stay_are_asked_first(tmp_path):
     script.rollout(1, "two")
     script.works(0, grant, 3)
     script.hear("rollout", 0, Leaving())
-    assert script.controller.parking.relays() == [2, 1, 0]
+    assert script.controller.parking.relays("") == [2, 1, 0]
     for relay in (2, 1, 0):
         asked = told(script, Park, f"relay:{relay}")
         assert len(asked) == len(samples_of(grant))

@@ -15,16 +15,21 @@ from laminar_hpc.line.messages.moves import MoveFailed, Reserve
 CURVE = [(1, 0.010), (1000, 0.020)]  # half of a step of 1000 requests is spent on none of them
 
 
-@pytest.fixture
-def script(tmp_path) -> Script:
-    """Two replicas generate with the same weights; only the test looks."""
+def two_replicas(tmp_path, place: str = "") -> Script:
+    """They generate with the same weights, the second one at `place`; only the test looks."""
     script = scripted(tmp_path, prompts=16, samples=4, repack="auto", repack_seconds=1e6)
     script.controller.config.sampling.max_response_tokens = 1000
-    script.publish(0, 0)
-    for index in (0, 1):
-        script.rollout(index)
+    script.relay(1, "two", place=place)
+    script.publish(0, 0, 1)
+    for index, machine in enumerate(("one", "two")):  # each is where its machine's relay is
+        script.rollout(index, machine)
         script.asks(index, 0)
     return script
+
+
+@pytest.fixture
+def script(tmp_path) -> Script:
+    return two_replicas(tmp_path)
 
 
 def ended(script: Script, length: int) -> None:
@@ -54,6 +59,18 @@ def test_the_emptier_replica_is_emptied_where_that_pays(script):
     reserved = looks(script, 4000, 3000)
     assert {message.trajectory_id for message in reserved} == set(work)
     assert not looks(script, 4000, 3000), "while they move"
+
+
+def test_nothing_moves_over_the_link_between_two_places(tmp_path):
+    """The same replicas, of which one is at another place: KV caches stay inside a place."""
+    script = two_replicas(tmp_path, "paris")
+    ended(script, 1000)
+    first, *_ = samples_of(script.granted(1)).items()
+    assert not looks(script, 4000, 3000)
+    script.controller.migration.begin(*first, 1, 0, 0, 50, time.monotonic())
+    script.controller.turn()
+    (reserve,) = script.sent(0, Reserve)
+    assert not reserve.kv, "a move all the same would bring tokens alone"
 
 
 @pytest.mark.parametrize("length", [100, 350])

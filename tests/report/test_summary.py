@@ -59,6 +59,7 @@ KEYS = [
     "tokens_parked",
     "bytes_parked",
     "parked_tokens_taken_up",
+    "parked_trajectories_prefilled",
     "groups_filtered",
     "tokens_discarded",
     "reports_refused",

@@ -7,6 +7,7 @@ import errno
 import itertools
 import math
 import os
+import queue
 import signal
 import struct
 import sys
@@ -32,6 +33,7 @@ from laminar_hpc.line.messages.rollouts import (
     RequestWork,
     Scored,
     ScoreOrder,
+    WeightsAvailable,
     WeightsOpened,
 )
 from laminar_hpc.machine.observability.trace import read_spans
@@ -432,6 +434,24 @@ def test_it_asks_for_nothing_while_a_grant_waits(replica, monkeypatch):
     controller.until_asked(11)
 
 
+def test_weights_that_the_controller_does_not_know_of_yet_wait_for_the_grant_that_may_be_on_its_way(replica):
+    """A slot may be seen before the controller has heard of it: a pull then would let the grant, made for the
+    weights that were open as the replica asked, find others open, and all of it be lost."""
+    controller = replica.controller
+    fill_slot(replica.writer, replica.models[1], 12, step=12)
+    controller.tell(WeightsAvailable(11, 11))  # so that it looks around
+    with pytest.raises(queue.Empty):
+        controller.get(WeightsOpened, seconds=0.5)
+    controller.grant(11, groups=1)
+    ended = controller.collect(4, Generated, Lost, WeightsOpened)
+    assert {message.trajectory.weight_id for message in ended} == {11}
+    assert controller.get(WeightsOpened, Lost).weight_id == 12
+    controller.until_asked(12)
+    replica.publish(0, 13)
+    assert controller.get(WeightsOpened).weight_id == 13
+    controller.until_asked(13)
+
+
 def test_the_death_of_an_idle_engine_is_one_line(replica):
     """It is noticed at once, not at the next request; the error says how it died and where its log is;
     nothing stays behind."""
@@ -454,8 +474,8 @@ def test_what_the_replica_did_is_in_its_trace(replica):
     spans = read_spans(replica.folder)["rollout0"]
     kinds = [span.kind for span in spans]
     assert {"load", "pull", "generate", "score", "wait"} <= set(kinds)
-    pulled = [0, 5, 7, 5, 7, 5, 10, 10, 11, 10, 11]
+    pulled = [0, 5, 7, 5, 7, 5, 10, 10, 11, 10, 11, 12, 13]
     assert [span.fields["weight_id"] for span in spans if span.kind == "pull"] == pulled
-    assert [span.fields["restarts"] for span in spans if span.kind == "pull"] == [0, 0, 1, *[0] * 8]
+    assert [span.fields["restarts"] for span in spans if span.kind == "pull"] == [0, 0, 1, *[0] * 10]
     batches = [span for span in spans if span.kind == "generate"]
     assert batches[0].fields["trajectories"] == 24 and batches[0].fields["tokens"] > 24

@@ -2,6 +2,7 @@
 is said before bytes move."""
 
 import contextlib
+import os
 import subprocess
 import sys
 
@@ -83,6 +84,26 @@ def test_who_loads_goes_on_while_the_relay_is_started_again(tmp_path, writer):
     assert all(
         (load_file(path)["a"] == 3.0).all() for path in tmp_path.glob("laminar-run/slot*/model.safetensors")
     )
+
+
+def test_a_second_relay_of_a_machine_is_refused(tmp_path, writer):
+    """Each would void the other's slots, and write over what it sends: the second one says so and touches
+    nothing, and when the first has ended another may come."""
+    write(writer, 0, 1.0)
+    code = (
+        "import sys, pathlib; from laminar_hpc.weights import slots; slots._END_SECONDS = 0.1\n"
+        "try: slots.SlotWriter(sys.argv[1], 'run', 3, pathlib.Path(sys.argv[1]))\n"
+        "except slots.LaminarError as error: print(error)"
+    )
+
+    def second() -> str:
+        command = [sys.executable, "-c", code, str(tmp_path)]
+        return subprocess.run(command, timeout=60, check=True, capture_output=True, text=True).stdout
+
+    assert f"another relay of this run (pid {os.getpid()}) writes the weight slots under" in second()
+    assert SlotReader(str(tmp_path), "run").newest().weight_id == 0
+    writer.close()
+    assert second() == ""
 
 
 def test_what_an_earlier_relay_left_is_brought_up_to_date(tmp_path):

@@ -38,6 +38,7 @@ def place(config: RunConfig) -> tuple[RoleOfRank, list[RoleOfRank], int]:
     if config.role != "all":
         if config.role == "relay":
             _refuse_broken_lanes(lanes, per_node, config.first_index)
+            _refuse_number_of_another_place(config)
         here = [
             RoleOfRank(config.role, config.first_index + other) for other in range(first, first + per_node)
         ]
@@ -53,6 +54,15 @@ def place(config: RunConfig) -> tuple[RoleOfRank, list[RoleOfRank], int]:
         derived.trainer_ranks, derived.rollout_ranks, world // per_node, per_node, lanes, gpus
     )
     return roles[rank], roles[first : first + per_node], sum(role.role == "relay" for role in roles)
+
+
+def _refuse_number_of_another_place(config: RunConfig) -> None:
+    """Relays of all places are numbered in one row, and the first is where the trainer is."""
+    if config.cluster.place and config.first_index == 0:
+        raise LaminarError(
+            "first_index=0: number 0 is a relay's where the trainer is; set first_index=1, or what no other "
+            f"relay of the run has, for this one at cluster.place={config.cluster.place}"
+        )
 
 
 def _refuse_broken_lanes(lanes: int, here: int, first_index: int) -> None:

@@ -138,6 +138,8 @@ def _time_lost(f: dict) -> list[Tile]:
     if f["replicas_told_to_end"]:
         kept = f"{count(f['tokens_parked'])} tokens parked ({count(f['bytes_parked'])} bytes), "
         kept += f"{count(f['parked_tokens_taken_up'])} taken up, {count(f['tokens_discarded'] or 0)} lost"
+        if again := f["parked_trajectories_prefilled"]:
+            kept += f"; {again:,} trajectories prefilled again, as their caches were gone"
         shown.append(("replicas taken back", f"{f['replicas_told_to_end']:,}", kept))
     if f["publish_changed_fraction_mean"] is not None:
         sent = f"{_share(f['publish_bytes_over_full_mean'])} of the bytes of full copies were sent"

@@ -128,12 +128,14 @@ def moves(run: Run) -> dict:
 def taken_back(run: Run) -> dict:
     """Of replicas that were told to end, and of KV caches that relays kept for them; 0 where none were."""
     parked = [record for record in run.records.get("parked", []) if record["tokens"]]
+    taken = run.records.get("taken_up", [])
     return {
         "replicas_told_to_end": len(run.records.get("leaving", [])),
         "trajectories_parked": len(parked),
         "tokens_parked": sum(record["tokens"] for record in parked),
         "bytes_parked": sum(record["bytes"] for record in parked),
-        "parked_tokens_taken_up": sum(record["tokens"] for record in run.records.get("taken_up", [])),
+        "parked_tokens_taken_up": sum(record["tokens"] for record in taken),
+        "parked_trajectories_prefilled": sum(not record["tokens"] for record in taken),
     }
 
 

@@ -29,11 +29,21 @@ class ServedWeights:
         self._loader = loader
         self._reporter = reporter
         self._keep_kv = batch.keep_kv
+        self._announced = -1  # the newest id that the controller has said to be here
+
+    def announced(self, weight_id: int) -> None:
+        """The controller knows that these weights are in a slot of this machine."""
+        self._announced = max(self._announced, weight_id)
 
     def newer(self) -> bool:
         """There are newer ones than are open."""
         newest = self._reader.newest()
         return newest is not None and newest.weight_id >= self._state.next_weight_id
+
+    def due(self) -> bool:
+        """There are newer ones, and the controller knows it: it grants nothing more on those that are open
+        (controller/trajectories/dispatcher.py), so that no grant crosses a pull that begins now."""
+        return self._announced >= self._state.next_weight_id and self.newer()
 
     async def until_first(self, since: float) -> None:
         """Returns when there is a slot. Raises LaminarError join_timeout_seconds after `since`."""

@@ -188,6 +188,7 @@ class RolloutWorker:
             self._granted(item)
             self.wake.set()
         elif isinstance(item, WeightsAvailable):
+            self.weights.announced(item.weight_id)
             self.wake.set()
         elif isinstance(item, TakenUp):
             self.batch.taking_up.arrived(item)
@@ -307,11 +308,11 @@ class RolloutWorker:
         self.ask_again = True
 
     async def _next_grant(self) -> Grant | None:
-        """A grant, or None when newer weights came first or it must ask again. Raises EngineDied."""
+        """A grant, or None when newer weights are due first or it must ask again. Raises EngineDied."""
         death, woken = asyncio.create_task(self.engines.current.died()), None
         try:
             with self.context.trace.span("wait", what="work"):
-                while not (self.grants or self.weights.newer() or self.ask_again or self.shutdown.begun):
+                while not (self.grants or self.weights.due() or self.ask_again or self.shutdown.begun):
                     self.wake.clear()
                     woken = asyncio.create_task(self.wake.wait())
                     await asyncio.wait((woken, death), return_when=asyncio.FIRST_COMPLETED)

@@ -50,6 +50,7 @@ class LaneWriter(SlotWriter):
     ) -> None:
         self._lanes = lanes
         self._part = f"lane{lane}.json"
+        self.writer_file = f"writer{lane}"
         self._sent_from: dict[int, list[int]] = {}  # slot -> lock descriptors
         self._turn_seconds = _TURN_SECONDS  # the longest turn of another relay
         super().__init__(shm_dir, run_id, slots, model_dir, side)
@@ -214,6 +215,7 @@ class LaneWriter(SlotWriter):
             if _locked(self._present, fcntl.LOCK_EX):
                 shutil.rmtree(self.root, ignore_errors=True)
         os.close(self._present)
+        self._let_others_write()
 
 
 def _locked(descriptor: int, how: int) -> bool:

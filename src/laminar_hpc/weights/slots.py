@@ -25,6 +25,7 @@ import numpy as np
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.models import SIDE_FILES, WEIGHTS_FILE
 from laminar_hpc.machine.files.folders import claim, is_mine, remove_dead_slots, slots_root
+from laminar_hpc.machine.locks.holder import HeldByAnother, hold
 from laminar_hpc.weights.manifest import (
     MANIFEST_FILE,
     Manifest,
@@ -35,6 +36,7 @@ from laminar_hpc.weights.manifest import (
 )
 
 LOCK_FILE = "lock"
+_END_SECONDS = 5.0  # in which a relay that was killed has ended
 
 
 class SlotGone(Exception):
@@ -137,7 +139,12 @@ def _is_usable(file: Path, header: bytes, size: int) -> bool:
 
 class SlotWriter:
     """A relay's side: owns the folder of its machine, hands out one slot at a time to be written. `side`:
-    contents of the files beside the weights, by name; those of `model_dir` where it is None."""
+    contents of the files beside the weights, by name; those of `model_dir` where it is None.
+
+    Raises LaminarError where another process writes these slots: each would void what the other has written.
+    """
+
+    writer_file = "writer"  # which one process holds
 
     def __init__(
         self, shm_dir: str, run_id: str, slots: int, model_dir: Path, side: dict[str, bytes] | None = None
@@ -151,6 +158,13 @@ class SlotWriter:
         self._held: tuple[int, int] | None = None  # (slot, lock descriptor) of the slot being written
         self._kept: list[int] = []  # slots that the relay itself still sends from
         self._lock = threading.Lock()
+        try:
+            self._alone: int | None = hold(self.root / self.writer_file, _END_SECONDS)
+        except HeldByAnother as other:
+            raise LaminarError(
+                f"another relay of this run ({other}) writes the weight slots under {self.root}: one serves "
+                "all rollouts of a machine; start no second one there"
+            ) from None
         self._make_root(shm_dir)
 
     def _make_root(self, shm_dir: str) -> None:
@@ -321,3 +335,9 @@ class SlotWriter:
         self.abandon()
         if is_mine(self.root):
             shutil.rmtree(self.root, ignore_errors=True)
+        self._let_others_write()
+
+    def _let_others_write(self) -> None:
+        if self._alone is not None:
+            os.close(self._alone)
+            self._alone = None

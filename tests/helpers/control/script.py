@@ -118,8 +118,9 @@ class Script:
         """One that has outlived the last controller."""
         self.hear("trainer", 0, Hello("trainer", 0, life, os.getpid(), "apart", rejoins=True), life=life)
 
-    def relay(self, index: int, machine: str, life: str = "") -> None:
-        self.hear("relay", index, Hello("relay", index, life, os.getpid(), machine), life=life)
+    def relay(self, index: int, machine: str, life: str = "", place: str = "") -> None:
+        hello = Hello("relay", index, life, os.getpid(), machine, place=place)
+        self.hear("relay", index, hello, life=life)
 
     def hear(self, role: str, index: int, *messages: Message, life: str = "") -> None:
         """Says them, each in a turn of its own."""

@@ -1,5 +1,6 @@
 """A gate and a link to it over loopback, through a network that cuts connections, stalls and spoils bytes."""
 
+import itertools
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +22,7 @@ from laminar_hpc.weights.places import far_link
 from laminar_hpc.weights.places import gate as gates
 from laminar_hpc.weights.places.far_link import FarLink
 from laminar_hpc.weights.places.gate import Gate
-from laminar_hpc.weights.places.shipment import PlaceFeed
+from laminar_hpc.weights.places.shipment import PlaceFeed, Shipment
 from laminar_hpc.weights.relay.chain import Changes, WeightStream, receive_stream
 from laminar_hpc.weights.slots import SlotReader, SlotWriter
 from laminar_hpc.weights.stream import decode_header
@@ -273,6 +274,43 @@ def test_nonsense_with_the_key_gets_no_answer(home, frame):
     assert socket.poll(10_000)
     assert wire.decode_reply(socket.recv_multipart()[0]) == wire.Gone(10**9)
     context.destroy(0)
+
+
+def test_a_question_waits_for_what_it_asks_for(home, monkeypatch):
+    """Weights that come after it are offered at once, to whoever of the place has asked last; where none
+    come, it is answered before the link takes the gate for gone."""
+    monkeypatch.setattr(gates, "HELD_SECONDS", 1.0)
+    context = zmq.Context()
+    first, last = (context.socket(zmq.DEALER) for _ in range(2))
+    for socket in (first, last):
+        connect_secured(socket, home.gate.address)
+        socket.send(wire.encode(wire.Next("elsewhere", None)))
+        assert not socket.poll(300)
+    assert wire.decode_reply(first.recv_multipart()[0]) == wire.Nothing()
+    home.publish()
+    offered = wire.decode_reply(last.recv_multipart()[0])
+    assert isinstance(offered, wire.Offer) and offered.size > SIZE
+    last.send(wire.encode(wire.Next("elsewhere", 0)))
+    assert last.poll(10_000) and wire.decode_reply(last.recv_multipart()[0]) == wire.Nothing()
+    context.destroy(0)
+
+
+@pytest.mark.parametrize("size", [1, 16 << 10, 1_792_512, 1_792_513, SIZE, 10**9])
+def test_pieces_are_all_of_a_shipment_and_of_a_small_one_enough_for_all_connections(size):
+    """None is larger than a connection takes, and none is so small that it is mostly overhead."""
+    piece, count = wire.piece_bytes(size), wire.pieces_of(size)
+    assert (count - 1) * piece < size <= count * piece
+    assert 16 << 10 <= piece <= wire.PIECE_BYTES
+    assert count >= min(wire.STREAMS * wire.AHEAD, size >> 14) - 1
+
+
+def test_the_pieces_of_a_shipment_are_its_parts():
+    """Wherever one part ends and another begins."""
+    data = torch.randint(0, 256, (3_000_000,), dtype=torch.uint8).numpy().data
+    borders = [0, 8, 1_000_001, 1_000_001, 2_999_999, 3_000_000]
+    parts = [data[begin:end] for begin, end in itertools.pairwise(borders)]
+    made = Shipment(1, None, parts)
+    assert b"".join(made.piece(number) for number in range(made.pieces)) == bytes(data)
 
 
 def test_a_port_that_is_taken_is_one_line(home):

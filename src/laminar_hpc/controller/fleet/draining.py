@@ -62,14 +62,19 @@ class Draining:
             self._failover.given_back(member.hello.index, trajectory_id, attempt, message.partial)
 
     def move_away(self) -> None:
-        """Begins a move of each trajectory that a leaving replica generates, to a place elsewhere or to a
-        relay; each destination and each relay is asked once for each."""
+        """Begins a move of each trajectory that a leaving replica generates, to another replica or to a relay
+        of its place; each is asked once for each. KV caches cross no link between places: what stays goes on
+        elsewhere from its tokens."""
         leaving = self._replicas.leaving()
         if not leaving:
             self._tried.clear()
             return
-        now, rooms, relays = time.monotonic(), self._failover.rooms(), self._parking.relays()
+        now, all_rooms, place_of = time.monotonic(), self._failover.rooms(), self._shared.members.place
         for source in leaving:
+            place = place_of("rollout", source)
+            near = [room for room in all_rooms if place_of("rollout", room.replica) == place]
+            rooms = near if self._migration.with_kv else all_rooms
+            relays = self._parking.relays(place)
             row = self._replicas.at(source)
             if row.report is None or row.weight_id is None:
                 continue

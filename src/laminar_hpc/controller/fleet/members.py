@@ -46,6 +46,7 @@ class Members:
     _by_identity: dict[str, Member] = field(default_factory=dict)
     _by_role: dict[str, dict[int, Member]] = field(default_factory=dict)
     _by_machine: dict[tuple[str, str], dict[int, Member]] = field(default_factory=dict)  # and role
+    _places: dict[str, str] = field(default_factory=dict)  # machine -> place of its newest relay
     _left: list[str] = field(default_factory=list)
     _joined: int = 0
     _silent_at: list[tuple[float, int, str]] = field(default_factory=list)  # a heap: when, of whom; or later
@@ -63,6 +64,8 @@ class Members:
         member = Member(identity, hello, time.monotonic(), self._joined)
         self.by_place[hello.role, hello.index] = self._by_identity[identity] = member
         self._by_role.setdefault(hello.role, {})[hello.index] = member
+        if hello.role == "relay":
+            self._places[hello.machine] = hello.place
         self._by_machine.setdefault((hello.machine, hello.role), {})[hello.index] = member
         heappush(self._silent_at, (self._deadline(member), member.number, identity))
         if hello.machine == self.machine and hello.pid != os.getpid():
@@ -74,6 +77,8 @@ class Members:
         member = self.at(hello.role, hello.index)
         if member is None or (member.hello.machine, member.hello.pid) == (hello.machine, hello.pid):
             return None
+        if member.hello.place != hello.place:  # no restart of it
+            return member
         if member.hello.machine == self.machine:
             return member if process_is_alive(member.hello.pid) else None
         return member if time.monotonic() - member.last_seen < _SURELY_ALIVE_SECONDS else None
@@ -115,6 +120,12 @@ class Members:
 
     def count(self, role: str) -> int:
         return len(self._by_role.get(role, {}))
+
+    def place(self, role: str, index: int | None) -> str | None:
+        """The place (cluster.place) of a member, that is of its machine's relay, from which its weights come;
+        None where there is no such member."""
+        member = None if index is None else self.at(role, index)
+        return None if member is None else self._places.get(member.hello.machine, member.hello.place)
 
     def on(self, machine: str, role: str) -> list[Member]:
         """Those of a role on one machine."""

@@ -95,11 +95,13 @@ class Migration:
         partial: Partial | None = None,
     ) -> None:
         """`source`: the owner, None when it is dead; then `partial` is the response so far. `tokens`: room
-        for the KV cache at the destination, 0 = it has none yet. `now`: monotonic seconds."""
+        for the KV cache at the destination, 0 = it has none yet; none crosses the link between two places.
+        `now`: monotonic seconds."""
         move = self._new(trajectory_id, attempt, source, destination, weight_id, now, partial)
         group, step = self._tracker.groups.bare(trajectory_id), self._steps[weight_id]
         config = self._shared.config
-        kv = self.with_kv and source is not None and tokens > 0
+        places = {self._shared.members.place("rollout", replica) for replica in (source, destination)}
+        kv = self.with_kv and source is not None and tokens > 0 and len(places) == 1
         sampling = (config.sampling.temperature, config.sampling.max_response_tokens)
         reserve = Reserve(move.move_id, trajectory_id, group, weight_id, step, tokens, kv, *sampling)
         self._send(destination, reserve)

@@ -21,6 +21,8 @@ from laminar_hpc.line.messages.parking import (
     parked_name,
 )
 
+LOST = "its relay is gone"  # why a parked KV cache is not taken up
+
 
 class Parking:
     """Called by the rollouts' and the relays' messages, when a relay is lost, and at each tick."""
@@ -35,10 +37,10 @@ class Parking:
         self._begun = Counter[int]()  # by relay
         self._asked: dict[str, int] = {}  # name of what is handed on -> the replica that waits for it
 
-    def relays(self) -> list[int]:
-        """Those that may keep what a leaving replica has, the best first: on machines without replicas, which
-        are not taken back with them, then on machines of which no replica leaves; each the less often the
-        more it has been asked."""
+    def relays(self, place: str | None) -> list[int]:
+        """Those of a place that may keep what a leaving replica there has, the best first: on machines
+        without replicas, which are not taken back with them, then on machines of which no replica leaves;
+        each the less often the more it has been asked."""
         if not self.possible:
             return []
         members, leaving = self._shared.members, self._replicas.leaving()
@@ -48,7 +50,8 @@ class Parking:
             machine, index = relay.hello.machine, relay.hello.index
             return machine in goes, bool(members.on(machine, "rollout")), self._begun[index], index
 
-        return [relay.hello.index for relay in sorted(members.all("relay"), key=worth)]
+        there = [relay for relay in members.all("relay") if relay.hello.place == place]
+        return [relay.hello.index for relay in sorted(there, key=worth)]
 
     def park(
         self, trajectory_id: int, attempt: int, source: int, relay: int, weight_id: int, now: float
@@ -67,25 +70,40 @@ class Parking:
 
     def on_take_up(self, member: Member, message: TakeUp) -> None:
         relay, move_id = parked_at(message.parked)
-        keeper = self._shared.members.at("relay", relay)
+        members, taker = self._shared.members, member.hello.index
+        keeper = members.at("relay", relay)
+        if message.parked in self._asked:  # it goes to whoever asked first
+            return self._answer(message.parked, taker, 0)
         if not message.address:
-            if keeper is not None:
-                self._shared.outbox.send(keeper, Unpark(move_id))
-        elif keeper is None or message.parked in self._asked:
-            self._shared.outbox.send(member, TakenUp(message.parked, 0))
+            why = "the engine has no room"
+        elif keeper is None:
+            why = LOST
+        elif keeper.hello.place != members.place("rollout", taker):
+            why = "its relay is at another place"
         else:
-            self._asked[message.parked] = member.hello.index
-            self._shared.outbox.send(keeper, HandOn(move_id, message.address))
+            self._asked[message.parked] = taker
+            return self._shared.outbox.send(keeper, HandOn(move_id, message.address))
+        self._note(message.parked, taker, 0, 0, why)
+        if keeper is not None:
+            self._shared.outbox.send(keeper, Unpark(move_id))
+        if message.address:
+            self._answer(message.parked, taker, 0)
+        return None
 
     def on_handed_on(self, member: Member, message: HandedOn) -> None:
-        name, named = parked_name(member.hello.index, message.move_id), attempt_of(message.move_id)
+        name = parked_name(member.hello.index, message.move_id)
         replica = self._asked.pop(name, None)
-        if named is None or replica is None:
+        if replica is None:
             return
-        fields = {"trajectory_id": named[0], "relay": member.hello.index, "destination": replica}
-        figures = {"tokens": message.tokens, "bytes": message.bytes, "reason": message.reason}
-        self._shared.metrics.write("taken_up", **fields, **figures)
+        self._note(name, replica, message.tokens, message.bytes, message.reason)
         self._answer(name, replica, message.tokens)
+
+    def _note(self, name: str, replica: int, tokens: int, size: int, reason: str) -> None:
+        """For the report."""
+        relay, move_id = parked_at(name)
+        if (named := attempt_of(move_id)) is not None:
+            fields = {"trajectory_id": named[0], "relay": relay, "destination": replica}
+            self._shared.metrics.write("taken_up", **fields, tokens=tokens, bytes=size, reason=reason)
 
     def _answer(self, name: str, replica: int, tokens: int) -> None:
         if (taker := self._shared.members.at("rollout", replica)) is not None:
@@ -95,7 +113,9 @@ class Parking:
         """Who waits for what it kept goes on without."""
         self._migration.relay_lost(relay)
         for name in [name for name in self._asked if parked_at(name)[0] == relay]:
-            self._answer(name, self._asked.pop(name), 0)
+            replica = self._asked.pop(name)
+            self._note(name, replica, 0, 0, LOST)
+            self._answer(name, replica, 0)
 
     def let_go(self) -> None:
         """What the pool has seen the end of, in this turn."""

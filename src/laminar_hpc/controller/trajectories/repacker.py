@@ -6,6 +6,7 @@ Called by the controller's tick every `pipeline.repack_seconds`, and once more a
 
 import math
 import time
+from collections import defaultdict
 from collections.abc import Callable
 
 from laminar_hpc.controller.tables import Tables
@@ -54,14 +55,20 @@ class Repacker:
             self.consolidate(now)
 
     def consolidate(self, now: float) -> None:
-        """Plans and begins moves, unless an emptied replica would find no work."""
+        """Plans and begins moves inside each place, unless an emptied replica would find no work."""
         candidates, emptied_max = self._candidates(), self._batches_ahead()
         limits = self._limits(list(candidates.values()))
         if len(candidates) < 2 or emptied_max <= 0 or limits is None:
             return
         begun = time.perf_counter()
-        views = [self._view(replica, report) for replica, report in candidates.items()]
-        transfers = repack.plan(views, limits, self._migration.costs, emptied_max)
+        places = defaultdict[str | None, list[repack.ReplicaView]](list)
+        for replica, report in candidates.items():
+            places[self._shared.members.place("rollout", replica)].append(self._view(replica, report))
+        transfers = list[repack.Transfer]()
+        for views in places.values():  # nothing moves over the link between two
+            left = emptied_max - len({each.source for each in transfers if each.empties})
+            if left > 0:
+                transfers += repack.plan(views, limits, self._migration.costs, left)
         seconds = time.perf_counter() - begun
         if transfers:
             moved = sum([self._begin(each, candidates[each.source], now) for each in transfers])

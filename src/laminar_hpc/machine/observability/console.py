@@ -192,6 +192,8 @@ def _incident_lines(summary: Mapping) -> list[str]:
         share = summary["parked_tokens_taken_up"] / summary["tokens_parked"]
         what = f"{count(summary['tokens_parked'])} tokens, {count(summary['bytes_parked'])} bytes"
         text = f"{parked:,} trajectories' KV caches ({what}) at relays; {share:.0%} of it was taken up"
+        if again := summary["parked_trajectories_prefilled"]:
+            text += f", {again:,} were prefilled again"
         lines.append(line("parked", text))
     left_out, skipped = summary["guard_left_out"], summary["guard_skipped_updates"]
     if left_out or skipped:

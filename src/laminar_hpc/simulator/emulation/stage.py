@@ -21,7 +21,7 @@ from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.line.channel import Channel, StopReceived
 from laminar_hpc.line.messages.chain import EpochProposed, RelayHas
 from laminar_hpc.line.messages.data import TOKEN_BYTES, Message, Trajectory
-from laminar_hpc.line.messages.membership import Hello, Ping, Stop
+from laminar_hpc.line.messages.membership import Hello, Ping, Stop, Welcome
 from laminar_hpc.line.messages.parking import HandOn, Keep, Park, Unpark
 from laminar_hpc.line.messages.publication import NewWeightId, Published, WeightId
 from laminar_hpc.line.messages.training import (
@@ -67,8 +67,11 @@ def relay(config: RunConfig, handed: "queue.SimpleQueue[WeightId]") -> None:
     try:
         while True:
             channel.wait(Stop, timeout=0.0)  # raises when it is there
-            while (message := channel.wait(Park, Keep, HandOn, Unpark, timeout=0.0)) is not None:
-                lot.arrived(message)
+            while (message := channel.wait(Welcome, Park, Keep, HandOn, Unpark, timeout=0.0)) is not None:
+                if isinstance(message, Welcome):
+                    lot.forget()
+                else:
+                    lot.arrived(message)
             try:
                 given = handed.get(timeout=0.1)
             except queue.Empty:

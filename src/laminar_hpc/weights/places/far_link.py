@@ -41,7 +41,7 @@ from laminar_hpc.weights.links.links import Link
 from laminar_hpc.weights.links.meeting import LinkBroken
 
 MEET_SECONDS = 20.0  # for a gate's first answer
-_ASK_SECONDS = 0.25  # from one question for something newer to the next
+_ASK_SECONDS = 0.25  # from the answer that there is nothing newer to the next question
 _AGAIN_SECONDS = 0.5  # from the end of a connection to the next one in its place
 _POLL_SECONDS = 0.05
 _HEARTBEAT_SECONDS = 2.0
@@ -177,8 +177,10 @@ class FarLink(Link):
         while self._due and self._due[0] <= now:
             heapq.heappop(self._due)
             self._connections.add(self._connect())
-        for connection in self._connections:
-            while connection.is_up and len(connection.asked) < AHEAD:
+        for ahead in range(AHEAD):  # a second one where all connections that are up have one
+            for connection in self._connections:
+                if not connection.is_up or len(connection.asked) > ahead:
+                    continue
                 number = self._choose(now)
                 if number is None:
                     return

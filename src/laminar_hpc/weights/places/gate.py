@@ -1,8 +1,9 @@
 """The gate: one relay at the trainer's place serves the relays of other places from its machine's slots.
 
 It listens on one address for connections that are authenticated and encrypted by CURVE, with key pairs of its
-own, which those relays get from the controller. It answers requests and never waits for anybody: trainers and
-the relays beside it do not know how fast or slow a place is.
+own, which those relays get from the controller. It answers requests, those for something newer as soon as
+there is, and never waits for anybody: trainers and the relays beside it do not know how fast or slow a place
+is.
 """
 
 import errno
@@ -11,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import msgspec
 import zmq
@@ -20,8 +22,10 @@ from laminar_hpc.line.admission import CurveAuthenticator, listen
 from laminar_hpc.line.messages.gate import (
     DOMAIN,
     HANDSHAKE_MILLISECONDS,
+    HELD_SECONDS,
     OUTAGE_SECONDS,
     REQUEST_BYTES_MAX,
+    Fetch,
     FetchedPiece,
     Gone,
     Next,
@@ -41,6 +45,15 @@ _CRYPTO_THREADS = 2
 GONE_SECONDS = 2 * OUTAGE_SECONDS
 
 
+@dataclass
+class _Question:
+    """For something newer, which is not there yet: of which connection, and until when it is kept."""
+
+    peer: bytes
+    held: int | None
+    until: float
+
+
 class Gate:
     """Listens from its construction until `close`, which any thread may call. `address`: for the
     controller."""
@@ -53,6 +66,8 @@ class Gate:
         self._failed = failed
         self._closing = False
         self._feeds: dict[str, PlaceFeed] = {}
+        self._questions: dict[str, _Question] = {}  # the newest of each place
+        self._look_at = 0.0  # (monotonic) the next look for what they ask for
         self._maker = ThreadPoolExecutor(1, "gate-maker")
         self._context = zmq.Context(io_threads=_CRYPTO_THREADS)
         server_public, secret = zmq.curve_keypair()
@@ -96,7 +111,11 @@ class Gate:
             while not self._closing:
                 if self._admission.poll(self._router, _POLL_MILLISECONDS):
                     self._serve(*self._router.recv_multipart())
-                self._forget_gone(time.monotonic())
+                now = time.monotonic()
+                if now >= self._look_at:
+                    self._look_at = now + _POLL_MILLISECONDS / 1000
+                    self._look_again(now)
+                    self._forget_gone(now)
         except Exception as error:
             if not self._closing:
                 self._failed(error)
@@ -106,20 +125,38 @@ class Gate:
 
     def _serve(self, peer: bytes, *frames: bytes) -> None:
         try:
-            reply, content = self._answer(b"".join(frames))
+            request = decode_request(b"".join(frames))
         except msgspec.DecodeError as error:
             log.warning("a relay of another place asked for what is no request (%s)", error)
             return
+        if isinstance(request, Next):
+            self._ask(peer, request)
+        else:
+            self._send(peer, *self._fetched(request))
+
+    def _send(self, peer: bytes, reply: Reply, content: bytes | memoryview = b"") -> None:
         self._router.send_multipart([peer, encode(reply), content], copy=False)
 
-    def _answer(self, frame: bytes) -> tuple[Reply, bytes | memoryview]:
-        request = decode_request(frame)
-        if isinstance(request, Next):
-            place = request.place
-            if place not in self._feeds:
-                self._feeds[place] = PlaceFeed(place, self._reader, self._maker)
-            found = self._feeds[place].offer(request.held)
-            return (Offer(found.number, found.size) if found else Nothing()), b""
+    def _ask(self, peer: bytes, request: Next) -> None:
+        """Whoever asked before for the place, if it still waits, has another connection by now, or another
+        relay in its place."""
+        place, now = request.place, time.monotonic()
+        if place not in self._feeds:
+            self._feeds[place] = PlaceFeed(place, self._reader, self._maker)
+        if (before := self._questions.get(place)) is not None and before.peer != peer:
+            self._send(before.peer, Nothing())
+        self._questions[place] = _Question(peer, request.held, now + HELD_SECONDS)
+        self._look_at = 0.0
+
+    def _look_again(self, now: float) -> None:
+        """For what the places wait for."""
+        for place, question in list(self._questions.items()):
+            found = self._feeds[place].offer(question.held)
+            if found is not None or now > question.until:
+                del self._questions[place]
+                self._send(question.peer, Offer(found.number, found.size) if found else Nothing())
+
+    def _fetched(self, request: Fetch) -> tuple[Reply, bytes | memoryview]:
         shipment = self._find(request.shipment)
         if shipment is None or request.piece not in range(shipment.pieces):
             return Gone(request.shipment), b""
@@ -135,7 +172,9 @@ class Gate:
     def _forget_gone(self, now: float) -> None:
         """Frees the images of places that have not asked for longer than their links would wait."""
         gone = [
-            place for place, feed in self._feeds.items() if feed.is_idle and now - feed.heard > GONE_SECONDS
+            place
+            for place, feed in self._feeds.items()
+            if feed.is_idle and now - feed.heard > GONE_SECONDS and place not in self._questions
         ]
         for place in gone:
             log.info("place %s asks for nothing any more: its image is freed", place)

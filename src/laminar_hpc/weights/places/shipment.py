@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from laminar_hpc.line.messages.gate import PIECE_BYTES, pieces_of
+from laminar_hpc.line.messages.gate import piece_bytes, pieces_of
 from laminar_hpc.weights.delta import encode, pack, unit_bytes
 from laminar_hpc.weights.manifest import Manifest
 from laminar_hpc.weights.slots import SlotGone, SlotHandle, SlotReader
@@ -56,8 +56,9 @@ class Shipment:
 
     def piece(self, number: int) -> memoryview:
         """Its bytes, without a copy where they lie in one part."""
-        first = number * PIECE_BYTES
-        last, found = min(first + PIECE_BYTES, self.size), []
+        size = piece_bytes(self.size)
+        first = number * size
+        last, found = min(first + size, self.size), []
         index = bisect.bisect_right(self._ends, first)
         while first < last:
             begin = self._ends[index] - len(self.parts[index])
