@@ -14,7 +14,7 @@ settings.load_profile("by-examples")
 
 FOLDERS = ("tests/trainer/", "tests/rollout/", "tests/slurm/")
 FILES = ("tests/system/", "tests/packaging/", "tests/simulator/test_commands.py", "tests/weights/kernels/")
-LONG = (*FOLDERS, *FILES)  # they come first: what takes long must not begin last
+LONG = (*FOLDERS, *FILES)  # they come first, whole folders before files: what takes long must not begin last
 
 
 class ByFile(LoadFileScheduling):
@@ -45,4 +45,4 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> ByFile:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: not item.nodeid.startswith(LONG))
+    items.sort(key=lambda item: (not item.nodeid.startswith(FOLDERS), not item.nodeid.startswith(LONG)))

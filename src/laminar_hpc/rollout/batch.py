@@ -12,7 +12,6 @@ elsewhere. Nothing else is added to it.
 import asyncio
 import contextlib
 import itertools
-import logging
 import time
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
@@ -31,7 +30,6 @@ from laminar_hpc.rollout.state import ReplicaState
 from laminar_hpc.rollout.taking_up import TakingUp
 from laminar_hpc.store.payload.layout import DamagedResponse, Logprobs, Tokens
 
-logger = logging.getLogger(__name__)
 ABORT_AGAIN_SECONDS = 0.5
 
 Turn = Callable[[TrajectoryInFlight], Coroutine[Any, Any, Outcome]]

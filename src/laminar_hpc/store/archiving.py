@@ -10,7 +10,6 @@ that says what is not there any more.
     Restored     -> put_back(step), before the store goes back
 """
 
-import logging
 import sqlite3
 import time
 from collections import Counter
@@ -32,7 +31,6 @@ from laminar_hpc.store.payload.layout import DamagedResponse
 from laminar_hpc.store.payload.writer import PayloadWriter
 from laminar_hpc.store.store import Store
 
-log = logging.getLogger(__name__)
 _AGAIN_SECONDS = 60.0  # after a failure
 _CLOSE_SECONDS = 10.0
 

@@ -46,6 +46,7 @@ class Controller:
     what the test says."""
 
     def __init__(self) -> None:
+        self.heard: list[Message] = []  # all of it, in order
         self.received: queue.Queue[Message] = queue.Queue()
         self.requests: queue.Queue[RequestWork] = (
             queue.Queue()
@@ -65,6 +66,7 @@ class Controller:
 
     def _arrived(self, frame: bytes) -> None:
         message = decode(frame)
+        self.heard.append(message)
         (self.requests if isinstance(message, RequestWork) else self.received).put(message)
 
     def tell(self, message: Message | Exception) -> None:
@@ -82,6 +84,13 @@ class Controller:
         """Waits until the replica asks for work on these weights."""
         while self.requests.get(timeout=120).weight_id != weight_id:
             pass
+
+    def forget(self) -> None:
+        """Drops what came and nobody took."""
+        for kept in (self.received, self.requests):
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    kept.get_nowait()
 
     def collect(self, count: int, *kinds: type) -> list[Message]:
         return [self.get(*kinds) for _ in range(count)]
@@ -124,6 +133,7 @@ class Replica:
         config.reward.timeout_seconds = 60.0
         adjust(config)
         self.writer = SlotWriter(str(folder), "run", 3, self.models[0])
+        self.newest = -1  # the weight id of the newest slot
         self.controller = Controller()
         self.trace = Trace(folder, "rollout", 0)
         context = RoleContext(
@@ -143,8 +153,13 @@ class Replica:
             self.error = error
 
     def publish(self, model: int, weight_id: int) -> None:
-        fill_slot(self.writer, self.models[model], weight_id, step=weight_id)
+        self.fill(model, weight_id)
         self.controller.tell(WeightsAvailable(weight_id, weight_id))
+
+    def fill(self, model: int, weight_id: int) -> None:
+        """Puts weights into a slot without a word to the worker."""
+        fill_slot(self.writer, self.models[model], weight_id, step=weight_id)
+        self.newest = weight_id
 
     def scheduler(self) -> psutil.Process:
         engine = psutil.Process(self.worker.engines.current.process.pid)

@@ -14,7 +14,6 @@ from laminar_hpc.config.schema import EnvironmentConfig
 
 _PREFIX = "environment."
 BUSY_SHARE = f"{_PREFIX}busy_share"
-ENDS = ("stop", "length", "turns", "calls", "time")  # finish reasons: the answer, or the limit that it met
 TRIES = 3  # of one trajectory at one replica, whose environment fails
 
 
