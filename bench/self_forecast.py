@@ -88,9 +88,10 @@ def step_times(directory: Path) -> dict[int, float]:
 def demo(options: argparse.Namespace, folder: Path) -> tuple[dict, list[dict]]:
     """A run of the demo, asked half-way through. Raises SystemExit where it was over before it could say."""
     name, deadline = "self-forecast", time.monotonic() + options.run_seconds
+    steps = options.steps or DEMO_STEPS
     with ThreadPoolExecutor(1) as pool:
-        training = pool.submit(common.train, options, folder, name, {"steps": DEMO_STEPS})
-        while len(step_times(folder / name)) < DEMO_STEPS // 2 and time.monotonic() < deadline:
+        training = pool.submit(common.train, options, folder, name, {"steps": steps})
+        while len(step_times(folder / name)) < steps // 2 and time.monotonic() < deadline:
             if training.done():
                 raise SystemExit(f"the demo was over before it could be asked: {training.exception()}")
             time.sleep(0.5)

@@ -20,7 +20,7 @@ from laminar_hpc.simulator.request import EngineAdmission, SimulatedRequest
 from laminar_hpc.simulator.schema import WorkloadConfig
 from laminar_hpc.simulator.settings import load_simulation
 from laminar_hpc.simulator.tables import GPUS, MODELS
-from laminar_hpc.simulator.trainer_cost import Layout, job_costs, peak_rate
+from laminar_hpc.simulator.trainer_cost import Layout, batch_sample, job_costs, peak_rate, step_seconds
 from laminar_hpc.simulator.uncertainty import Rates
 
 WORK = ["workload.prompts_per_step=32", "workload.samples_per_prompt=8", "workload.updates_per_step=4"]
@@ -66,7 +66,7 @@ def test_a_few_settings_have_believable_answers(model, gpu, few):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("longest", MEANS)
+@pytest.mark.parametrize("longest", [1024, 65536])
 @pytest.mark.parametrize(
     ("model", "gpu", "few"),
     itertools.chain(
@@ -87,14 +87,30 @@ def test_many_settings_have_believable_answers(model, gpu, few, longest):
 # ---- trainers ----------------------------------------------------------------------------------------------
 
 
-def test_experts_are_shared_beyond_a_machine_only_where_nothing_else_fits():
-    """Promise: 1T parameters fit 512 H800 as 32 of them share each layer's experts; a pipeline has no more
-    stages than layers in any layout."""
+def test_experts_are_shared_beyond_a_machine():
+    """Promise: 1T parameters fit 512 H800 as 32 or 64 share each layer's experts; a pipeline has no more
+    stages than layers in any layout; NVLink joins 72 GB200."""
     found = layouts(MODELS["Kimi-K2"], GPUS["H800"], 512, DEFAULT)
-    assert found and all(layout.experts == 32 and layout.stages <= 16 for layout in found)
-    assert all(layout.experts <= 8 for layout in layouts(MODELS["Qwen3-30B-A3B"], GPUS["H800"], 64, DEFAULT))
+    assert {layout.experts for layout in found} == {32, 64} and all(layout.stages <= 16 for layout in found)
+    assert layouts(MODELS["Qwen3-30B-A3B"], GPUS["H800"], 64, DEFAULT)[0].experts == 8
     rack = layouts(MODELS["Qwen3-235B-A22B"], GPUS["GB200"], 64, DEFAULT)
-    assert {layout.experts for layout in rack} == {32, 64}, "NVLink joins 72 of them"
+    assert {layout.experts for layout in rack} == {32, 64}
+
+
+@pytest.mark.parametrize(
+    ("model", "gpu"), [("Kimi-K2", "H20"), ("Qwen3.5-35B-A3B", "H100"), ("32B", "GB200"), ("72B", "GB200")]
+)
+def test_more_gpus_train_no_slower(model, gpu):
+    """Promise: beyond the GPUs of a rack, with numbers that the experts do not divide, and with more than an
+    update has trajectories."""
+    work = WorkloadConfig(prompts_per_step=64, samples_per_prompt=4, updates_per_step=4)
+    work = dataclasses.replace(work, mean_response_tokens=300, max_response_tokens=1024)
+    sample, seconds = batch_sample(work), []
+    for gpus in (16, 24, 64, 128, 512, 1024, 2048):
+        asked_of = MODELS[model], GPUS[gpu], gpus
+        layout = trainer_layout(*asked_of, work, DEFAULT) or offloaded_layout(*asked_of, work, DEFAULT)
+        seconds.append(step_seconds(*asked_of, layout, work, sample, DEFAULT))
+    assert all(more < 1.1 * fewer for fewer, more in itertools.pairwise(seconds)), seconds
 
 
 def test_more_gpus_than_trajectories_leave_some_without_work():

@@ -11,7 +11,7 @@ from laminar_hpc.simulator.constants import Constants
 from laminar_hpc.simulator.lora import trained_part
 from laminar_hpc.simulator.schema import WorkloadConfig
 from laminar_hpc.simulator.tables import Gpu, Model
-from laminar_hpc.simulator.trainer_cost import Layout, batch_sample, step_seconds, updates_of
+from laminar_hpc.simulator.trainer_cost import Layout, batch_sample, step_seconds
 
 _TENSOR, _STAGES = (1, 2, 4, 8), (1, 2, 4, 8, 16)
 _SPREADS = (1, 2, 4, 8)  # NVLink domains that share a layer's experts
@@ -25,24 +25,19 @@ def layouts(
     c: Constants,
     lora: LoraConfig | None = None,
     optimizer: float | None = None,
-    memory: float | None = None,
 ) -> list[Layout]:
     """For each tensor parallelism within a machine the fewest pipeline stages with which weights, gradients
     and optimizer fit into their share of the memory. Experts are shared by the GPUs that NVLink joins, and by
-    more of them only where nothing fits otherwise. `optimizer`: its bytes for a parameter, None = all of
-    them; `memory`: of a GPU, None = what it has."""
+    two, four and eight times as many. `optimizer`: its bytes for a parameter, None = all of them."""
     optimizer = c.trainer_bytes_per_parameter - _MODEL_BYTES if optimizer is None else optimizer
-    room = c.trainer_memory_share * (gpu.memory if memory is None else memory)
+    room, found = c.trainer_memory_share * gpu.memory, list[Layout]()
     for spread in _SPREADS if model.experts else (1,):
-        found = []
         for tensor in _TENSOR:
             divided = _by_stages(model, gpu, gpus, tensor, spread * gpu.domain, lora or LoraConfig())
             fits = (each for each in divided if _held(model, each, optimizer) <= room)
-            if fit := next(fits, None):
+            if (fit := next(fits, None)) and fit not in found:
                 found.append(fit)
-        if found:
-            return found
-    return []
+    return found
 
 
 def _by_stages(
@@ -81,28 +76,36 @@ def trainer_layout(
     model: Model, gpu: Gpu, gpus: int, w: WorkloadConfig, c: Constants, lora: LoraConfig | None = None
 ) -> Layout | None:
     """The one whose updates are fastest. None: no layout holds weights, gradients and optimizer."""
-    return _fastest(model, gpu, gpus, layouts(model, gpu, gpus, c, lora), w, c)
+    fits = [fit for n in _counts(model, gpus) for fit in layouts(model, gpu, n, c, lora)]
+    return _fastest(model, gpu, gpus, fits, w, c)
 
 
 def offloaded_layout(
     model: Model, gpu: Gpu, gpus: int, w: WorkloadConfig, c: Constants, lora: LoraConfig | None = None
 ) -> Layout:
     """Where no layout holds the optimizer it is in the host's memory, at no cost here; where none holds
-    weights and gradients either, nor do these cost anything."""
-    fits = layouts(model, gpu, gpus, c, lora, optimizer=0.0)
-    fits = fits or layouts(model, gpu, gpus, c, lora, optimizer=0.0, memory=math.inf)
+    weights and gradients either, they are divided as far as they can be, at no cost again."""
+    fits = [fit for n in _counts(model, gpus) for fit in layouts(model, gpu, n, c, lora, optimizer=0.0)]
+    if not fits:
+        sizes = [_by_stages(model, gpu, gpus, n, gpu.domain, lora or LoraConfig()) for n in _TENSOR]
+        every = [layout for size in sizes for layout in size]
+        most = max(layout.tensor * layout.stages for layout in every)
+        fits = [layout for layout in every if layout.tensor * layout.stages == most]
     found = _fastest(model, gpu, gpus, fits, w, c)
-    assert found is not None  # one GPU for each copy of the model is among them
+    assert found is not None  # a copy of the model on each GPU is among them
     return found
+
+
+def _counts(model: Model, gpus: int) -> set[int]:
+    """GPUs that a layout may use: all; of a number over which experts divide badly the power of two, or half
+    of them."""
+    return {gpus, 1 << (gpus.bit_length() - 1), max(1, gpus // 2)} if model.experts else {gpus}
 
 
 def _fastest(
     model: Model, gpu: Gpu, gpus: int, fits: list[Layout], w: WorkloadConfig, c: Constants
 ) -> Layout | None:
-    """Of those in which each rank has a trajectory of an update; where there are none, of those that leave
-    ranks without work."""
+    """Also of those that leave ranks without a trajectory of an update."""
     sample = batch_sample(w)
-    updates = updates_of(w, sample)
-    full = [layout for layout in fits if layout.ranks * updates <= len(sample)]
-    tried = [replace(layout, tokens=w.longest) for layout in full or fits]
+    tried = [replace(layout, tokens=w.longest) for layout in fits]
     return min(tried, key=lambda each: step_seconds(model, gpu, gpus, each, w, sample, c), default=None)

@@ -173,9 +173,9 @@ def chunk_exchange_seconds(model: Model, gpu: Gpu, layout: Layout, c: Constants)
 
 
 def gradient_seconds(model: Model, gpu: Gpu, gpus: int, layout: Layout, c: Constants) -> float:
-    """Reduce-scatter of gradients and all-gather of parameters over the ranks that hold the same: over a
-    machine's NICs, which carry one copy of the model, or of its part, or over NVLink where one machine holds
-    all."""
+    """Reduce-scatter of gradients and all-gather of parameters over the ranks that hold the same: over the
+    NICs of the GPUs that NVLink joins, which carry one copy of the model, or of its part, or over NVLink
+    where it joins all."""
     shared = model.parameters - model.expert_parameters
     parts = [(shared, layout.tensor * layout.stages, layout.ranks * layout.context)]
     if model.experts:
@@ -187,7 +187,7 @@ def gradient_seconds(model: Model, gpu: Gpu, gpus: int, layout: Layout, c: Const
         if gpus <= gpu.domain:
             seconds += size / (spread * c.nvlink_efficiency * gpu.nvlink)
         else:
-            seconds += size / (max(gpu.machine, spread) * gpu.nic)
+            seconds += size / (max(gpu.domain, spread) * gpu.nic)
     return seconds
 
 
