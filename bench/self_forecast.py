@@ -7,7 +7,8 @@ emulated   emulated engines, real controller, workers and messages: a run with R
            its own step, and that of as many as REPLICAS[1]; then a run with those is measured. Goals: 10% and
            15%.
 demo       the demo, real in all its parts: half-way through it foretells its step, as `laminar top` has it
-           done, beside the mean of the steps that come after. Goal: 10%.
+           done, beside the steps that it is told from and the mean of those that come after, which differ
+           where the machine's load does. Goal: 10%.
 """
 
 import argparse
@@ -106,8 +107,12 @@ def demo(options: argparse.Namespace, folder: Path) -> tuple[dict, list[dict]]:
     times = step_times(folder / name)
     later = sorted(step for step in times if step >= line["step"])
     measured = (times[later[-1]] - times[later[0]]) / (len(later) - 1)
-    found = row("demo", f"after step {line['step']}", line["now"]["figures"]["step_seconds"], measured)
-    return {"demo_step_error": abs(found["error"])}, [found]
+    foretold = line["now"]["figures"]["step_seconds"]
+    rows = [
+        row("demo", f"to step {line['step']}, from which it is", foretold, line["happened"]["step_seconds"]),
+        row("demo", "after that step", foretold, measured),
+    ]
+    return {"demo_step_error": abs(rows[-1]["error"])}, rows
 
 
 PARTS = {"emulated": emulated, "demo": demo}
