@@ -30,9 +30,10 @@ from laminar_hpc.report.idle import busy, overlap
 from laminar_hpc.report.rundata import Run
 from laminar_hpc.simulator.constants import DEFAULT, PROMPT_TOKENS
 from laminar_hpc.simulator.emulation.launch import Emulation, prepare
+from laminar_hpc.simulator.published_layout import trainer_layout
 from laminar_hpc.simulator.schema import WorkloadConfig
 from laminar_hpc.simulator.tables import GPUS, MODELS
-from laminar_hpc.simulator.trainer_cost import job_costs, trainer_layout
+from laminar_hpc.simulator.trainer_cost import job_costs
 
 LADDER = {  # name -> preset, and what differs from it
     "sync": ("sync", {}),

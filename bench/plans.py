@@ -1,13 +1,14 @@
-"""Plans that are carried out: 20 questions to `laminar plan`, each answer tried as a dry run and then, scaled
+"""Plans that are carried out: 24 questions to `laminar plan`, each answer tried as a dry run and then, scaled
 down, run with emulated engines.
 
-    python bench/plans.py --json plans.json            all: some 70 minutes on two cores
+    python bench/plans.py --json plans.json            all: some 85 minutes on two cores
     python bench/plans.py --only node,preemptible      some of them; the others' rows in the file are kept
 
 A plan is run from the very file that it wrote. Scaled down is: so many times fewer replicas of each pool,
 with as many times fewer prompts per step, that at most REPLICAS are left where the pools' numbers of replicas
 have such a divisor; each replica has the local batches, the KV cache and the GPUs of the plan. EMULATED: the
-engines, at the simulator's costs, and the trainer, which takes as long for a token as was predicted. Real:
+engines, at the simulator's costs (slower for what an adapter adds, and for the part of a GPU that the trainer
+has of it), and the trainer, which takes as long for a token as was predicted. Real:
 controller, store, workers, messages, moves and what all of these take. The lengths of responses are the same
 in both.
 
@@ -34,12 +35,15 @@ from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.launch import cli
 from laminar_hpc.machine.files import jsonl
 from laminar_hpc.simulator import plan_command
+from laminar_hpc.simulator.constants import DEFAULT
+from laminar_hpc.simulator.cost import engine_costs
 from laminar_hpc.simulator.divisions import Candidate, describe
 from laminar_hpc.simulator.emulated.responses import response_length
 from laminar_hpc.simulator.emulation.launch import Emulation, prepare
-from laminar_hpc.simulator.plan import Plan, search
+from laminar_hpc.simulator.plan import Plan, planned_setup, search
 from laminar_hpc.simulator.schema import PlanConfig
 from laminar_hpc.simulator.settings import load_plan
+from laminar_hpc.simulator.tables import GPUS, MODELS
 from laminar_hpc.simulator.workload import mu_of_mean
 
 STEPS, SKIP, REPLICAS = 12, 6, 8
@@ -98,6 +102,10 @@ QUESTIONS: dict[str, tuple[str, ...]] = {
         *SHORT,
     ),
     "on-policy": ("node", "max_staleness=0", pools(pool("H100", 8)), *SHORT),
+    "one-4090": ("node", "model=0.5B", pools(pool("RTX4090", 1)), *SHORT),
+    "one-3090-lora": ("node", "model=3B", "lora.rank=16", pools(pool("RTX3090", 1)), *SHORT),
+    "two-4090-lora": ("node", "model=7B", "lora.rank=16", pools(pool("RTX4090", 2)), *SHORT),
+    "four-l4-lora": ("node", "model=7B", "lora.rank=16", pools(pool("L4", 4)), *SHORT),
     "few-at-once": ("node", "max_concurrent=32", "max_staleness=1", pools(pool("H100", 8)), *LONG),
 }
 COLUMNS = ("question", "plan", "starts", "predicted tokens/s", "scale", "time scale", "reached")
@@ -176,12 +184,22 @@ def emulated_config(asked: Asked, folder: Path, scale: int, step_seconds: float)
     e.time_scale = max(1.0, asked.figures["step_seconds"] / seconds)
     e.model, e.tensor_parallel, e.wire_share = asked.config.model, asked.candidate.tensor_parallel, 1e-4
     e.median_response_tokens, e.sigma = asked.median, w.sigma
+    if (slower := slowed(asked)) != 1.0:
+        e.constants = {"generation_error": slower}
     config.pipeline.repack_seconds /= e.time_scale
     r.replicas, r.max_concurrent = written.rollout.replicas // scale, written.rollout.max_concurrent
     r.kv_cache_tokens, r.request_timeout_seconds = written.rollout.kv_cache_tokens, 3600.0
     config.cluster.heartbeat_timeout_seconds = config.cluster.join_timeout_seconds = 120.0
     config.reward.slots, config.archive = 256, "last:1"
     return config
+
+
+def slowed(asked: Asked) -> float:
+    """How many times as long the plan's engine takes as one of its GPU type that serves the model alone."""
+    index, _, tensor = asked.candidate.rollouts[0]
+    gpu = GPUS[asked.config.pools[index].gpu]
+    alone = engine_costs(MODELS[asked.config.model], gpu, tensor, DEFAULT)
+    return planned_setup(asked.config, asked.candidate).engines[0].costs.weights / alone.weights
 
 
 def carry_out(asked: Asked, config: RunConfig, scale: int, limit: float) -> float:

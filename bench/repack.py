@@ -46,12 +46,13 @@ from laminar_hpc.policies.repack import EngineLimits, MoveCosts, ReplicaView, Re
 from laminar_hpc.report import rundata
 from laminar_hpc.simulator.constants import DEFAULT, GROUP_CORRELATION, PROMPT_TOKENS
 from laminar_hpc.simulator.emulation.launch import Emulation, prepare
+from laminar_hpc.simulator.published_layout import trainer_layout
 from laminar_hpc.simulator.rules import PIPELINES, Rules
 from laminar_hpc.simulator.run import simulate
 from laminar_hpc.simulator.schema import WorkloadConfig
 from laminar_hpc.simulator.setup import setup as simulated_setup
 from laminar_hpc.simulator.tables import GPUS, MODELS
-from laminar_hpc.simulator.trainer_cost import job_costs, trainer_layout
+from laminar_hpc.simulator.trainer_cost import job_costs
 from laminar_hpc.simulator.workload import capped_mean
 from laminar_hpc.store import status
 

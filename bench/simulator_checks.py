@@ -8,9 +8,10 @@ from simulator_papers import row
 from laminar_hpc.simulator.constants import DEFAULT, MEAN_RESPONSE_TOKENS_DORA, SIGMA_DORA
 from laminar_hpc.simulator.cost import engine_costs
 from laminar_hpc.simulator.links import gather_seconds
+from laminar_hpc.simulator.published_layout import trainer_layout
 from laminar_hpc.simulator.schema import WorkloadConfig
 from laminar_hpc.simulator.tables import GPUS, MODELS
-from laminar_hpc.simulator.trainer_cost import Layout, colocated, job_costs, trainer_layout, updates_seconds
+from laminar_hpc.simulator.trainer_cost import Layout, colocated, job_costs, updates_seconds
 from laminar_hpc.simulator.workload import Workload
 
 # (model, GPU, tensor parallel, CUDA graphs, requests, tokens of each, tokens/s, source)

@@ -44,7 +44,8 @@ def decode_layer(c: Constants) -> float:
 def rollout(c: Constants) -> float:
     """Seconds in which DORA's synchronous run at 64 GPUs generates."""
     changes = {field.name: getattr(c, field.name) for field in dataclasses.fields(c)}
-    config = dataclasses.replace(load_simulation("dora", []), constants=changes)
+    config = load_simulation("dora", [])
+    config = dataclasses.replace(config, constants=changes | config.constants)
     found = [
         point(dataclasses.replace(config, seed=seed), "sync", 64, 64, config.steps).figures for seed in SEEDS
     ]

@@ -12,15 +12,30 @@ from laminar_hpc.simulator.settings import load_simulation
 from laminar_hpc.simulator.uncertainty import SPREAD, deviated, draw, interval
 
 DRAWS = 12
-# of other places, several trainers and adapters, which no headline has
-ELSEWHERE = ("wan_streams", "changed_bytes_share", "group_exchange_bytes_per_second", "decode_adapter_share")
+# of other places, several trainers, adapters, experts, latent or linear attention, and engines of several
+# machines, which no headline has
+ELSEWHERE = (
+    "wan_streams",
+    "changed_bytes_share",
+    "group_exchange_bytes_per_second",
+    "decode_adapter_share",
+    "decode_latent_layer_seconds",
+    "decode_attention_efficiency",
+    "decode_state_efficiency",
+    "eager_expert_layer_seconds",
+    "expert_launch_seconds",
+    "expert_load_spread",
+    "network_allreduce_seconds",
+    "network_hop_seconds",
+    "network_allreduce_bytes_per_second",
+)
 
 
 def headlines(constants: dict[str, float]) -> dict[str, float]:
     """Every headline with these constants; one seed, short runs."""
 
     def rate(config: SimulationConfig, name: str) -> float:
-        changed = dataclasses.replace(config, constants=constants)
+        changed = dataclasses.replace(config, constants=config.constants | constants)
         return over_seeds(changed, name, config.gpus[0], (0,))["tokens_per_second"]
 
     large = dataclasses.replace(configuration("72B", 1024, WorkloadConfig()), gpus=[1024])

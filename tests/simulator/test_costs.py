@@ -14,6 +14,7 @@ from laminar_hpc.simulator.constants import DEFAULT
 from laminar_hpc.simulator.cost import engine_costs
 from laminar_hpc.simulator.emulated.engine import EmulatedEngine
 from laminar_hpc.simulator.emulation.launch import prepare
+from laminar_hpc.simulator.published_layout import trainer_layout
 from laminar_hpc.simulator.replica import SimulatedReplica
 from laminar_hpc.simulator.request import EngineAdmission, SimulatedRequest
 from laminar_hpc.simulator.schema import WorkloadConfig
@@ -24,7 +25,6 @@ from laminar_hpc.simulator.trainer_cost import (
     context_exchange_seconds,
     job_costs,
     only_training,
-    trainer_layout,
     updates_seconds,
 )
 from laminar_hpc.simulator.trainer_fit import fitting_trainer, layout_of

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from laminar_hpc.simulator.constants import DEFAULT
 from laminar_hpc.simulator.cost import engine_costs
 from laminar_hpc.simulator.experts import exchange_share, expert_costs, fullest
+from laminar_hpc.simulator.published_layout import layouts
 from laminar_hpc.simulator.tables import GPUS, MODELS
 from laminar_hpc.simulator.trainer_cost import (
     Layout,
     gradient_seconds,
     job_costs,
-    layouts,
     logprob_seconds,
     packed,
     pass_seconds,

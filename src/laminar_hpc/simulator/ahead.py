@@ -62,7 +62,7 @@ def decode_alone(
     if r.waiting or r.parked_kv or r.stall_until > r.clock or r.spans is not None:
         return done
     costs, ends, running, capacity, full = r.costs, r.ends, r.running, r.capacity, r.full
-    kv, steps, clock, floor, kv_token = r.kv, r.steps, r.clock, costs.floor, costs.kv_token
+    kv, steps, clock, kv_token = r.kv, r.steps, r.clock, costs.kv_token
     decoded = r.seconds.get("generate", 0.0)
     while (n := len(running)) > 1 and kv < full:
         while ends[0][1] not in running:
@@ -76,10 +76,10 @@ def decode_alone(
         left = end - steps
         grown = n * left
         if now is None:
-            first_step, slope, fixed = costs.at(n) + kv_token * kv, kv_token * n, 0.0
-            if first_step < floor:
-                first = min(left, (floor - first_step) / slope) if slope else left
-                fixed, left, first_step = first * floor, left - first, floor
+            first_step, slope, fixed, least = costs.at(n) + kv_token * kv, kv_token * n, 0.0, costs.least(n)
+            if first_step < least:
+                first = min(left, (least - first_step) / slope) if slope else left
+                fixed, left, first_step = first * least, left - first, least
             time = clock + (fixed + left * (first_step + slope * left / 2))
         else:
             time, now = now, None

@@ -11,6 +11,11 @@ _WIDTH = 2  # bytes of a bfloat16
 _STATE_WIDTH = 4  # bytes of a float32, in which states are kept
 
 
+# what a layer_types may say, and the keys by which other families say that some layers are something else
+_KNOWN_LAYERS = ("full_attention", "sliding_attention", "chunked_attention", "linear_attention")
+_OTHER_LAYERS = ("hybrid_override_pattern", "attn_layer_period", "attn_type_list", "layers_block_type")
+
+
 @dataclass(frozen=True)
 class AttentionShape:
     """Of a whole model. `parameters`: of all its attention. `full`: layers with a KV cache. `kv_values`: of a
@@ -42,6 +47,15 @@ def attention_of(c: dict[str, Any]) -> AttentionShape:
         kv_flops=kv_flops,
         state_bytes=linear * state,
     )
+
+
+def unknown_layers(c: dict[str, Any]) -> str:
+    """The key of a config.json that tells of layers that are counted here as what they are not, and what it
+    says; empty where there are none."""
+    others = {kind for kind in c.get("layer_types") or () if kind not in _KNOWN_LAYERS}
+    if others:
+        return f"layer_types: {', '.join(sorted(map(str, others)))}"
+    return next((key for key in _OTHER_LAYERS if c.get(key)), "")
 
 
 def linear_layers(c: dict[str, Any]) -> int:

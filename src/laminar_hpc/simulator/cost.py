@@ -25,7 +25,7 @@ _EXACT = 8  # requests up to which every batch has its own CUDA graph
 @dataclass(frozen=True, slots=True)
 class EngineCosts:
     """A replica's seconds. A decode step of N requests with K tokens of KV takes `at(N)` + K * kv_token, and
-    no less than `floor`.
+    no less than `least(N)`.
 
     `experts`: reading all routed experts; a token misses each of them with probability `expert_miss`, and a
     step reads those that at least one of its tokens uses.
@@ -43,7 +43,8 @@ class EngineCosts:
     move_token: float = 0.0
     move_latency: float = 0.0
     restart: float = 0.0
-    floor: float = 0.0
+    floor: float = 0.0  # launches of a step without CUDA graphs, which the GPU's work hides, or they it
+    host: float = 0.0  # of a request, between two steps: nothing hides it
     ask: float = 0.0  # a turn's request on its way to the engine, where trajectories have several
     experts: float = 0.0
     expert_miss: float = field(default=0.0, metadata=_NO_TIME)
@@ -56,11 +57,17 @@ class EngineCosts:
         if self.experts:
             weights += self.experts * (1.0 - self.expert_miss**requests)
         compute = padded * self.compute
-        return self.overhead + requests * self.request + (weights if weights > compute else compute)
+        each = requests * (self.request + self.host)
+        return self.overhead + each + (weights if weights > compute else compute)
+
+    def least(self, requests: int) -> float:
+        """No step of so many requests is shorter, however little the GPU has to do."""
+        return self.floor + requests * self.host
 
     def step(self, requests: float, kv_tokens: float) -> float:
         """Seconds of one decode step."""
-        return max(self.floor, self.at(round(requests)) + kv_tokens * self.kv_token)
+        n = round(requests)
+        return max(self.least(n), self.at(n) + kv_tokens * self.kv_token)
 
     def prefill(self, tokens: float, cached: float) -> float:
         """Seconds to prefill `tokens`, of which the first `cached` have KV."""
@@ -100,7 +107,7 @@ def engine_costs(
         weights=2.0 * model.read_parameters / weights,
         kv_token=kv_token_seconds(model, gpu, tensor_parallel, c),
         compute=2.0 * model.active_parameters / (products_efficiency(gpu, c.decode_flops_efficiency) * flops),
-        request=reduces * exchange + c.decode_request_seconds + state,
+        request=reduces * exchange + state,
         prefill_token=prefill_token,
         prefill_attention=prefill_token * attention_share(model),
         pull=c.pull_overhead + 2.0 * model.parameters / (gpu.pcie * tensor_parallel),
@@ -109,10 +116,11 @@ def engine_costs(
         move_latency=c.kv_move_latency,
         restart=c.replica_restart,
         floor=0.0 if cuda_graphs else eager_seconds(model, c),
+        host=c.decode_request_seconds,
         experts=2.0 * model.expert_parameters / weights,
         expert_miss=1.0 - model.expert_share,
     )
-    return costs if c.generation_error == 1.0 else _slower(costs, c.generation_error)
+    return costs if c.generation_error == 1.0 else _slower(costs, c.generation_error, _reached(gpu, c))
 
 
 def kv_token_seconds(model: Model, gpu: Gpu, tensor: int, c: Constants) -> float:
@@ -126,10 +134,24 @@ def kv_token_seconds(model: Model, gpu: Gpu, tensor: int, c: Constants) -> float
 _OF_TOKENS = ("overhead", "weights", "kv_token", "compute", "request", "prefill_token", "prefill_attention")
 
 
-def _slower(costs: EngineCosts, factor: float) -> EngineCosts:
-    """Everything that tokens take `factor` times as long."""
-    names = (*_OF_TOKENS, "floor", "experts")
-    return dataclasses.replace(costs, **{name: getattr(costs, name) * factor for name in names})
+def _reached(gpu: Gpu, c: Constants) -> dict[str, float]:
+    """Shares of the datasheet's rates that are taken: so much shorter its seconds may be at most."""
+    weights, prefill = weights_rate(gpu, c) / gpu.hbm, products_efficiency(gpu, c.prefill_mfu)
+    return {
+        "weights": weights,
+        "experts": weights,
+        "kv_token": max(c.decode_kv_efficiency, c.decode_attention_efficiency),
+        "compute": products_efficiency(gpu, c.decode_flops_efficiency),
+        "prefill_token": prefill,
+        "prefill_attention": prefill,
+    }
+
+
+def _slower(costs: EngineCosts, factor: float, reached: dict[str, float]) -> EngineCosts:
+    """Everything that tokens take `factor` times as long, and nothing faster than the datasheet's rates."""
+    names = (*_OF_TOKENS, "floor", "host", "experts")
+    longer = {name: getattr(costs, name) * max(factor, reached.get(name, 0.0)) for name in names}
+    return dataclasses.replace(costs, **longer)
 
 
 def kv_capacity(model: Model, gpu: Gpu, tensor_parallel: int, share: float, requests: int = 0) -> int:

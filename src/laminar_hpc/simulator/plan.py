@@ -205,10 +205,15 @@ def setup_of(config: PlanConfig, candidate: Candidate) -> SimulationSetup:
     return dataclasses.replace(run, engines=kinds)
 
 
+def planned_setup(config: PlanConfig, candidate: Candidate) -> SimulationSetup:
+    """The run whose figures are the plan's: on one GPU with both at their shares of it."""
+    run = setup_of(config, candidate)
+    return taking_turns(run) if candidate.shared else run
+
+
 def evaluate(config: PlanConfig, candidate: Candidate) -> dict:
     """Figures of a simulated run of it."""
-    run = setup_of(config, candidate)
-    return simulate(taking_turns(run) if candidate.shared else run).figures
+    return simulate(planned_setup(config, candidate)).figures
 
 
 def judge(config: PlanConfig, planned: RatedCandidate) -> None:

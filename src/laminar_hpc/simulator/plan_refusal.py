@@ -74,9 +74,15 @@ def _with_adapter(config: PlanConfig) -> Iterator[str]:
 
 
 def _smaller(config: PlanConfig) -> Iterator[str]:
+    """Of the same family first."""
     w, own = config.workload, MODELS[config.model]
-    known = [(each.parameters, name) for name, each in MODELS.items() if each.parameters < own.parameters]
-    for _, name in sorted(known, reverse=True):
+    family = own.config["model_type"]
+    known = [
+        (each.config["model_type"] == family, each.parameters, name)
+        for name, each in MODELS.items()
+        if each.parameters < own.parameters
+    ]
+    for *_, name in sorted(known, reverse=True):
         shape, changed = MODELS[name].config, dataclasses.replace(config, model=name)
         planned = shape["model_type"] in FAMILIES and w.longest <= shape["max_position_embeddings"]
         if planned and not wrong_adapter(MODELS[changed.model], changed.lora) and _fits(changed):

@@ -77,21 +77,21 @@ class SimulatedReplica:
     def seconds_of(self, steps: float) -> float:
         """Time of the next `steps` decode steps with the present requests."""
         c, n = self.costs, len(self.running)
-        first_step, slope, fixed = c.at(n) + c.kv_token * self.kv, c.kv_token * n, 0.0
-        if first_step < c.floor:  # until the KV has grown
-            first = min(steps, (c.floor - first_step) / slope) if slope else steps
-            fixed, steps, first_step = first * c.floor, steps - first, c.floor
+        first_step, slope, fixed, least = c.at(n) + c.kv_token * self.kv, c.kv_token * n, 0.0, c.least(n)
+        if first_step < least:  # until the KV has grown
+            first = min(steps, (least - first_step) / slope) if slope else steps
+            fixed, steps, first_step = first * least, steps - first, least
         return fixed + steps * (first_step + slope * steps / 2)
 
     def steps_in(self, seconds: float) -> float:
         """Inverse of `seconds_of`."""
         c, n = self.costs, len(self.running)
-        first_step, slope, steps = c.at(n) + c.kv_token * self.kv, c.kv_token * n, 0.0
-        if first_step < c.floor:
-            first = (c.floor - first_step) / slope if slope else INFINITY
-            if seconds <= first * c.floor:
-                return seconds / c.floor
-            steps, seconds, first_step = first, seconds - first * c.floor, c.floor
+        first_step, slope, steps, least = c.at(n) + c.kv_token * self.kv, c.kv_token * n, 0.0, c.least(n)
+        if first_step < least:
+            first = (least - first_step) / slope if slope else INFINITY
+            if seconds <= first * least:
+                return seconds / least
+            steps, seconds, first_step = first, seconds - first * least, least
         return steps + 2 * seconds / (first_step + math.sqrt(first_step * first_step + 2 * slope * seconds))
 
     def advance(self, now: float, at_event: bool = False) -> None:

@@ -251,7 +251,8 @@ class Rollouts:
         samples = self.samples
         batches = 1 + self.trainer.bound.batches(self.newest)
         pending_max = math.ceil(self.local_batch[replica.index] * batches) * samples
-        while not replica.waiting and replica.pending + samples <= min(pending_max, replica.max_concurrent):
+        places = min(pending_max, replica.max_concurrent)
+        while not replica.waiting and (not replica.pending or replica.pending + samples <= places):
             if self.tracker.lost:
                 self.give_anew(replica, self.tracker.lost.pop())
             elif self.quota(self.newest) > 0:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import gc
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -261,5 +260,5 @@ def _latencies(tracker: SimulatedTracker, first: int) -> dict[str, float]:
 
 def _staleness(name: str, counts: dict[int, int]) -> dict[str, float]:
     total = sum(counts.values())
-    mean = sum(k * n for k, n in counts.items()) / total if total else math.nan
+    mean = sum(k * n for k, n in counts.items()) / total if total else 0.0
     return {f"staleness_{name}_mean": mean, f"staleness_{name}_max": max(counts, default=0)}

@@ -91,7 +91,7 @@ class SimulationConfig:
     draws: int = number(8, at_least=0, at_most=1000)
     # of tables/models.yaml, or a model directory
     model: str = field(default="32B", metadata=choices_of(MODELS))
-    gpus: list[int] = field(default_factory=lambda: [64, 128], metadata=bounds(at_least=2, at_most=262_144))
+    gpus: list[int] = field(default_factory=lambda: [64, 128], metadata=bounds(at_least=1, at_most=262_144))
     lora: LoraConfig = field(default_factory=LoraConfig)  # with a rank an adapter is trained, as model.lora
     trainer_gpu: str = field(default="H800", metadata=choices_of(GPUS))
     rollout_gpu: str = field(default="H800", metadata=choices_of(GPUS))

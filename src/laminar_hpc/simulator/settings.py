@@ -223,7 +223,7 @@ def _work(config: SimulationConfig | PlanConfig) -> Iterator[str]:
 
 
 def _replicas(config: SimulationConfig) -> Iterator[str]:
-    w, model, c = config.workload, MODELS[config.model], constants_of(config)
+    model, c = MODELS[config.model], constants_of(config)
     tensor_parallel = config.replica_gpus
     yield from wrong_adapter(model, config.lora)
     if config.speculation and not config.cuda_graphs:
@@ -233,24 +233,40 @@ def _replicas(config: SimulationConfig) -> Iterator[str]:
             f"tensor_parallel={tensor_parallel} does not divide the heads of {config.model}; use 1, 2 or 4, "
             "or 8 if it has as many"
         )
-    for gpu in dict.fromkeys([config.rollout_gpu, *(site.gpu for site in config.sites)]):
-        share = min(c.kv_memory_share, c.kv_memory_share_colocated)
-        capacity = kv_capacity(model, GPUS[gpu], tensor_parallel, share)
-        if capacity < w.longest:
-            yield (
-                f"{config.model} on {tensor_parallel} x {gpu} has room for {max(0, capacity)} KV tokens, the "
-                f"longest trajectory has {w.longest}: raise tensor_parallel or lower "
-                "workload.max_response_tokens"
-            )
+    names = [name for name in config.pipelines if PIPELINES[name].placement == "colocated"]
+    colocated = len(names) if config.trainer_gpu == config.rollout_gpu else 0
+    split = colocated < len(config.pipelines)
+    yield from _kv_room(
+        config, min([c.kv_memory_share_colocated] * bool(colocated) + [c.kv_memory_share] * split)
+    )
+    least = (2 if split else 1) * tensor_parallel
+    what = f"one replica of {tensor_parallel}" + (" and as many to train" if split else ", which trains too")
     for gpus in config.gpus:
         each = "" if config.trainer_groups == 1 else f" for each of {config.trainer_groups} trainer_groups"
-        if gpus < 2 * tensor_parallel * config.trainer_groups:
-            yield (
-                f"gpus={gpus}: at least {2 * tensor_parallel}{each}, "
-                f"one replica of {tensor_parallel} and as many to train"
-            )
+        if gpus < least * config.trainer_groups:
+            yield f"gpus={gpus}: at least {least}{each}, {what}"
         elif gpus % config.trainer_groups:
             yield f"gpus={gpus}: must be a multiple of trainer_groups={config.trainer_groups}"
+
+
+def _kv_room(config: SimulationConfig, share: float) -> Iterator[str]:
+    """GPU types on which a replica's `share` of the memory does not hold the longest trajectory."""
+    w, model, tensor = config.workload, MODELS[config.model], config.replica_gpus
+    for gpu in dict.fromkeys([config.rollout_gpu, *(site.gpu for site in config.sites)]):
+        alone, beside = (
+            kv_capacity(model, GPUS[gpu], tensor, share, requests) for requests in (0, config.max_concurrent)
+        )
+        where = f"{config.model} on {tensor} x {gpu} has room for"
+        if alone < w.longest:
+            yield (
+                f"{where} {max(0, alone)} KV tokens, the longest trajectory has {w.longest}: raise "
+                "tensor_parallel or lower workload.max_response_tokens"
+            )
+        elif beside < w.longest:
+            yield (
+                f"{where} {max(0, beside)} KV tokens beside the states of max_concurrent="
+                f"{config.max_concurrent} requests, the longest trajectory has {w.longest}: lower it"
+            )
 
 
 def _elsewhere(config: SimulationConfig) -> Iterator[str]:

@@ -13,19 +13,13 @@ from laminar_hpc.simulator.constants import Constants
 from laminar_hpc.simulator.cost import EngineCosts, chain_seconds, engine_costs, faster, kv_capacity
 from laminar_hpc.simulator.links import global_sync_seconds
 from laminar_hpc.simulator.lora import serving_adapters, trained_part
+from laminar_hpc.simulator.published_layout import offloaded_layout, trainer_layout
 from laminar_hpc.simulator.request import EngineAdmission
 from laminar_hpc.simulator.rules import Rules
 from laminar_hpc.simulator.schema import PoolConfig, WorkloadConfig
 from laminar_hpc.simulator.speculation import speculating
 from laminar_hpc.simulator.tables import GPUS, Gpu, Model
-from laminar_hpc.simulator.trainer_cost import (
-    JobCosts,
-    Layout,
-    colocated,
-    job_costs,
-    offloaded_layout,
-    trainer_layout,
-)
+from laminar_hpc.simulator.trainer_cost import JobCosts, Layout, colocated, job_costs
 from laminar_hpc.simulator.turns.course import Known
 from laminar_hpc.simulator.turns.environments import Environments
 from laminar_hpc.simulator.wide_area.link import Site, WanLink, chained
@@ -166,7 +160,7 @@ def setup(
     share = c.kv_memory_share_colocated if rules.placement == "colocated" else c.kv_memory_share
     guessing = speculating if speculation else lambda costs: costs
     layout = layout or trainer_layout(model, trainer_gpu, trainer_gpus, workload, c, lora)
-    layout = layout or offloaded_layout(trainer_gpu, trainer_gpus, workload, lora)
+    layout = layout or offloaded_layout(model, trainer_gpu, trainer_gpus, workload, c, lora)
     trainer = (trainer_gpu, trainer_gpus)
     size = 2.0 * trained_part(model, layout.lora).parameters
     kinds = tuple(

@@ -6,13 +6,14 @@ from pathlib import Path
 
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.simulator.groups import exchange_seconds, simulate_groups
+from laminar_hpc.simulator.published_layout import layouts
 from laminar_hpc.simulator.rules import PIPELINES, Rules
 from laminar_hpc.simulator.run import SimulationOutcome, simulate
 from laminar_hpc.simulator.schema import SimulationConfig
 from laminar_hpc.simulator.settings import constants_of
 from laminar_hpc.simulator.setup import Rollout, SimulationSetup, rollout_of, setup
 from laminar_hpc.simulator.tables import GPUS, MODELS, Gpu
-from laminar_hpc.simulator.trainer_cost import layouts
+from laminar_hpc.simulator.trainer_cost import peak_rate
 from laminar_hpc.simulator.uncertainty import Rates, draw, interval, spreads
 
 Told = Callable[[str], None]  # is told how far the work has come
@@ -22,8 +23,11 @@ _SEARCH_STEPS = 3  # beyond the warm-up, while splits are compared
 
 
 def rules_of(config: SimulationConfig, pipeline: str) -> Rules:
-    """The pipeline's rules, with the configuration's staleness bound; 0 if synchronous by name."""
+    """The pipeline's rules, with the configuration's staleness bound; 0 if synchronous by name. A GPU of one
+    type does not become one of the other, so where there are two none does both."""
     rules = PIPELINES[pipeline]
+    if config.trainer_gpu != config.rollout_gpu:
+        rules = dataclasses.replace(rules, placement="split")
     if config.max_staleness is not None and rules.max_staleness != 0:
         rules = dataclasses.replace(rules, max_staleness=config.max_staleness)
     return rules
@@ -111,21 +115,30 @@ def split(config: SimulationConfig, pipeline: str, gpus: int, tried: Told = _sil
     return best_split(config, pipeline, gpus, tried)
 
 
+def holds(config: SimulationConfig, trainer_gpus: int) -> bool:
+    """Whether a group's trainer on so many GPUs has memory for weights, gradients and optimizer."""
+    model, gpu = MODELS[config.model], GPUS[config.trainer_gpu]
+    return bool(layouts(model, gpu, trainer_gpus, constants_of(config), config.lora))
+
+
 def best_split(config: SimulationConfig, pipeline: str, gpus: int, tried: Told) -> int:
     """By short runs: every eighth of the GPUs first, then ever closer to the best, down to single replicas.
     Of the numbers at which the trainer's memory suffices, where there are any."""
     steps = min(config.steps, config.warmup_steps + _SEARCH_STEPS)
-    model, gpu, c = MODELS[config.model], GPUS[config.trainer_gpu], constants_of(config)
     tensor_parallel = config.replica_gpus
     every = range(tensor_parallel, gpus - tensor_parallel + 1, tensor_parallel)
-    possible = [n for n in every if layouts(model, gpu, n, c, config.lora)] or list(every)
+    possible = [n for n in every if holds(config, n)] or list(every)
     rates: dict[int, float] = {}
 
     def rate(place: int) -> float:
         n = possible[place]
         if n not in rates:
-            rates[n] = point(config, pipeline, gpus, n, steps).figures["tokens_per_second"]
-            tried(f"{n} of {gpus} GPUs train: {rates[n]:,.0f} tokens/s")
+            try:
+                rates[n] = point(config, pipeline, gpus, n, steps).figures["tokens_per_second"]
+                tried(f"{n} of {gpus} GPUs train: {rates[n]:,.0f} tokens/s")
+            except LaminarError as error:  # a division that ends in nothing is none to choose
+                rates[n] = 0.0
+                tried(f"{n} of {gpus} GPUs train: {error}")
         return rates[n]
 
     last, width = len(possible) - 1, max(1, len(possible) // 8)
@@ -165,7 +178,9 @@ def rate_range(
     for number in range(config.draws):
         drawn.append(middle * short(draw(number, config.seed, spread)) / base)
         tried(f"{middle:,.0f} tokens/s; {number + 1} of {config.draws} draws for the range")
-    return interval(drawn, middle) if drawn else (middle, middle)
+    low, high = interval(drawn, middle) if drawn else (middle, middle)
+    each = peak_rate(model, GPUS[config.trainer_gpu], trainer_gpus, config.lora, constants_of(config))
+    return low, max(middle, min(high, config.trainer_groups * each))
 
 
 def sweep(
@@ -185,6 +200,11 @@ def sweep(
 
         each, groups = gpus // config.trainer_groups, config.trainer_groups
         trainer_gpus = split(config, pipeline, each, tried)
+        if not holds(config, trainer_gpus):
+            say(
+                f"{name}: no layout of a trainer on {trainer_gpus} {config.trainer_gpu} holds weights, "
+                f"gradients and optimizer of {config.model}; what offloading them costs is not simulated"
+            )
         outcome = point(config, pipeline, each, trainer_gpus, config.steps, watch=True, groups=groups)
         rate = outcome.figures["tokens_per_second"]
         low, high = rate_range(config, pipeline, each, trainer_gpus, rate, rates, tried)

@@ -17,7 +17,7 @@ from laminar_hpc.config.errors import LaminarError, did_you_mean
 from laminar_hpc.config.families import is_tied
 from laminar_hpc.config.models import model_config
 from laminar_hpc.config.yaml_text import load_yaml
-from laminar_hpc.simulator.attention_layers import attention_of
+from laminar_hpc.simulator.attention_layers import attention_of, unknown_layers
 
 _GIGA, _TERA, _MICRO = 1e9, 1e12, 1e-6
 _WIDTH = 2  # bytes of a bfloat16
@@ -228,11 +228,15 @@ def _checked_model(where: str, path: str, config: Any, tensor_parallel: int | No
     """A model from a config.json that somebody else has written; `where`: what errors begin with."""
     if not isinstance(config, dict):
         raise LaminarError(f"{where}: config must be the table of a config.json")
+    if "num_hidden_layers" not in config and isinstance(config.get("text_config"), dict):
+        config = config["text_config"]  # of a model that sees or hears too
     for key in ("model_type", *_CONFIG_NEEDS):
         if key not in config:
             raise LaminarError(f"{where} has no {key}")
     for key in _CONFIG_NEEDS:
         _check_whole(f"{where}: {key}", config[key])
+    if kinds := unknown_layers(config):
+        raise LaminarError(f"{where}: layers of another kind than attention are not simulated ({kinds})")
     try:
         return model_of(path, config, tensor_parallel)
     except KeyError as missing:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from laminar_hpc.config.models import head_size, kv_heads, state_bytes
+from laminar_hpc.config.models import head_size, kv_heads
 from laminar_hpc.config.schema import LoraConfig
 from laminar_hpc.simulator.constants import Constants
 from laminar_hpc.simulator.cost import attention_share, chain_seconds
@@ -19,7 +19,6 @@ from laminar_hpc.simulator.schema import WorkloadConfig
 from laminar_hpc.simulator.tables import Gpu, Model
 from laminar_hpc.simulator.workload import Workload
 
-_TENSOR, _STAGES = (1, 2, 4, 8), (1, 2, 4, 8, 16)
 _LOOKED_AT = 8192  # trajectories by which layouts are compared
 
 
@@ -119,7 +118,7 @@ def token_costs(model: Model, gpu: Gpu, layout: Layout, c: Constants) -> JobCost
     per layer (`context_exchange_seconds`); chunks of a stage hand on more often (`chunk_exchange_seconds`).
     """
     expert = expert_costs(model, gpu, layout.tensor * layout.context, layout.experts, c)
-    rate = train_efficiency(model, gpu, c) / c.training_error * gpu.flops
+    rate = min(1.0, train_efficiency(model, gpu, c) / c.training_error) * gpu.flops
     flops = rate * layout.tensor * layout.stages * layout.context
     attention = 2.0 * model.active_parameters / flops * attention_share(model)
     products = 2.0 * (model.active_parameters + expert.work) / flops * layout.slowest_stage(model)
@@ -145,6 +144,13 @@ def token_costs(model: Model, gpu: Gpu, layout: Layout, c: Constants) -> JobCost
     )
 
 
+def peak_rate(model: Model, gpu: Gpu, gpus: int, lora: LoraConfig, c: Constants) -> float:
+    """Tokens/s that the datasheet's FLOP/s of the trainer's GPUs allow, of products alone: forward, backward
+    and log-probs. Nothing trains faster."""
+    passes = 1.0 + (1.0 if lora.rank else 2.0) + c.logprob_passes
+    return gpus * gpu.flops / (passes * 2.0 * model.active_parameters)
+
+
 def context_exchange_seconds(model: Model, gpu: Gpu, layout: Layout, c: Constants) -> float:
     """Of a token's forward pass: in each layer every GPU sends what it has of queries, keys, values and
     attention's output to the others that share the micro-batch; over NVLink where one machine has them."""
@@ -167,9 +173,9 @@ def chunk_exchange_seconds(model: Model, gpu: Gpu, layout: Layout, c: Constants)
 
 
 def gradient_seconds(model: Model, gpu: Gpu, gpus: int, layout: Layout, c: Constants) -> float:
-    """Reduce-scatter of gradients and all-gather of parameters over the ranks that hold the same: over a
-    machine's NICs, which carry one copy of the model, or of its part, or over NVLink where one machine holds
-    all."""
+    """Reduce-scatter of gradients and all-gather of parameters over the ranks that hold the same: over the
+    NICs of the GPUs that NVLink joins, which carry one copy of the model, or of its part, or over NVLink
+    where it joins all."""
     shared = model.parameters - model.expert_parameters
     parts = [(shared, layout.tensor * layout.stages, layout.ranks * layout.context)]
     if model.experts:
@@ -181,7 +187,7 @@ def gradient_seconds(model: Model, gpu: Gpu, gpus: int, layout: Layout, c: Const
         if gpus <= gpu.domain:
             seconds += size / (spread * c.nvlink_efficiency * gpu.nvlink)
         else:
-            seconds += size / (max(gpu.machine, spread) * gpu.nic)
+            seconds += size / (max(gpu.domain, spread) * gpu.nic)
     return seconds
 
 
@@ -236,56 +242,6 @@ def _packed_seconds(
     return pass_seconds(tokens, room, ranks, layout.stages, token * ranks, attention * ranks, microbatch)
 
 
-def layouts(model: Model, gpu: Gpu, gpus: int, c: Constants, lora: LoraConfig | None = None) -> list[Layout]:
-    """For each tensor parallelism within a machine the fewest pipeline stages with which weights, gradients
-    and optimizer fit into their share of the memory. A machine's GPUs share the experts, if there are any."""
-    found = []
-    for tensor in _TENSOR:
-        if tensor > gpu.machine or model.heads % tensor:
-            continue
-        for stages in _STAGES:
-            if gpus % (tensor * stages) or stages > model.layers:
-                continue
-            ranks = gpus // (tensor * stages)
-            layout = Layout(tensor, stages, ranks, lora=lora or LoraConfig())
-            if model.experts:
-                experts = math.gcd(math.gcd(model.experts, gpu.machine), tensor * ranks)
-                layout = replace(layout, experts=experts, packed=True)
-            if _held(model, layout, c) <= c.trainer_memory_share * gpu.memory:
-                found.append(layout)
-                break
-    return found
-
-
-def _held(model: Model, layout: Layout, c: Constants) -> float:
-    """Bytes of weights, gradients and optimizer on a GPU; experts are divided over those that share them."""
-    optimizer = c.trainer_bytes_per_parameter - 6.0
-    parts = layout.tensor * layout.stages
-    if layout.lora.rank:
-        adapter = trained_part(model, layout.lora).parameters / parts
-        return 2.0 * model.parameters / parts + state_bytes(adapter, 6.0, optimizer, layout.ranks)
-    shared = (model.parameters - model.expert_parameters) / parts
-    held = state_bytes(shared, 6.0, optimizer, layout.ranks)
-    if not model.experts:
-        return held
-    copies = layout.tensor * layout.ranks // layout.experts
-    routed = model.expert_parameters / (layout.stages * layout.experts)
-    return held + state_bytes(routed, 6.0, optimizer, copies)
-
-
-def trainer_layout(
-    model: Model, gpu: Gpu, gpus: int, w: WorkloadConfig, c: Constants, lora: LoraConfig | None = None
-) -> Layout | None:
-    """The layout of a published system, whose own is not known to us: of those that fit, the one whose
-    updates are fastest, as somebody who tunes it would find. None: no layout fits. `trainer_fit.py` has that
-    of a run of our own."""
-    sample = batch_sample(w)
-    fits = [replace(found, tokens=w.longest) for found in layouts(model, gpu, gpus, c, lora)]
-    updates = updates_of(w, sample)
-    fits = [found for found in fits if found.ranks * updates <= len(sample)]  # each rank has a trajectory
-    return min(fits, key=lambda found: step_seconds(model, gpu, gpus, found, w, sample, c), default=None)
-
-
 def step_seconds(
     model: Model, gpu: Gpu, gpus: int, layout: Layout, w: WorkloadConfig, sample: list[int], c: Constants
 ) -> float:
@@ -299,12 +255,6 @@ def step_seconds(
 def updates_of(w: WorkloadConfig, sample: list[int]) -> int:
     """Updates that so large a part of a batch takes."""
     return max(1, round(w.updates_per_step * len(sample) / (w.prompts_per_step * w.samples_per_prompt)))
-
-
-def offloaded_layout(gpu: Gpu, gpus: int, w: WorkloadConfig, lora: LoraConfig | None = None) -> Layout:
-    """Where no layout holds the optimizer it is offloaded, at no cost here: one model on all GPUs."""
-    tensor = max(n for n in _TENSOR if gpus % n == 0 and n <= gpu.machine)
-    return Layout(tensor, gpus // tensor, 1, w.longest, lora=lora or LoraConfig())
 
 
 def batch_sample(w: WorkloadConfig) -> list[int]:
