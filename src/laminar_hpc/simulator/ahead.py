@@ -1,9 +1,9 @@
 """How far a replica may go on by itself: until somebody else looks at it, or one of its requests concerns
 somebody else. What happens to it in between needs no events of its own on the clock.
 
-Where each group is on one replica as a whole and nothing fails, a request that ends concerns others only as
-the last of its group. What others do to a replica that generates, they do at times that are known before:
-looks and arrivals of repack, samples, the end of a trainer step.
+Where a group is on one replica as a whole and nothing fails, a request that ends concerns others only as the
+last of its group, or of its replica. What others do to a replica that generates, they do at times that are
+known before: looks and arrivals of repack, samples, the end of a trainer step.
 """
 
 import heapq
@@ -40,15 +40,16 @@ class Appointments:
         return times[0] if times and times[0] < end else end
 
 
-def may_end_group(replica: SimulatedReplica) -> bool:
-    """Whether the next event, which `next_time` has found, can be the end of a group's last request."""
+def concerns_others(replica: SimulatedReplica) -> bool:
+    """Whether the next event, which `next_time` has found, can be the last end of a group or of the replica,
+    or one of a group that is elsewhere too."""
     ends, last = replica.ends, replica.target + EPSILON
     if ends[0][0] > last:
         return False  # the KV is full
     if len(ends) > 1 and ends[1][0] <= last:
         return True  # several may end
-    unfinished: int = replica.running[ends[0][1]].group.unfinished
-    return unfinished == 1
+    group = replica.running[ends[0][1]].group
+    return group.unfinished == 1 or group.scattered or len(replica.running) == 1
 
 
 def decode_alone(
@@ -71,7 +72,8 @@ def decode_alone(
         if end > steps + (capacity - kv) / n or end < steps or ends[1][0] <= end + EPSILON:
             break
         request = running[ticket]
-        if request.group.unfinished == 1 or (now is not None and end != r.target):
+        group = request.group
+        if group.unfinished == 1 or group.scattered or (now is not None and end != r.target):
             break
         left = end - steps
         grown = n * left
@@ -94,7 +96,7 @@ def decode_alone(
         request.context = context = request.offset + steps
         request.remaining = 0.0
         kv -= context
-        request.group.unfinished -= 1
+        group.unfinished -= 1
         done.append((time, request))
     if done:
         r.kv, r.steps, r.clock, r.seconds["generate"] = kv, steps, clock, decoded

@@ -3,6 +3,7 @@
 
 import math
 import random
+from collections import Counter
 from itertools import groupby
 
 from laminar_hpc.policies.failover import Idle, Orphan, Room, plan_reloads, redirect
@@ -108,6 +109,8 @@ class SimulatedRepacker:
         for request in parked:
             source.unpark(request)
         moved = source.take(to.keys(), keep_kv=ship)
+        for (group, _), count in Counter((r.group, to[r.trajectory_id].index) for r in moved).items():
+            group.scattered |= count < group.unfinished
         kv = sum(request.context - request.uncached for request in [*moved, *parked])
         seconds = source.costs.move_latency + (kv * source.costs.move_token if ship else 0.0)
         for request in [*moved, *away.values()]:

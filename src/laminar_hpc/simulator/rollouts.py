@@ -17,7 +17,7 @@ from itertools import accumulate
 
 from laminar_hpc.policies import refill
 from laminar_hpc.policies.failover import Room
-from laminar_hpc.simulator.ahead import Appointments, decode_alone, may_end_group
+from laminar_hpc.simulator.ahead import Appointments, concerns_others, decode_alone
 from laminar_hpc.simulator.clock import Clock
 from laminar_hpc.simulator.refilling import refill_beside
 from laminar_hpc.simulator.replica import INFINITY, SimulatedReplica
@@ -116,7 +116,7 @@ class Rollouts:
         while True:
             self.pass_ends(replica, alone_until)
             time = replica.next_time()
-            if time >= alone_until or may_end_group(replica):
+            if time >= alone_until or concerns_others(replica):
                 break
             self.reach(replica, time)
             replica.fill()

@@ -29,6 +29,7 @@ class SimulatedGroup:
     requests: dict[int, SimulatedRequest] = field(default_factory=dict)
     finished: list[tuple[int, int]] = field(init=False)
     order: int = 0
+    scattered: bool = False  # a move has parted its samples
 
     def __post_init__(self) -> None:
         self.finished = [(0, 0)] * self.unfinished
