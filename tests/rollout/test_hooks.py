@@ -129,6 +129,11 @@ NEEDED_FOR = {
         "ScheduleBatch._new_tokens_required_next_decode_spec_v2",
         "ceil_align(nxt, page_size) - ceil_align(cur, page_size)",
     ),
+    "Scheduler._forward_isolation": (
+        "sglang.srt.managers.scheduler",
+        "Scheduler._forward_isolation",
+        "{f.name: getattr(batch, f.name) for f in dataclasses.fields(batch)}",
+    ),
     "SchedulerBatchResultProcessor._resolve_spec_v2_tokens": (
         "sglang.srt.managers.scheduler_components.batch_result_processor",
         "SchedulerBatchResultProcessor._resolve_spec_v2_tokens",

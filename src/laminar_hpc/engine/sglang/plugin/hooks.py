@@ -186,6 +186,8 @@ def _speculation_hooks() -> tuple[Hook, ...]:
             "AROUND",
             plain_steps.needed,
         ),
+        # scheduler.py:4313 notes and restores all of a batch's fields
+        Hook(SCHEDULER, "Scheduler._forward_isolation", "AROUND", plain_steps.isolated),
         # batch_result_processor.py:789 walks over the requests for the drafts that were right
         Hook(processor, "SchedulerBatchResultProcessor._resolve_spec_v2_tokens", "AROUND", plain_steps.taken),
     )

@@ -114,6 +114,7 @@ class SpeculationWorker(BaseSpecWorker):
         self.drafts = Drafts(others=mode != "ngram")
         self.gate = SpeculationGate() if mode == "auto" else None
         self._requests: list = []  # of the last step; SGLang makes a list anew where one leaves
+        self._drawn: torch.Tensor | None = None  # their newest tokens, where that step was plain
         self._seen: dict[str, Any] = {}
 
     def note_request_finished(self, *, rid: str, natural_stop: bool) -> None:
@@ -148,6 +149,7 @@ class SpeculationWorker(BaseSpecWorker):
             if request.rid not in self._seen and (texts := told(request)):
                 self.drafts.learn(texts)
         self._requests = requests
+        self._drawn = None
         self._seen = {request.rid: request for request in requests}
         self.drafts.forget(set(self._seen))
 
@@ -169,12 +171,15 @@ class SpeculationWorker(BaseSpecWorker):
     def _plain(self, batch: Any) -> Any:
         """One token a request, as without speculation. Between steps `seq_lens` leaves out the token whose KV
         is to be made."""
-        batch.input_ids = torch.tensor([request.output_ids[-1] for request in batch.reqs])
+        if self._drawn is None:
+            self._drawn = torch.tensor([request.output_ids[-1] for request in batch.reqs])
+        batch.input_ids = self._drawn
         table = batch.req_to_token_pool.req_to_token
         batch.out_cache_loc = table[batch.req_pool_indices, batch.seq_lens].to(torch.int64)
         batch.seq_lens = batch.seq_lens + 1
         batch.seq_lens_cpu, batch.seq_lens_sum, batch.spec_info = batch.seq_lens_cpu + 1, None, None
         result = self.target_worker.forward_batch_generation(batch)
+        self._drawn = result.next_token_ids.long()
         return kept(result, torch.ones(len(batch.reqs), dtype=torch.int64), 1, result.next_token_ids)
 
     def _verify(self, batch: Any, drafts: list[list[int]]) -> Any:
@@ -183,6 +188,7 @@ class SpeculationWorker(BaseSpecWorker):
         lengths = torch.tensor([1 + len(draft) for draft in drafts])
         longest = int(lengths.max())
         forward, rows = self._forward_batch(batch, drafts, lengths)
+        self._drawn = None
         result = self.target_worker.forward_batch_generation(None, forward_batch=forward, is_verify=True)
         logits = result.logits_output
         # a copy of the settings for each row
