@@ -16,7 +16,16 @@ from laminar_hpc.engine.interface import EngineDied, Generation, SamplingParamet
 from laminar_hpc.line.context import RoleContext
 from laminar_hpc.line.messages.data import Message, Partial, PromptGroup, Sample, VersionSpan
 from laminar_hpc.line.messages.membership import Welcome
-from laminar_hpc.line.messages.moves import Import, Imported, MoveCommit, MoveFailed, Reserve, Reserved
+from laminar_hpc.line.messages.moves import (
+    Import,
+    Imported,
+    MoveCommit,
+    MoveFailed,
+    MoveOrder,
+    MoveReady,
+    Reserve,
+    Reserved,
+)
 from laminar_hpc.line.messages.rollouts import Grant, Increment, Lost
 from laminar_hpc.machine.observability.trace import Trace
 from laminar_hpc.rollout.batch import LocalBatch
@@ -24,6 +33,7 @@ from laminar_hpc.rollout.engine_lives import EngineLives
 from laminar_hpc.rollout.in_flight import granted
 from laminar_hpc.rollout.migration import ReplicaMigration
 from laminar_hpc.rollout.move_source import MoveSource
+from laminar_hpc.rollout.siblings import TAKEN_TOKENS, as_tokens, taken_along
 from laminar_hpc.rollout.state import ReplicaState
 
 GROUP = PromptGroup(1, [1, 2, 3], "", {}, [Sample(7, 0)])
@@ -291,3 +301,52 @@ async def test_each_trajectory_is_drawn_with_a_seed_of_its_own(tmp_path: Path) -
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
     assert found[0] == found[1] and len({*found[0].values(), *found[2].values()}) == 4
+
+
+@pytest.mark.parametrize("speculation", ["suffix", "off"])
+async def test_what_moves_takes_along_what_its_group_has_finished(tmp_path: Path, speculation: str) -> None:
+    """Promise: the engine to which a trajectory comes may guess from the samples of its group that another
+    engine has generated, where engines guess from texts of others."""
+    source, engine = OneBatch(tmp_path / "source"), Seeds()
+    source.batch.config.rollout.speculation = speculation
+    running = [await source.granted(tmp_path, TWO, 1000)]
+    await source.engines.current.stop()
+    source.engines.current = engine
+    while len(engine.ends) < 2:
+        await asyncio.sleep(0)
+    tokens, logprobs = np.array([5, 6], np.int32), np.array([-1.0, -2.0], np.float32)
+    engine.ends[0].set_result(Generation(tokens, logprobs, "stop", [VersionSpan(0, 0, 2)]))
+    while not source.ended:
+        await asyncio.sleep(0)
+    source.migration.arrived(MoveOrder("m", engine.asked[1][0], 0, ""))
+    await source.until_said(MoveReady)
+    ready = source.said[-1]
+    assert isinstance(ready, MoveReady)
+
+    there, engine = OneBatch(tmp_path / "there"), Seeds()
+    running.append(await there.granted(tmp_path, GROUP, 1000))
+    await there.engines.current.stop()
+    there.engines.current = engine
+    while not engine.ends:
+        await asyncio.sleep(0)
+    there.reserve("m")
+    await there.until_said(Reserved)
+    there.migration.arrived(Import("m", ready.partial, ready.siblings))
+    await there.until_said(Imported)
+    there.migration.arrived(MoveCommit("m", 1))
+    while len(engine.ends) < 2:
+        await asyncio.sleep(0)
+    told = [sampling.get("guess_from") for _, sampling in engine.asked]
+    assert told == [None, [5, 6] if speculation == "suffix" else None]
+    for each in running:
+        each.cancel()
+    await asyncio.gather(*running, return_exceptions=True)
+
+
+def test_the_newest_siblings_are_taken_along() -> None:
+    """As many tokens as a move has room for, the newest last; each response ends where it ended."""
+    short, long = np.arange(5, dtype="<i4").tobytes(), np.arange(TAKEN_TOKENS, dtype="<i4").tobytes()
+    assert as_tokens(taken_along([])) == []
+    assert as_tokens(taken_along([short, short])) == [0, 1, 2, 3, 4, -1, 0, 1, 2, 3, 4]
+    assert as_tokens(taken_along([short, long])) == list(range(TAKEN_TOKENS))
+    assert as_tokens(taken_along([long, short])) == [*range(TAKEN_TOKENS - 5), -1, *range(5)]

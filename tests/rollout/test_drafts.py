@@ -59,6 +59,10 @@ def test_a_request_drafts_from_its_own_words_and_from_those_of_its_group() -> No
         known.ended("first", prompt, said)
         known.take_in()
         assert known.draft("second", prompt, [10], 3) == ([11, 12, 13] if others else [])
+    known.learn([30, 31, 32, 33, drafts._BETWEEN, 40, 41, 42, 43])  # of another engine
+    known.take_in()
+    assert known.draft("fourth", [], [30, 31, 32], 3) == [33]
+    assert known.draft("fifth", [], [40, 41, 42], 3) == [43]
     own = [20, 21, 22, 23, 24, 20, 21, 22, 23]
     assert known.draft("third", prompt, own, 1) == [24]
 

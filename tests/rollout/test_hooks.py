@@ -119,6 +119,26 @@ NEEDED_FOR = {
         "_make_abort_req",
         "current_version=get_serving().weight_version",
     ),
+    "eagle_prepare_for_decode": (
+        "sglang.srt.mem_cache.allocation",
+        "alloc_for_spec_decode",
+        "for req, nxt_kv_len in zip(reqs, nxt_kv_lens_list, strict=True):",
+    ),
+    "ScheduleBatch._new_tokens_required_next_decode_spec_v2": (
+        "sglang.srt.managers.schedule_batch",
+        "ScheduleBatch._new_tokens_required_next_decode_spec_v2",
+        "ceil_align(nxt, page_size) - ceil_align(cur, page_size)",
+    ),
+    "Scheduler._forward_isolation": (
+        "sglang.srt.managers.scheduler",
+        "Scheduler._forward_isolation",
+        "{f.name: getattr(batch, f.name) for f in dataclasses.fields(batch)}",
+    ),
+    "SchedulerBatchResultProcessor._resolve_spec_v2_tokens": (
+        "sglang.srt.managers.scheduler_components.batch_result_processor",
+        "SchedulerBatchResultProcessor._resolve_spec_v2_tokens",
+        "req.update_spec_correct_drafts_histogram(num_correct_drafts)",
+    ),
     "LoRAManager.init_state": ("sglang.srt.lora.layers", "QKVParallelLinearWithLoRA", "pin_memory=True"),
     "TorchNativeLoRABackend": (
         "sglang.srt.lora.backend.torch_backend",
@@ -157,6 +177,11 @@ OTHER_REASONS = {
         "sglang.srt.speculative.eagle_utils",
         "_verify_uses_greedy",
         "return is_all_greedy or is_cpu",
+    ),
+    "speculation.TEXTS": (  # reach the scheduler's request as they were sent
+        "sglang.srt.sampling.sampling_params",
+        "SamplingParams",
+        "custom_params: Optional[Dict[str, CustomParamValue]] = None",
     ),
     "kv_cache.moved_reason": (
         "sglang.srt.managers.schedule_batch",

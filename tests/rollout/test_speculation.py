@@ -18,6 +18,7 @@ from helpers.processes import LoopThread
 from laminar_hpc.engine.interface import Generation, sampling_parameters
 from laminar_hpc.engine.sglang.plugin.platform import activate
 from laminar_hpc.engine.sglang.server import SglangServer
+from laminar_hpc.engine.sglang.speculation import by_name
 
 activate()  # before SGLang is imported, as its own processes do
 
@@ -142,7 +143,10 @@ def stand_in_request(number: int) -> StandInRequest:
         stream=number % 2 == 0,
         eos_token_ids=None,
         sampling_params=SimpleNamespace(
-            max_new_tokens=LENGTH - 10 * number, stream_interval=16, stop_token_ids={TOKENS - 1}
+            max_new_tokens=LENGTH - 10 * number,
+            stream_interval=16,
+            stop_token_ids={TOKENS - 1},
+            custom_params=None,
         ),
     )
 
@@ -246,6 +250,18 @@ def test_a_draft_holds_no_token_that_ends_the_response():
     assert speculation.before_stop(request, [4, 5]) == []
 
 
+def test_a_request_guesses_from_what_came_with_it(monkeypatch):
+    """The finished samples of its group, of another engine; they are learned once."""
+    drafting, request = worker(monkeypatch, 5), stand_in_request(0)
+    assert by_name({"top_k": 3}) == {"top_k": 3}
+    request.sampling_params.custom_params = by_name({"guess_from": [3, 4, 5, 6, 7, 8]})["custom_params"]
+    request.output_ids = [3, 4, 5]
+    for _ in range(2):
+        drafting._look_at([request])
+    assert len(drafting.drafts._ended) == 1
+    assert drafting._draft(stand_in_batch([request], [0], [1.0])) == [[6, 7, 8]]
+
+
 # ---- a real engine -----------------------------------------------------------------------------------------
 
 
@@ -270,9 +286,9 @@ class SpeculatingEngine:
 
         return self.loop.run(run(), seconds=120)
 
-    def tokens_per_step(self, prompt: list[int], temperature: float) -> float:
+    def tokens_per_step(self, prompt: list[int], temperature: float, **more: object) -> float:
         """Of one more response, of 40 tokens."""
-        parameters = {"temperature": temperature, "max_new_tokens": 40, "ignore_eos": True}
+        parameters = {"temperature": temperature, "max_new_tokens": 40, "ignore_eos": True} | by_name(more)
         payload = {"input_ids": prompt, "sampling_params": parameters}
         told = self.loop.run(self.engine.http.post("/generate", payload, 60))["meta_info"]
         assert told["completion_tokens"] == 40

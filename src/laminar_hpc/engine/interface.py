@@ -36,7 +36,8 @@ class RequestFailed(LaminarError):
 
 
 class SamplingParameters(TypedDict, total=False):
-    """By SGLang's names. Log-probs are of the distribution at `temperature`, before top-k, top-p, min-p."""
+    """By SGLang's names. Log-probs are of the distribution at `temperature`, before top-k, top-p, min-p.
+    `guess_from`: tokens that a speculating engine may guess from; -1 stands between two texts."""
 
     temperature: float
     max_new_tokens: int
@@ -49,6 +50,7 @@ class SamplingParameters(TypedDict, total=False):
     repetition_penalty: float
     ignore_eos: bool
     sampling_seed: int
+    guess_from: list[int]
 
 
 def sampling_parameters(

@@ -26,8 +26,9 @@ import math
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby, islice
+from operator import attrgetter
 from statistics import fmean
 from typing import NamedTuple
 
@@ -92,8 +93,10 @@ class Load:
 
     @staticmethod
     def of(requests: Sequence[RequestView]) -> "Load":
-        kv, remaining = [r.kv_tokens for r in requests], [r.remaining for r in requests]
-        return Load(len(requests), sum(kv), sum(remaining), max(remaining, default=0.0))
+        if not requests:
+            return Load()
+        _, _, kv, remaining, _ = zip(*requests, strict=True)  # by columns: a plan looks at thousands
+        return Load(len(requests), sum(kv), sum(remaining), max(remaining))
 
     @property
     def kv_peak(self) -> float:
@@ -183,34 +186,43 @@ def plan(
     return transfers
 
 
-@dataclass(eq=False)
 class PlannedReplica:
-    """A replica while a plan is made."""
+    """A replica while a plan is made. `kv_tokens`: that it holds; of one that was filled, that it is to hold.
+    `count`: of its requests."""
 
-    view: ReplicaView
-    requests: list[RequestView] = field(default_factory=list)
-    load: Load | None = None
-    filled: bool = False
+    __slots__ = ("count", "filled", "kv_tokens", "load", "requests", "view")
+
+    def __init__(self, view: ReplicaView) -> None:
+        self.view = view
+        self.kv_tokens = view.kv_tokens
+        self.count = view.requests
+        self.filled = False
+        self.load: Load | None = None
+        self.requests: Sequence[RequestView] = ()
 
     def open(self) -> Load:
         """Its load; looks at its requests at the first call."""
         if self.load is None:
-            self.requests = list(self.view.details())
-            self.load = Load.of(self.requests)
+            self.keep(self.view.details())
+        assert self.load is not None
         return self.load
 
-    @property
-    def kv_tokens(self) -> float:
-        """That it holds; of one that was filled, that it is to hold."""
-        return self.load.kv_peak if self.filled and self.load else self.view.kv_tokens
+    def keep(self, requests: Sequence[RequestView]) -> None:
+        """These requests are all that it has."""
+        self.requests = requests
+        self.load = Load.of(requests)
+        self.count = self.load.requests
 
-    @property
-    def count(self) -> int:
-        """Of its requests."""
-        return self.load.requests if self.load else self.view.requests
+    def fill(self, load: Load) -> None:
+        """It is to take this load."""
+        self.load = self.open() + load
+        self.filled = True
+        self.kv_tokens = self.load.kv_peak
+        self.count = self.load.requests
 
 
-_Part = tuple[PlannedReplica, list[RequestView], Load]  # what goes to a destination, and its load
+_held = attrgetter("kv_tokens")
+_Part = tuple[PlannedReplica, Sequence[RequestView], Load]  # what goes to a destination, and its load
 
 
 class _Group:
@@ -219,7 +231,7 @@ class _Group:
     def __init__(self, views: list[ReplicaView], limits: EngineLimits, costs: MoveCosts) -> None:
         self._limits = limits
         self._costs = costs
-        self._places = [PlannedReplica(v) for v in sorted(views, key=lambda v: (v.kv_tokens, v.replica))]
+        self._places = [PlannedReplica(v) for v in sorted(views, key=attrgetter("kv_tokens", "replica"))]
         # fullest last; one that is full can take nothing, and is not worth emptying
         self._open = [place for place in self._places if not place.view.queued and self._has_room(place)]
 
@@ -237,7 +249,7 @@ class _Group:
             parts = self._spread(source)
             if parts and self._gain(source, Load(), parts) > self._costs.seconds(source.open(), self._limits):
                 emptied_max -= 1
-                self._open.remove(source)
+                self._close(source)
                 yield from self._fill(source, parts, empties=True)
 
     def _roomy(self, source: PlannedReplica) -> bool:
@@ -256,7 +268,7 @@ class _Group:
         all of them; else the samples of a prompt stay together where they can. Tried are the fullest that
         have room for what the source holds, then the emptiest of all."""
         whole, limits = source.open(), self._limits
-        end = bisect_right(self._open, limits.kv_tokens - whole.kv_tokens, key=lambda place: place.kv_tokens)
+        end = bisect_right(self._open, limits.kv_tokens - whole.kv_tokens, key=_held)
         able = (
             place
             for place in (self._open[at] for at in range(end - 1, -1, -1))
@@ -302,13 +314,19 @@ class _Group:
 
     def _fill(self, source: PlannedReplica, parts: list[_Part], empties: bool) -> Iterator[Transfer]:
         for place, taken, load in parts:
-            self._open.remove(place)
-            place.load = place.open() + load
-            place.filled = True
+            self._close(place)
+            place.fill(load)
             if self._has_room(place):
-                insort(self._open, place, key=lambda p: p.kv_tokens)
+                insort(self._open, place, key=_held)
             ids = tuple(request.trajectory_id for request in taken)
             yield Transfer(source.view.replica, place.view.replica, ids, empties)
+
+    def _close(self, place: PlannedReplica) -> None:
+        """Takes it out of the open ones, which stand in order of what they hold."""
+        at = bisect_left(self._open, place.kv_tokens, key=_held)
+        while self._open[at] is not place:
+            at += 1
+        del self._open[at]
 
     def level(self) -> Iterator[Transfer]:
         """Requests that wait in an engine go to replicas with room, the emptiest first."""
@@ -327,5 +345,4 @@ class _Group:
                 parts = [(place, taken, load)]
                 if self._gain(source, Load.of(stays), parts) > self._costs.seconds(Load(), self._limits):
                     yield from self._fill(source, parts, empties=False)
-                    source.requests = stays
-                    source.load = Load.of(stays)
+                    source.keep(stays)

@@ -11,6 +11,7 @@ tried unless verifying is better by MARGIN at half as many, so a full engine pay
 says that it cannot pay.
 """
 
+from collections import defaultdict
 from dataclasses import dataclass, field
 
 FIRST = 8  # requests up to which verifying is tried without evidence
@@ -74,7 +75,7 @@ class SpeculationGate:
     """One engine's. `verifies` before each step, `record` after it."""
 
     def __init__(self) -> None:
-        self.kinds: dict[int, StepKinds] = {}
+        self.kinds: defaultdict[int, StepKinds] = defaultdict(StepKinds)
 
     def verifies(self, requests: int) -> bool:
         """Whether the next step, of so many requests, is to verify drafts."""
@@ -102,4 +103,4 @@ class SpeculationGate:
             kinds.pause = PAUSE_MIN if changed else min(2 * kinds.pause, PAUSE_MAX)
 
     def _at(self, requests: int) -> StepKinds:
-        return self.kinds.setdefault((requests - 1).bit_length(), StepKinds())
+        return self.kinds[(requests - 1).bit_length()]

@@ -26,6 +26,7 @@ from laminar_hpc.rollout.engine_lives import EngineLives
 from laminar_hpc.rollout.in_flight import Outcome, State, TrajectoryInFlight
 from laminar_hpc.rollout.move_source import HandOver
 from laminar_hpc.rollout.partial_response import columns, objection
+from laminar_hpc.rollout.siblings import as_tokens
 from laminar_hpc.rollout.state import ReplicaState
 from laminar_hpc.rollout.taking_up import TakingUp
 from laminar_hpc.store.payload.layout import DamagedResponse, Logprobs, Tokens
@@ -169,6 +170,8 @@ class LocalBatch:
         if outcome.moved_away:
             self.moved_away += 1
         else:
+            if outcome.lost is None:
+                trajectory.siblings.append(trajectory.partial.tokens)
             self.ended(trajectory, outcome)
 
     async def _turn(self, trajectory: TrajectoryInFlight) -> Outcome:
@@ -251,6 +254,9 @@ class LocalBatch:
         sampling = sampling_parameters(self.config.sampling, trajectory.temperature, room, self.stop_ids)
         # an engine that is to be deterministic draws alike whatever has the same seed, or none
         sampling["sampling_seed"] = trajectory.sampling_seed(self.config.seed)
+        if trajectory.foreign:
+            sampling["guess_from"] = as_tokens(trajectory.foreign)
+            trajectory.foreign = b""
         weight_id = trajectory.weight_id if self.one_policy else self.state.weight_id
         assert weight_id is not None
         trajectory.of_request = None

@@ -98,6 +98,8 @@ class TrajectoryInFlight:
     finish_reason: str = ""
     starts: list[int] = field(default_factory=list)  # of its later branches, among the response's tokens
     route_shape: RouteShape | None = None  # where its routes are kept: rollout/routes.py
+    siblings: list[bytes] = field(default_factory=list)  # tokens of finished samples: rollout/siblings.py
+    foreign: bytes = b""  # of them, what came from another replica and its engine has not been told
 
     state: State = field(default=State.GENERATING, init=False)
     move: OrderedMove | None = field(default=None, init=False)
@@ -317,7 +319,7 @@ def granted(grant: Grant, shape: RouteShape | None = None) -> list[TrajectoryInF
     """The trajectories of a grant, group by group; `shape`: of the routes that are kept for training."""
     kept = None if grant.evaluation else shape
 
-    def one(group: PromptGroup, sample: Sample) -> TrajectoryInFlight:
+    def one(group: PromptGroup, sample: Sample, siblings: list[bytes]) -> TrajectoryInFlight:
         partial = grant.parts.get(sample.trajectory_id) or Partial()
         return TrajectoryInFlight(
             sample.trajectory_id,
@@ -331,6 +333,8 @@ def granted(grant: Grant, shape: RouteShape | None = None) -> list[TrajectoryInF
             taken_up(partial, len(group.prompt_tokens), kept) if kept else partial,
             failures=sample.ungraded,
             route_shape=kept,
+            siblings=siblings,
         )
 
-    return [one(group, sample) for group in grant.groups for sample in group.samples]
+    groups = [(group, list[bytes]()) for group in grant.groups]
+    return [one(group, sample, siblings) for group, siblings in groups for sample in group.samples]

@@ -145,7 +145,7 @@ class ReplicaMigration:
                 await self._engine.kv_abort(move_id)
             self.state.finished(reserve.weight_id)
             return
-        (commit, partial), t1 = taken, time.time()
+        (commit, partial, siblings), t1 = taken, time.time()
         if (shape := self.batch.route_shape) is not None:
             partial = taken_up(partial, len(reserve.group.prompt_tokens), shape)
         trajectory = TrajectoryInFlight(
@@ -158,6 +158,8 @@ class ReplicaMigration:
             reserve.max_response_tokens,
             partial=msgspec.structs.replace(partial, moves=partial.moves + 1),
             route_shape=shape,
+            siblings=[siblings] if siblings else [],
+            foreign=siblings,
         )
         self.batch.comes(trajectory)
         # The request goes in before the commit: until it has the KV, the move holds it.
@@ -186,8 +188,8 @@ class ReplicaMigration:
             reason = "its engine failed while it came here"
             self.context.channel.send(Lost(trajectory_id, message.attempt, reason))
 
-    async def _take(self, reserve: Reserve) -> tuple[MoveCommit, Partial] | None:
-        """Room, the KV cache and the tokens; None when the move is off."""
+    async def _take(self, reserve: Reserve) -> tuple[MoveCommit, Partial, bytes] | None:
+        """Room, the KV cache, the tokens, and those of its group; None when the move is off."""
         address, prefix = "", 0
         try:
             if reserve.kv:
@@ -213,4 +215,4 @@ class ReplicaMigration:
             outcome = await self._mail.ask(Imported(reserve.move_id, prefix), MoveCommit, MoveAbort)
         finally:
             self.imported.discard(reserve.move_id)
-        return (outcome, partial) if isinstance(outcome, MoveCommit) else None
+        return (outcome, partial, arrival.siblings) if isinstance(outcome, MoveCommit) else None

@@ -15,6 +15,7 @@ from laminar_hpc.line.messages.data import Message
 from laminar_hpc.line.messages.moves import Import, Imported, MoveAbort, MoveCommit, MoveReady, Reserved
 from laminar_hpc.rollout.engine_lives import EngineLives
 from laminar_hpc.rollout.in_flight import TrajectoryInFlight
+from laminar_hpc.rollout.siblings import are_wanted, taken_along
 
 AGAIN_SECONDS = 2.0
 FromController = Import | MoveCommit | MoveAbort
@@ -67,6 +68,7 @@ class MoveSource:
     def __init__(self, context: RoleContext, engines: EngineLives) -> None:
         self._trace = context.trace
         self._engines = engines
+        self._rollout = context.config.rollout
         self.mail = MoveMail(context.channel.send)
 
     async def hand_over(self, trajectory: TrajectoryInFlight) -> bool:
@@ -76,7 +78,8 @@ class MoveSource:
         await trajectory.move.sent.wait()
         self.mail.open(order.move_id)
         try:
-            ready = MoveReady(order.move_id, trajectory.partial)
+            siblings = taken_along(trajectory.siblings) if are_wanted(self._rollout) else b""
+            ready = MoveReady(order.move_id, trajectory.partial, siblings)
             gone = isinstance(await self.mail.ask(ready, MoveCommit, MoveAbort), MoveCommit)
         finally:
             self.mail.close(order.move_id)

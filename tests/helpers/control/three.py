@@ -55,8 +55,10 @@ class Three:
         reserve = self.sent(destination, Reserve)[-1]
         script.hear("rollout", destination, Reserved(reserve.move_id, ""))
         order = self.sent(source, MoveOrder)[-1]
-        script.hear("rollout", source, MoveReady(order.move_id, partial))
+        siblings = b"tokens"
+        script.hear("rollout", source, MoveReady(order.move_id, partial, siblings))
         script.hear("rollout", destination, Imported(order.move_id, 0))
         assert self.sent(destination, MoveCommit)[-1].attempt == attempt + 1
-        given: Partial = self.sent(destination, Import)[-1].partial
-        return given
+        given = self.sent(destination, Import)[-1]
+        assert given.siblings == siblings, "what it says of the group comes along"
+        return given.partial

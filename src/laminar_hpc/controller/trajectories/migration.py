@@ -49,6 +49,7 @@ class _MoveProgress:
     move: Move
     began: float
     partial: Partial | None
+    siblings: bytes = b""
     prefix_tokens: int = 0
 
 
@@ -214,6 +215,7 @@ class Migration:
             move = progress.move
             if move.phase is MovePhase.DETACH:
                 progress.partial = message.partial
+                progress.siblings = message.siblings
                 self._pool.put(move.trajectory_id, move.attempt, message.partial)
             self._act(progress, move.ready(), member.hello.index)
 
@@ -243,7 +245,7 @@ class Migration:
                 self._send(move.source, order)
             elif action is Action.IMPORT:
                 assert progress.partial is not None
-                self._send(move.destination, Import(move.move_id, progress.partial))
+                self._send(move.destination, Import(move.move_id, progress.partial, progress.siblings))
             elif action is Action.CHANGE_OWNER:
                 self._change_owner(progress, now)
             elif action is Action.CALL_OFF:
@@ -310,6 +312,7 @@ class Migration:
         move = progress.move
         del self.moving[move.trajectory_id]
         progress.partial = None
+        progress.siblings = b""
         self._over.append(move.move_id)
         while len(self._over) > _REMEMBERED:
             self._moves.pop(self._over.popleft(), None)

@@ -25,6 +25,7 @@ from laminar_hpc.engine.interface import (
     TensorLayout,
     Utilization,
 )
+from laminar_hpc.engine.sglang import speculation
 from laminar_hpc.engine.sglang.adapter_calls import AdapterCalls
 from laminar_hpc.engine.sglang.command_line import arguments, has_cuda
 from laminar_hpc.engine.sglang.http_client import HttpClient
@@ -118,7 +119,7 @@ class SglangServer(AdapterCalls):
         payload: dict[str, Any] = {
             "rid": request_id,
             "input_ids": prompt_tokens,
-            "sampling_params": sampling,
+            "sampling_params": speculation.by_name(sampling),
             "return_logprob": True,
             **self.naming(namespace),
         }

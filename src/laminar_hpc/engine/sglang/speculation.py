@@ -1,7 +1,7 @@
 """Speculative decoding on SGLang's command line: our own on the CPU (`rollout.speculation`), SGLang's on GPUs
 (`rollout.engine_arguments`) where it changes no distribution."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.schema import RunConfig
@@ -9,6 +9,7 @@ from laminar_hpc.config.schema import RunConfig
 # mode -> the name under which plugin/speculation.py registers it with SGLang
 ALGORITHMS = {mode: f"LAMINAR_{mode.upper()}" for mode in ("ngram", "suffix", "auto")}
 DRAFTED = 7  # tokens that a step guesses at most
+TEXTS = "laminar_texts"  # in a request's custom_params: its guess_from
 # SGLang's whose sampling on CUDA is rejection sampling against the model's own distribution (eagle_utils.py,
 # `eagle_sample`), as long as the thresholds are 1
 EXACT = ("EAGLE", "EAGLE3", "NEXTN", "NGRAM", "STANDALONE")
@@ -19,6 +20,14 @@ _KEY = "rollout.engine_arguments.speculative-algorithm"
 def asked_for(words: Sequence[str]) -> bool:
     """Whether a command line names one of our algorithms."""
     return not set(ALGORITHMS.values()).isdisjoint(words)
+
+
+def by_name(sampling: Mapping[str, object]) -> dict[str, object]:
+    """SamplingParameters as SGLang takes them; plugin/speculation.py reads TEXTS."""
+    named = dict(sampling)
+    if texts := named.pop("guess_from", None):
+        named["custom_params"] = {TEXTS: texts}
+    return named
 
 
 def arguments(config: RunConfig, on_gpu: bool, routes: bool) -> dict[str, str]:

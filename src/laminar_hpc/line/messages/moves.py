@@ -35,10 +35,12 @@ class MoveOrder(Message):
 
 
 class MoveReady(Message):
-    """From the source: the request stands still and all is sent. Said until MoveCommit or MoveAbort comes."""
+    """From the source: the request stands still and all is sent. Said until MoveCommit or MoveAbort comes.
+    `siblings`: what the destination may guess from, see rollout/siblings.py."""
 
     move_id: str
     partial: Partial
+    siblings: bytes = b""
 
 
 class Import(Message):
@@ -46,6 +48,7 @@ class Import(Message):
 
     move_id: str
     partial: Partial
+    siblings: bytes = b""  # as in MoveReady
 
 
 class Imported(Message):

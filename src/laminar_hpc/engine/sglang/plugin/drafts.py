@@ -82,10 +82,14 @@ class Drafts:
     def ended(self, request_id: str, prompt: Sequence[int], response: Sequence[int]) -> None:
         """A request has its last token. Indexed by and by, and only once drafts are asked for."""
         self._own.pop(request_id, None)
+        self.learn([*prompt[-MATCH:], *response])
+
+    def learn(self, text: list[int]) -> None:
+        """What others have said: a text, or several with _BETWEEN between them."""
         if not self._others:
             return
-        self._ended.append([*prompt[-MATCH:], *response])
-        self._waiting += len(self._ended[-1])
+        self._ended.append(text)
+        self._waiting += len(text)
         while self._waiting > ENDED_TOKENS:
             self._waiting -= len(self._ended.popleft())
 

@@ -114,6 +114,7 @@ def cpu_hooks(deterministic: bool = False) -> tuple[Hook, ...]:
     own = batch_invariance.FixedOrderAttention if deterministic else attention.BatchedAttention
     return (
         *_cpu_lora_hooks(),
+        *_speculation_hooks(),
         # engine.py:1890: each process would import everything anew
         Hook("sglang.srt.entrypoints.engine", "_set_envs_and_config", "AFTER", cpu_functions.fork_children),
         # update_config.py:277 pads the model for kernels that are not used here
@@ -167,6 +168,28 @@ def cpu_hooks(deterministic: bool = False) -> tuple[Hook, ...]:
         ),
         # models/qwen2.py:297 calls a dozen nested modules per layer
         Hook("sglang.srt.models.qwen2", "Qwen2DecoderLayer.forward", "AROUND", cpu_layers.decoder_layer),
+    )
+
+
+def _speculation_hooks() -> tuple[Hook, ...]:
+    """Of functions that only a speculating engine calls."""
+    from laminar_hpc.engine.sglang.plugin import plain_steps
+
+    processor = "sglang.srt.managers.scheduler_components.batch_result_processor"
+    return (
+        # eagle_utils.py:1063 takes a slot for each request in each step
+        Hook("sglang.srt.speculative.eagle_utils", "eagle_prepare_for_decode", "AROUND", plain_steps.reserve),
+        # schedule_batch.py:3267 walks over the requests for what that takes
+        Hook(
+            "sglang.srt.managers.schedule_batch",
+            "ScheduleBatch._new_tokens_required_next_decode_spec_v2",
+            "AROUND",
+            plain_steps.needed,
+        ),
+        # scheduler.py:4313 notes and restores all of a batch's fields
+        Hook(SCHEDULER, "Scheduler._forward_isolation", "AROUND", plain_steps.isolated),
+        # batch_result_processor.py:789 walks over the requests for the drafts that were right
+        Hook(processor, "SchedulerBatchResultProcessor._resolve_spec_v2_tokens", "AROUND", plain_steps.taken),
     )
 
 

@@ -27,7 +27,7 @@ from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
 from laminar_hpc.engine.sglang.plugin.cpu_functions import columns
 from laminar_hpc.engine.sglang.plugin.drafts import Drafts
-from laminar_hpc.engine.sglang.speculation import ALGORITHMS
+from laminar_hpc.engine.sglang.speculation import ALGORITHMS, TEXTS
 from laminar_hpc.policies.speculation import SpeculationGate
 
 
@@ -94,6 +94,11 @@ def before_stop(request: Any, draft: list[int]) -> list[int]:
     return draft[: next((i for i, token in enumerate(draft) if token in stops), len(draft))]
 
 
+def told(request: Any) -> list[int]:
+    """Texts that came with it: engine/sglang/speculation.py."""
+    return (request.sampling_params.custom_params or {}).get(TEXTS) or []
+
+
 class SpeculationWorker(BaseSpecWorker):
     """Takes each batch of the scheduler to the model, with drafts or without."""
 
@@ -108,6 +113,8 @@ class SpeculationWorker(BaseSpecWorker):
         self.drafted = get_spec().speculative_num_draft_tokens - 1
         self.drafts = Drafts(others=mode != "ngram")
         self.gate = SpeculationGate() if mode == "auto" else None
+        self._requests: list = []  # of the last step; SGLang makes a list anew where one leaves
+        self._drawn: torch.Tensor | None = None  # their newest tokens, where that step was plain
         self._seen: dict[str, Any] = {}
 
     def note_request_finished(self, *, rid: str, natural_stop: bool) -> None:
@@ -125,17 +132,26 @@ class SpeculationWorker(BaseSpecWorker):
             result.new_seq_lens, result.next_draft_input = batch.seq_lens, NothingRelayed()
             return result
         began, requests = time.thread_time(), len(batch.reqs)
-        if self._seen.keys() != {request.rid for request in batch.reqs}:
-            self._seen = {request.rid: request for request in batch.reqs}
-            self.drafts.forget(set(self._seen))
+        if batch.reqs is not self._requests or len(batch.reqs) != len(self._seen):
+            self._look_at(batch.reqs)
         drafts = self._draft(batch) if self.gate is None or self.gate.verifies(requests) else []
         verified = any(drafts)
         result = self._verify(batch, drafts) if verified else self._plain(batch)
-        result.new_seq_lens = batch.seq_lens + result.accept_lens - (0 if verified else 1)
+        result.new_seq_lens = batch.seq_lens + result.accept_lens if verified else batch.seq_lens
         if self.gate is not None:
-            brought = float(result.accept_lens.sum()) / requests
+            brought = float(result.accept_lens.sum()) / requests if verified else 1.0
             self.gate.record(requests, verified, time.thread_time() - began, brought)
         return result
+
+    def _look_at(self, requests: list) -> None:
+        """Others run than in the last step. Texts that came with a request are learned once."""
+        for request in requests:
+            if request.rid not in self._seen and (texts := told(request)):
+                self.drafts.learn(texts)
+        self._requests = requests
+        self._drawn = None
+        self._seen = {request.rid: request for request in requests}
+        self.drafts.forget(set(self._seen))
 
     def _draft(self, batch: Any) -> list[list[int]]:
         """Of each request; all empty where a token depends on those before it by more than the model."""
@@ -155,12 +171,15 @@ class SpeculationWorker(BaseSpecWorker):
     def _plain(self, batch: Any) -> Any:
         """One token a request, as without speculation. Between steps `seq_lens` leaves out the token whose KV
         is to be made."""
-        batch.input_ids = torch.tensor([request.output_ids[-1] for request in batch.reqs])
+        if self._drawn is None:
+            self._drawn = torch.tensor([request.output_ids[-1] for request in batch.reqs])
+        batch.input_ids = self._drawn
         table = batch.req_to_token_pool.req_to_token
         batch.out_cache_loc = table[batch.req_pool_indices, batch.seq_lens].to(torch.int64)
         batch.seq_lens = batch.seq_lens + 1
         batch.seq_lens_cpu, batch.seq_lens_sum, batch.spec_info = batch.seq_lens_cpu + 1, None, None
         result = self.target_worker.forward_batch_generation(batch)
+        self._drawn = result.next_token_ids.long()
         return kept(result, torch.ones(len(batch.reqs), dtype=torch.int64), 1, result.next_token_ids)
 
     def _verify(self, batch: Any, drafts: list[list[int]]) -> Any:
@@ -169,6 +188,7 @@ class SpeculationWorker(BaseSpecWorker):
         lengths = torch.tensor([1 + len(draft) for draft in drafts])
         longest = int(lengths.max())
         forward, rows = self._forward_batch(batch, drafts, lengths)
+        self._drawn = None
         result = self.target_worker.forward_batch_generation(None, forward_batch=forward, is_verify=True)
         logits = result.logits_output
         # a copy of the settings for each row
