@@ -263,7 +263,7 @@ class _Group:
                 return True
         return False
 
-    def _spread(self, source: PlannedReplica) -> list[_Part]:
+    def _spread(self, source: PlannedReplica) -> Sequence[_Part]:
         """Where all of the source's requests go; [] where they don't fit. To one, the fullest, if it can take
         all of them; else the samples of a prompt stay together where they can. Tried are the fullest that
         have room for what the source holds, then the emptiest of all."""
@@ -304,7 +304,7 @@ class _Group:
         parts = [(place, part, Load.of(part)) for place, part in zip(probed, taken, strict=True) if part]
         return [] if left else parts
 
-    def _gain(self, source: PlannedReplica, stays: Load, parts: list[_Part]) -> float:
+    def _gain(self, source: PlannedReplica, stays: Load, parts: Sequence[_Part]) -> float:
         """Seconds by which the sum of T falls; `stays`: of the source's load."""
         drain = self._limits.drain
         gain = drain(source.open()) - drain(stays)
@@ -312,7 +312,7 @@ class _Group:
             gain -= drain(place.open() + load) - drain(place.open())
         return gain
 
-    def _fill(self, source: PlannedReplica, parts: list[_Part], empties: bool) -> Iterator[Transfer]:
+    def _fill(self, source: PlannedReplica, parts: Sequence[_Part], empties: bool) -> Iterator[Transfer]:
         for place, taken, load in parts:
             self._close(place)
             place.fill(load)
