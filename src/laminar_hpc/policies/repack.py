@@ -298,10 +298,11 @@ class _Group:
                         break
                 else:
                     left.append(bundle)
-        parts = [(place, part, Load.of(part)) for place, part in zip(probed, taken, strict=True) if part]
+        each = zip(probed, taken, strict=True)
+        parts: list[_Part] = [(place, part, Load.of(part)) for place, part in each if part]
         return [] if left else parts
 
-    def _gain(self, source: PlannedReplica, stays: Load, parts: list[_Part]) -> float:
+    def _gain(self, source: PlannedReplica, stays: Load, parts: Sequence[_Part]) -> float:
         """Seconds by which the sum of T falls; `stays`: of the source's load."""
         drain = self._limits.drain
         gain = drain(source.open()) - drain(stays)
@@ -309,7 +310,7 @@ class _Group:
             gain -= drain(place.open() + load) - drain(place.open())
         return gain
 
-    def _fill(self, source: PlannedReplica, parts: list[_Part], empties: bool) -> Iterator[Transfer]:
+    def _fill(self, source: PlannedReplica, parts: Sequence[_Part], empties: bool) -> Iterator[Transfer]:
         for place, taken, load in parts:
             self._close(place)
             place.fill(load)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from laminar_hpc.config.schema import RolloutConfig
+from laminar_hpc.config.system_schema import RolloutConfig
 from laminar_hpc.line.messages.data import TOKEN_BYTES
 
 TAKEN_TOKENS = 8192  # of them that a move takes along, 32 kB
