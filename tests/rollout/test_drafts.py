@@ -67,6 +67,30 @@ def test_a_request_drafts_from_its_own_words_and_from_those_of_its_group() -> No
     assert known.draft("third", prompt, own, 1) == [24]
 
 
+def test_a_prompt_that_comes_again_is_guessed_from_its_last_pass(monkeypatch) -> None:
+    """However much was answered in between, as far as the history reaches; learned for one of its samples."""
+    monkeypatch.setattr(drafts, "ENDED_TOKENS", 100)
+    monkeypatch.setattr(drafts, "HISTORY_TOKENS", 600)
+    known = Drafts(others=True)
+    known.ended("before", [9, 9, 9], [91, 92, 93, 94])
+    known.ended("first", [1, 2, 3], [10, 11, 12, 13])
+    for number in range(14):
+        known.ended(str(number), [4, number], [1000 * number + i for i in range(40)])
+        known.take_in()
+    assert known.draft("other", [5], [10, 11, 12], 1) == [], "an engine's newest texts lack it"
+    for sample in ("second", "third"):
+        known.draft(sample, [1, 2, 3], [], 4)
+    assert list(known._ended) == [[drafts._BETWEEN, 1, 2, 3, 10, 11, 12, 13]]
+    known.take_in()
+    assert known.draft("second", [1, 2, 3], [10], 3) == [11, 12, 13]
+    for number in range(14, 20):
+        known.ended(str(number), [4, number], [1000 * number + i for i in range(40)])
+    assert not known._history.texts([9, 9, 9]) and known._history._tokens <= 600
+    for number in range(20):
+        known.ended(str(number), [7], [number])
+    assert known._history.texts([7])[2::3] == list(range(12, 20)), "the newest to a prompt"
+
+
 def test_an_index_of_many_texts_loses_the_oldest(monkeypatch) -> None:
     """What has ended is indexed by and by, the newest first, and no more of it is kept than ENDED_TOKENS."""
     monkeypatch.setattr(drafts, "ENDED_TOKENS", 400)

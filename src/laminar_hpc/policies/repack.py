@@ -301,7 +301,8 @@ class _Group:
                         break
                 else:
                     left.append(bundle)
-        parts = [(place, part, Load.of(part)) for place, part in zip(probed, taken, strict=True) if part]
+        each = zip(probed, taken, strict=True)
+        parts: list[_Part] = [(place, part, Load.of(part)) for place, part in each if part]
         return [] if left else parts
 
     def _gain(self, source: PlannedReplica, stays: Load, parts: Sequence[_Part]) -> float:

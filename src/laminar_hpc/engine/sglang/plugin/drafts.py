@@ -4,6 +4,7 @@ A guess costs time when it is wrong, and never a token: `speculation.py` draws e
 keeps a draft only where that token was drawn anyway. No model and no torch is needed, so this file has none.
 """
 
+from array import array
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,9 @@ OCCURRENCES = 8  # of the same KEY tokens that are looked at, the newest
 PROMPT = 4096  # tokens at a prompt's end in which a request looks for its own words
 ENDED_TOKENS = 1 << 18  # of ended responses that an engine keeps, some 250 bytes each
 STEP_TOKENS = 4096  # of them that are taken into the index in one decoding step, some milliseconds
+HISTORY_TOKENS = 1 << 22  # of responses that are kept by prompt for the next pass, 4 bytes each
+HISTORY_RESPONSES = 8  # of them to a prompt, the newest
+RECALLED = 64  # prompts whose last pass has been learned for the requests of now
 _BETWEEN = -1  # stands between two texts, and is no token
 
 
@@ -68,20 +72,52 @@ class OwnWords:
     known: int = 0  # of its response
 
 
+class PromptHistory:
+    """What was answered to each prompt, until it comes again: HISTORY_TOKENS of the newest, unindexed."""
+
+    def __init__(self) -> None:
+        self._responses: dict[int, deque[array[int]]] = {}  # of each prompt, the one answered last at the end
+        self._tokens = 0
+
+    def add(self, prompt: Sequence[int], response: Sequence[int]) -> None:
+        key = hash(tuple(prompt))
+        kept = self._responses.pop(key, None) or deque()
+        self._responses[key] = kept
+        kept.append(array("i", response))
+        self._tokens += len(response)
+        if len(kept) > HISTORY_RESPONSES:
+            self._tokens -= len(kept.popleft())
+        while self._tokens > HISTORY_TOKENS:
+            oldest = next(iter(self._responses))
+            self._tokens -= sum(map(len, self._responses.pop(oldest)))
+
+    def texts(self, prompt: Sequence[int]) -> list[int]:
+        """Its responses, each behind the prompt's end, with _BETWEEN between them."""
+        found: list[int] = []
+        for response in self._responses.get(hash(tuple(prompt)), ()):
+            found += (_BETWEEN, *prompt[-MATCH:], *response)
+        return found
+
+
 class Drafts:
     """Drafts for the requests of an engine. `others`: also from what the engine has answered before, of
-    whatever weights: samples of the same group are the newest of it, and agree for longest."""
+    whatever weights: samples of the same group are the newest of it, and agree for longest, and before one of
+    them has ended those of the last pass over the data."""
 
     def __init__(self, others: bool) -> None:
         # the newest and the one before, of half of ENDED_TOKENS each
         self._others = [TextIndex(), TextIndex()] if others else []
         self._ended: deque[list[int]] = deque()  # not in the index yet
         self._waiting = 0  # tokens of them
+        self._history = PromptHistory()
+        self._recalled: deque[int] = deque(maxlen=RECALLED)
         self._own: dict[str, OwnWords] = {}
 
     def ended(self, request_id: str, prompt: Sequence[int], response: Sequence[int]) -> None:
         """A request has its last token. Indexed by and by, and only once drafts are asked for."""
         self._own.pop(request_id, None)
+        if self._others:
+            self._history.add(prompt, response)
         self.learn([*prompt[-MATCH:], *response])
 
     def learn(self, text: list[int]) -> None:
@@ -111,12 +147,21 @@ class Drafts:
         if own is None:
             own = self._own[request_id] = OwnWords()
             own.index.extend(prompt[-PROMPT:])
+            self._recall(prompt)
         own.index.extend(list(islice(response, own.known, None)))
         own.known = len(response)
         tail = own.index.tokens[-MATCH:]
         # the longest agreement; of equal ones others' newest
         found = [index.draft(tail, count) for index in (*self._others, own.index)]
         return max(found, key=lambda one: one[0] if one[1] else 0)[1]
+
+    def _recall(self, prompt: Sequence[int]) -> None:
+        """Learns the prompt's last pass, for the first of its samples alone; of use from the next step on."""
+        key = hash(tuple(prompt))
+        if self._others and prompt and key not in self._recalled:
+            self._recalled.append(key)
+            if texts := self._history.texts(prompt):
+                self.learn(texts)
 
     def forget(self, running: set[str]) -> None:
         """Of requests that ended without a word (aborted ones), none is kept."""
