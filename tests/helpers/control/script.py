@@ -337,7 +337,9 @@ def scripted(
     **pipeline: object,
 ) -> Script:
     """A small run of so many groups a step, whose trainer and relay are there."""
-    return Script(small_config(folder, replicas, steps, prompts, samples, **pipeline), say=say)
+    config = small_config(folder, replicas, steps, prompts, samples, **pipeline)
+    config.emulation.time_scale = 1.0  # no engine is emulated here
+    return Script(config, say=say)
 
 
 def samples_of(grant: Grant) -> dict[int, int]:

@@ -2,6 +2,7 @@
 the key that it waits for."""
 
 import os
+import shlex
 import socket
 import subprocess
 import sys
@@ -27,9 +28,17 @@ JOIN = [sys.executable, "-m", "laminar_hpc.launch.cli", "join", "--key", "-"]
 )
 def test_a_machine_that_waits_for_its_key(given: str, code: int, said: str, tmp_path: Path) -> None:
     """It has begun, as its first line says. An order, the run's end, or that of the launcher ends it in
-    order; what is no key is refused, and not shown."""
+    order, also where a shell has started it in its background, deaf to INT; what is no key is refused, and
+    not shown."""
+    words = shlex.join(["exec", *JOIN])
     done = subprocess.run(
-        JOIN, input=given, capture_output=True, text=True, cwd=tmp_path, timeout=60, check=False
+        ["sh", "-c", f"trap '' INT; {words}"],
+        input=given,
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        timeout=60,
+        check=False,
     )
     assert done.returncode == code, done
     first, *rest = (done.stdout + done.stderr).splitlines()

@@ -83,8 +83,8 @@ class Orders:
         nothing = os.open(os.devnull, os.O_RDONLY)
         os.dup2(nothing, 0)  # what is started here reads none of them
         os.close(nothing)
-        threading.Thread(target=self._listen, daemon=True).start()
         on_stop_signals(lambda number, _: self._take(number))
+        threading.Thread(target=self._listen, daemon=True).start()
 
     def _listen(self) -> None:
         with suppress(OSError, ValueError):
