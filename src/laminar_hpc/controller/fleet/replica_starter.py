@@ -2,7 +2,6 @@
 or a program of the user's own, `cluster.scale_command` (scale_program.py)."""
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -50,11 +49,11 @@ def start_limit(config: RunConfig) -> float:
     return config.rollout.engine_start_seconds + config.cluster.join_timeout_seconds
 
 
-@dataclass
 class AgentStarter:
     """The agent that has forked this process starts them beside it. A replica that leaves frees its place."""
 
-    here: Callable[[], Collection[str]] = frozenset
+    def __init__(self) -> None:
+        self.here: Callable[[], Collection[str]] = frozenset
 
     def start(self, count: int) -> None:
         report(RankReport(start=count))
