@@ -120,6 +120,7 @@ def test_a_run_ends_in_order_with_its_kernel(tmp_path: Path) -> None:
     it. An interrupt of the cell does not reach it."""
     program = f"""
 import laminar_hpc, os, signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a kernel hears it, also where the tests do not
 run = laminar_hpc.Run("experiment=demo", "steps=500", *{QUICK!r}, "run_dir={tmp_path / "run"}")
 print(run._process._process.pid, flush=True)
 for step in run:
