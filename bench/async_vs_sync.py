@@ -14,11 +14,11 @@ a batch has trajectories; both pipelines score as trajectories finish. `ideal_wa
 overlap of these waits would give: in the synchronous runs, the time per step over the time per step in which
 any process was busy.
 
-`waiting_of_bound` is laminar's share of what its staleness bound b allows: the shortest mean step that any
-scheduler could have had with the same responses, waits and replica, over its own. It is what remains of the
-run when nobody hesitates: the replica begins batch i when it has ended the one before and weights i - b are
-there; the trainer trains it when it has trained the one before and the last response of the batch is scored.
-Trainer and replica take their mean seconds, each batch its own longest wait; all of it is of the same run.
+`waiting_of_bound` is laminar's share of what its staleness bound b allows: the mean step that is left of the
+run when nobody hesitates, over its own. The replica begins batch i when it has ended the one before and
+weights i - b are there; the trainer trains it when it has trained the one before and the last response of the
+batch is scored. Each batch has its own longest wait; trainer and replica take their mean seconds, which makes
+it an estimate that a run may exceed by some hundredths. All of it is of the same run.
 
 Goals: `speedup_waiting` at least 0.85 of min(`ideal_waiting`, 2.5), `waiting_of_bound` at least 0.95. The
 other figures are reported as they are; the table shows where the time goes, in seconds per step.
@@ -112,7 +112,7 @@ def longest_scores(run: Run) -> list[float]:
 
 
 def shortest_step(run: Run, seconds: dict[str, float], scoring: list[float]) -> float:
-    """Seconds: what the docstring of the file says of any scheduler."""
+    """Seconds: what the docstring of the file says."""
     bound = run.config["pipeline"]["max_staleness"]
     trainer = seconds["trainer train"] + seconds["trainer publish"]
     replica = seconds["rollout generate"] + seconds["rollout pull"]

@@ -11,12 +11,11 @@ from pathlib import Path
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.line.bulk_client import BulkClient
 from laminar_hpc.line.join_key import JOIN_FILE, read_join_key
-from laminar_hpc.line.messages.bulk import LOG_BYTES_MAX, AskLog
+from laminar_hpc.line.messages.bulk import LOG_BYTES_MAX, PROCESS, AskLog
 from laminar_hpc.machine.observability import console
 from laminar_hpc.store import status
 
 _ASK_SECONDS = 10.0
-_ELSEWHERE = re.compile(r"(rollout|engine|relay)[0-9]{1,9}")
 
 
 def main(options: Namespace) -> int:
@@ -34,7 +33,7 @@ def main(options: Namespace) -> int:
     wanted = names[0] if names[0] in here else names[0].replace("-", "").replace(" ", "")
     if wanted in here:
         text = _end_of(here[wanted])
-    elif _ELSEWHERE.fullmatch(wanted) and (run_dir / JOIN_FILE).exists():
+    elif re.search(PROCESS, wanted) and (run_dir / JOIN_FILE).exists():
         text = fetched(run_dir, wanted)
     else:
         raise LaminarError(f"there is no log of {names[0]} in {folder}: {', '.join(here)}")

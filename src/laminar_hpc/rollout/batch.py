@@ -26,7 +26,7 @@ from laminar_hpc.rollout.engine_lives import EngineLives
 from laminar_hpc.rollout.in_flight import Outcome, State, TrajectoryInFlight
 from laminar_hpc.rollout.move_source import HandOver
 from laminar_hpc.rollout.partial_response import columns, objection
-from laminar_hpc.rollout.siblings import as_tokens
+from laminar_hpc.rollout.siblings import are_wanted, as_tokens
 from laminar_hpc.rollout.state import ReplicaState
 from laminar_hpc.rollout.taking_up import TakingUp
 from laminar_hpc.store.payload.layout import DamagedResponse, Logprobs, Tokens
@@ -170,7 +170,7 @@ class LocalBatch:
         if outcome.moved_away:
             self.moved_away += 1
         else:
-            if outcome.lost is None:
+            if outcome.lost is None and are_wanted(self.config.rollout):
                 trajectory.siblings.append(trajectory.partial.tokens)
             self.ended(trajectory, outcome)
 

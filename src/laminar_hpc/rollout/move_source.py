@@ -15,7 +15,7 @@ from laminar_hpc.line.messages.data import Message
 from laminar_hpc.line.messages.moves import Import, Imported, MoveAbort, MoveCommit, MoveReady, Reserved
 from laminar_hpc.rollout.engine_lives import EngineLives
 from laminar_hpc.rollout.in_flight import TrajectoryInFlight
-from laminar_hpc.rollout.siblings import are_wanted, taken_along
+from laminar_hpc.rollout.siblings import taken_along
 
 AGAIN_SECONDS = 2.0
 FromController = Import | MoveCommit | MoveAbort
@@ -68,7 +68,6 @@ class MoveSource:
     def __init__(self, context: RoleContext, engines: EngineLives) -> None:
         self._trace = context.trace
         self._engines = engines
-        self._rollout = context.config.rollout
         self.mail = MoveMail(context.channel.send)
 
     async def hand_over(self, trajectory: TrajectoryInFlight) -> bool:
@@ -78,8 +77,7 @@ class MoveSource:
         await trajectory.move.sent.wait()
         self.mail.open(order.move_id)
         try:
-            siblings = taken_along(trajectory.siblings) if are_wanted(self._rollout) else b""
-            ready = MoveReady(order.move_id, trajectory.partial, siblings)
+            ready = MoveReady(order.move_id, trajectory.partial, taken_along(trajectory.siblings))
             gone = isinstance(await self.mail.ask(ready, MoveCommit, MoveAbort), MoveCommit)
         finally:
             self.mail.close(order.move_id)

@@ -9,8 +9,6 @@ from laminar_hpc.config.models import head_size, kv_heads
 
 _WIDTH = 2  # bytes of a bfloat16
 _STATE_WIDTH = 4  # bytes of a float32, in which states are kept
-
-
 # what a layer_types may say, and the keys by which other families say that some layers are something else
 _KNOWN_LAYERS = ("full_attention", "sliding_attention", "chunked_attention", "linear_attention")
 _OTHER_LAYERS = ("hybrid_override_pattern", "attn_layer_period", "attn_type_list", "layers_block_type")

@@ -5,18 +5,15 @@ import contextlib
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from helpers import machines
 from helpers.machines import Machines
 from helpers.paths import ROOT
 from helpers.runs import assert_clean, steps_done
@@ -25,21 +22,6 @@ from laminar_hpc.line.join_key import read_join_key
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 SMALL = ["experiment=demo", "sampling.max_response_tokens=48", "evaluation.problems=32"]
 RUN_SECONDS = 500
-
-
-@pytest.fixture
-def two() -> Iterator[Machines]:
-    if why := machines.missing():
-        if os.environ.get("CI"):
-            pytest.fail(why)
-        pytest.skip(why)
-    folder = Path(tempfile.mkdtemp(prefix="hosts"))
-    found = Machines(folder, 2)
-    try:
-        yield found
-    finally:
-        found.close()
-        shutil.rmtree(folder)
 
 
 def wait_for(condition: Callable[[], object], what: str, out: Path) -> None:

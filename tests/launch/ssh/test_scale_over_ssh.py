@@ -1,14 +1,10 @@
 """launch/scale.sh over real sshds: replicas come to machines that ssh reaches and go, as a run wants."""
 
-import shutil
-import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from helpers import machines
 from helpers.machines import Machines
 from helpers.paths import ROOT
 from helpers.runs import assert_clean
@@ -22,19 +18,6 @@ RUN = [
     *("rollout.replicas=1:2", "algorithm.prompts_per_step=4", "algorithm.samples_per_prompt=2"),
     *("sampling.max_response_tokens=48", "evaluation.problems=8", "steps=2000", "checkpoint.every=1000"),
 ]
-
-
-@pytest.fixture
-def two() -> Iterator[Machines]:
-    if why := machines.missing():
-        pytest.skip(why)
-    folder = Path(tempfile.mkdtemp(prefix="scale"))
-    found = Machines(folder, 2)
-    try:
-        yield found
-    finally:
-        found.close()
-        shutil.rmtree(folder)
 
 
 def test_a_run_grows_over_ssh(two: Machines, tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ class OnTheirWay:
 
 
 @dataclass
-class _Call:
+class _ProgramCall:
     action: str  # "start", "stop", or "withdraw": stop all who are on their way
     argument: str = ""
     failed: int = 0  # times
@@ -76,7 +76,7 @@ class CommandStarter:
         self._log = run_dir / "logs" / "scale.log"
         self._environment = _environment(run_dir)
         self._listed = ListedReplicas(limit)
-        self._calls = deque[_Call]()  # the first one may be under way
+        self._calls = deque[_ProgramCall]()  # the first one may be under way
         self._process: subprocess.Popen[bytes] | None = None
         self._printed = tempfile.TemporaryFile()  # noqa: SIM115 (of a list; closed with this object)
         self._limit = self._not_before = 0.0
@@ -84,10 +84,10 @@ class CommandStarter:
         self._begin = 0  # of what the call writes into the log
 
     def start(self, count: int) -> None:
-        self._calls.append(_Call("start", str(count)))
+        self._calls.append(_ProgramCall("start", str(count)))
 
     def stop(self, starter_id: str) -> None:
-        self._calls.append(_Call("stop", starter_id))
+        self._calls.append(_ProgramCall("stop", starter_id))
 
     def look(self) -> list[FailedCall | OnTheirWay]:
         now = time.monotonic()
@@ -109,7 +109,7 @@ class CommandStarter:
             for call in under_way:
                 call.argument = "0" if call.words == ["list"] else call.argument  # nothing is started now
             stops = [call for call in self._calls if call.action == "stop" and call not in under_way]
-            self._calls = deque([*under_way, *stops, _Call("withdraw")])
+            self._calls = deque([*under_way, *stops, _ProgramCall("withdraw")])
             until = time.monotonic() + CLOSE_SECONDS
             while self._calls and time.monotonic() < until:
                 self._not_before = 0.0
@@ -163,7 +163,7 @@ class CommandStarter:
     def _being_stopped(self) -> list[str]:
         return [call.argument for call in self._calls if call.action == "stop"]
 
-    def _heard(self, call: _Call, found: StillToCome) -> list[FailedCall | OnTheirWay]:
+    def _heard(self, call: _ProgramCall, found: StillToCome) -> list[FailedCall | OnTheirWay]:
         """Who is on their way, before a start or at the end."""
         call.is_listed = True
         for starter_id in found.late + (found.coming if call.action == "withdraw" else []):

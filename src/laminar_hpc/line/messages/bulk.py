@@ -10,8 +10,8 @@ from laminar_hpc.line.address import ControllerAddress
 
 Offset = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 Size = Annotated[int, msgspec.Meta(ge=0, le=4 << 20)]
-# as its log and its trace are called
-ProcessName = Annotated[str, msgspec.Meta(pattern=r"\A(rollout|engine|relay)[0-9]{1,9}\Z")]
+PROCESS = r"\A(rollout|engine|relay)[0-9]{1,9}\Z"  # as its log and its trace are called
+ProcessName = Annotated[str, msgspec.Meta(pattern=PROCESS)]
 LOG_BYTES_MAX = 1 << 20
 
 
