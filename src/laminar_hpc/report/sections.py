@@ -40,19 +40,26 @@ def learning(run: Run) -> str:
             Series("accuracy, mean of 3 steps", BLUE, smooth),
             *held_out(run, first, place),
         ]
-        charts.append(figure(title, svg.lines(series, x_name, y_range=(0.0, 1.0))))
+        charts.append(shares(title, series, x_name))
     if by_weights := accuracy_by_weight_id(run):
-        plot = svg.lines([Series("accuracy", BLUE, by_weights)], "weight id", y_range=(0.0, 1.0))
-        charts.append(figure("accuracy by the weights that generated; the newest are not all trained", plot))
+        series = [Series("accuracy", BLUE, by_weights)]
+        charts.append(
+            shares("by the weights that generated", series, "weight id; the newest are not all trained")
+        )
     names = [
         ("batch accuracy and its mean of 3 steps", BLUE),
         ("batch reward" + ("" if own_reward else ": equal to its accuracy"), GREY),
         (f"held-out {first}: filled greedy, hollow sampled", ORANGE),
     ]
     for file in others:
-        plot = svg.lines(held_out(run, file, lambda e: e["step"]), "trainer step", y_range=(0.0, 1.0))
-        charts.append(figure(f"held-out {file}: filled greedy, hollow sampled", plot))
-    return section("Accuracy and reward", svg.legend(names) + grid("two", *charts))
+        series = held_out(run, file, lambda e: e["step"])
+        charts.append(shares(f"held-out {file}: filled greedy, hollow sampled", series, "trainer step"))
+    return section("Accuracy and reward", svg.legend(names) + grid("three", *charts))
+
+
+def shares(title: str, series: list[Series], x_name: str) -> str:
+    """A chart of figures between 0 and 1, three of which stand side by side."""
+    return figure(title, svg.lines(series, x_name, y_range=(0.0, 1.0), width=svg.THIRD))
 
 
 def accuracy_by_weight_id(run: Run) -> list[tuple[float, float]]:
