@@ -152,7 +152,7 @@ def make_protocols(f: Flow, run_id: str) -> Protocols:
         gone=gone,
         repacker=Repacker(f, f.weights, f.migration),
         draining=Draining(f, f.migration, f.failover, f.parking, [f.homes, f.dispatcher]),
-        last_evaluation=LastEvaluation(f, f.evaluations),
+        last_evaluation=LastEvaluation(f),
         archiving=archiving,
         training=training,
         trainer_generation=trainer_generation,

@@ -8,7 +8,6 @@ moves a terminal's cursor.
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
 
 from tokenizers import Tokenizer
 
@@ -16,16 +15,9 @@ from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.line.messages.training import BatchGroup
 from laminar_hpc.machine.observability.console import line
 from laminar_hpc.store.payload.whole import Whole, wholes
+from laminar_hpc.store.rows import Rows
 
 PROMPT_CHARACTERS, RESPONSE_CHARACTERS = 120, 320
-
-
-class Trained(Protocol):
-    """What is read of the controller's store: its rows."""
-
-    def consumed_groups(self, step: int) -> list[int]: ...
-
-    def batch(self, group_ids: list[int]) -> list[BatchGroup]: ...
 
 
 class ShownSamples:
@@ -34,7 +26,7 @@ class ShownSamples:
         self._say = say
         self._tokenizer = Tokenizer.from_file(str(model / "tokenizer.json")) if number else None
 
-    def show(self, step: int, trained: Trained, run_dir: Path) -> None:
+    def show(self, step: int, trained: Rows, run_dir: Path) -> None:
         """The samples of trainer step `step`, counted from 0. `run_dir`: where their responses are."""
         if self._tokenizer is None:
             return

@@ -158,11 +158,7 @@ class Continuation:
         return batch.groups
 
     def taken_back(self) -> None:
-        """What was sent cannot be trained as it is."""
-        self._batch = None
-
-    def trainers_start(self) -> None:
-        """What was sent is back in the buffer."""
+        """What was sent cannot be trained as it is, or is back in the buffer."""
         self._batch = None
 
 
@@ -238,7 +234,7 @@ class Reattachment:
         gone = [(i, a) for i, a in owned.items() if held.get(i) != a and coming.get(i) != a]
         if drop:
             self._shared.outbox.send(member, Drop(drop))
-        self._failover.not_held(gone)
+        self._failover.place(gone)
         self._tracker.owners.scores(replica, holds.scoring)
         fields = {"held": len(held) - len(drop), "dropped": len(drop), "regranted": len(gone)}
         self._shared.metrics.write("reattached", replica=replica, scoring=len(holds.scoring), **fields)

@@ -105,7 +105,7 @@ class Training:
         state.trainer_step = step
         state.groups_taken = 0
         state.trainer_done = False
-        self._continuation.trainers_start()
+        self._continuation.taken_back()
         if self._archiving:
             self._archiving.put_back(step)
         groups = self._tracker.restore(step)

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.controller.fleet.members import Member
-from laminar_hpc.controller.fleet.numbers import ReplicaNumbers
 from laminar_hpc.controller.fleet.trainer_generation import TrainerGeneration
 from laminar_hpc.controller.takeover import Reattachment
 from laminar_hpc.data.pretrained import recorded_name
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 REPLACED = "other trainers have taken the place of these"
 ROLES = ("trainer", "relay", "rollout")
+_NEXT_NUMBER = "next_replica"  # in the store
 _UNNUMBERED = f"rollout:{UNNUMBERED}:"  # identities of rollouts that a controller has numbered
 _MEMORY_CURES = {
     "trainer": "give the container more, lower trainer.tokens_per_microbatch or use more trainer ranks",
@@ -65,7 +65,6 @@ class Membership:
         self._gone = gone
         self._reattachment = reattachment
         self._oom_kills = oom_kills()
-        self._numbers = ReplicaNumbers(flow.store, self._members)
 
     # ---- who comes -----------------------------------------------------------------------------------------
 
@@ -76,7 +75,7 @@ class Membership:
             text = f"{hello.name} was away for so long that its work has gone to others: start another"
             return self._outbox.send_to(identity, Failure(text))
         if hello.role == "rollout":
-            hello = hello.numbered(self._numbers.of(identity, hello))
+            hello = hello.numbered(self._number_of(identity, hello))
         if rival := self._members.rival(hello):
             where = f"pid {rival.hello.pid} on {rival.hello.machine}"
             cure = "" if hello.role == "rollout" else ", or set first_index"
@@ -104,6 +103,18 @@ class Membership:
         elif hello.role == "rollout" and (newest := self._flow.weights.newest_on(hello.machine)):
             self._outbox.send_to(identity, WeightsAvailable(*newest))
         return None
+
+    def _number_of(self, identity: str, hello: Hello) -> int:
+        """The number that this rollout has, or gets now: in one world its rank. A number is given once in the
+        life of a store, so that nothing of a replica that was lost, and wakes, is taken for another's."""
+        member, store = self._members.of(identity), self._flow.store
+        if hello.index == UNNUMBERED and member is not None:  # it has not had its Welcome
+            return member.hello.index
+        following = store.get(_NEXT_NUMBER, 0)
+        index = following if hello.index == UNNUMBERED else hello.index
+        if index >= following:
+            store.put(_NEXT_NUMBER, index + 1)
+        return index
 
     def _came(self, member: Member) -> None:
         """A worker has come that was no member."""

@@ -24,10 +24,7 @@ class AnswerRouting:
         self._pool = tables.pool
         self._migration = migration
 
-    def on_answer(self, _: Member, answer: Answer) -> None:
-        self._pass_on(answer)
-
-    def _pass_on(self, answer: Answer) -> None:
+    def on_answer(self, _: Member | None, answer: Answer) -> None:
         self._pool.answered(answer)
         owner, _attempt = self._tracker.groups.owner(answer.trajectory_id)
         for replica in {owner, self._migration.destination(answer.trajectory_id)}:
@@ -38,4 +35,4 @@ class AnswerRouting:
         """Nothing will come of the calls that it made for others."""
         for trajectory_id, name in self._pool.awaited_of(replica):
             error = f"replica {replica} was lost while it made its calls"
-            self._pass_on(Answer(trajectory_id, name, error=error))
+            self.on_answer(None, Answer(trajectory_id, name, error=error))

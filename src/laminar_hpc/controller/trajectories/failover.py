@@ -84,14 +84,10 @@ class Failover:
         for _, trajectory_id, _ in left:
             if trajectory_id in moving:  # its move goes on without its source
                 self._tracker.owners.hold(trajectory_id)
-        self._place([(i, sample.attempt) for _, i, sample in left if i not in moving])
+        self.place([(i, sample.attempt) for _, i, sample in left if i not in moving])
         if left:
             fields = {"trajectories": len(left), "reason": "replica gone"}
             self._shared.metrics.write("regranted", replica=replica, **fields)
-
-    def not_held(self, attempts: list[Attempt]) -> None:
-        """Their owner has joined anew without them: they go on elsewhere or start again."""
-        self._place(attempts)
 
     def given_back(self, replica: int, trajectory_id: int, attempt: int, partial: Partial) -> None:
         """Its replica cannot go on with it: it goes on elsewhere from `partial`, or from what is known here
@@ -103,7 +99,7 @@ class Failover:
         if trajectory_id in self._migration.moving:
             self._tracker.owners.hold(trajectory_id)
         else:
-            self._place([(trajectory_id, attempt)])
+            self.place([(trajectory_id, attempt)])
 
     def on_engine_hung(self, member: Member, hung: EngineHung) -> None:
         """Nothing goes there before it has opened weights again."""
@@ -133,18 +129,18 @@ class Failover:
             self._tracker.owners.hold(trajectory_id)
             fields = {"trajectory_id": trajectory_id, "source": None, "destination": replica}
             self._shared.metrics.write("move_off", **fields, reason=reason)
-        self._place(orphans)
+        self.place(orphans)
 
     def place_orphans(self) -> None:
         """Those whose moves were called off; the loop calls this after each message and each tick."""
         orphans = self._migration.orphans
         self._migration.orphans = []
         for orphan in orphans:
-            self._place([orphan])
+            self.place([orphan])
 
     # ---- to replicas that generate -------------------------------------------------------------------------
 
-    def _place(self, orphans: list[Attempt]) -> None:
+    def place(self, orphans: list[Attempt]) -> None:
         """To replicas on the same weights from what the pool holds, now or when one without work has loaded
         them, else back to the prompt. With refresh=interrupt a response may go on with newer weights."""
         refresh, rooms = self._shared.config.pipeline.refresh, self.rooms()

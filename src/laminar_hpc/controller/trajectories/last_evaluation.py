@@ -9,23 +9,21 @@ the share to others.
 """
 
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.controller.shared import Shared
-from laminar_hpc.controller.trajectories.evaluations import Evaluations
+from laminar_hpc.controller.tables import Tables
 
 
 class LastEvaluation:
     """Called at each tick."""
 
-    def __init__(self, shared: Shared, evaluations: Evaluations | None) -> None:
-        self._shared = shared
-        self._state = shared.state
-        self._evaluations = evaluations
+    def __init__(self, tables: Tables) -> None:
+        self._shared = tables
+        self._state = tables.state
         self._idle_since: float | None = None
 
     def tick(self, now: float) -> None:
         """`now`: monotonic seconds. Raises LaminarError when nobody was at work on what is due for
         cluster.batch_timeout_seconds: as long as trainers wait for rollouts, too."""
-        due = self._evaluations.queue if self._evaluations else []
+        due = self._shared.evaluations.queue if self._shared.evaluations else []
         idle = self._state.trainer_done and not self._state.finished and all(each.idle for each in due)
         if not idle or self._idle_since is None:
             self._idle_since = now if idle else None

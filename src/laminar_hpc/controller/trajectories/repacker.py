@@ -7,10 +7,8 @@ Called by the controller's tick every `pipeline.repack_seconds`, and once more a
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable
 
 from laminar_hpc.controller.tables import Tables
-from laminar_hpc.controller.trajectories.groups import Group
 from laminar_hpc.controller.trajectories.migration import Migration
 from laminar_hpc.controller.weights.weight_ids import HeldVersion, Weights
 from laminar_hpc.line.messages.data import ReplicaLoad
@@ -22,16 +20,9 @@ KV_SHARE = 0.9  # C_max as a share of the cache: room for growth without preempt
 
 
 class Repacker:
-    """Called at each tick; begins moves. `expected_remaining`: tokens that a trajectory of the group, with so
-    many response tokens, will still get; by default the mean of the run's own lengths."""
+    """Called at each tick; begins moves."""
 
-    def __init__(
-        self,
-        tables: Tables,
-        weights: Weights,
-        migration: Migration,
-        expected_remaining: Callable[[Group, float], float] | None = None,
-    ) -> None:
+    def __init__(self, tables: Tables, weights: Weights, migration: Migration) -> None:
         self._shared = tables
         self._config = tables.config
         self._tracker = tables.tracker
@@ -39,7 +30,6 @@ class Repacker:
         self._pool = tables.pool
         self._weights = weights
         self._migration = migration
-        self._remaining = expected_remaining or (lambda _, n: tables.tracker.lengths.expected(n))
         self._next = 0.0
         self._planned_at: HeldVersion | None = None  # the newest weights there were at the last planning
 
@@ -149,7 +139,7 @@ class Repacker:
             queued -= waits
             mean = report.held_tokens / max(1, report.in_flight - report.queued)
             tokens = prompt if waits else prompt + partial.count if partial else max(prompt, mean)
-            remaining = self._remaining(group, tokens - prompt)
+            remaining = self._tracker.lengths.expected(tokens - prompt)
             found.append(repack.RequestView(trajectory_id, group.group_id, tokens, remaining, waits))
         return found[::-1]
 
