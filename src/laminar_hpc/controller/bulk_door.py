@@ -20,7 +20,7 @@ from laminar_hpc.config.system_schema import RANKS_MAX
 from laminar_hpc.controller.joined_files import JoinedFiles
 from laminar_hpc.controller.loop import Controller
 from laminar_hpc.data.pretrained import recorded_name
-from laminar_hpc.line.address import ControllerAddress, write_private
+from laminar_hpc.line.address import ControllerAddress
 from laminar_hpc.line.bulk_server import BulkAnswer, BulkServer
 from laminar_hpc.line.join_key import (
     JOIN_FILE,
@@ -43,6 +43,7 @@ from laminar_hpc.line.messages.bulk import (
     Request,
 )
 from laminar_hpc.machine.files import durable
+from laminar_hpc.machine.files.whole import write_whole
 from laminar_hpc.machine.observability import console
 from laminar_hpc.store import status
 from laminar_hpc.store.payload.receiver import PayloadReceiver, read_at
@@ -62,7 +63,7 @@ class BulkDoor:
         self._joined = JoinedFiles(self._run_dir)
         self.key, secret = _keys(config, store_id)
         self._server = BulkServer(self.key, secret, config.cluster.join_port, self)
-        write_private(self._run_dir / SECRET_FILE, secret.encode())
+        write_whole(self._run_dir / SECRET_FILE, secret, mode=0o600)
         write_join_key(self._run_dir / JOIN_FILE, self.key)
 
     def handle(self, identity: str, request: Request, body: bytes) -> BulkAnswer | None:

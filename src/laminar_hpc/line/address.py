@@ -13,6 +13,7 @@ import msgspec
 import zmq
 
 from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.machine.files.whole import write_whole
 from laminar_hpc.machine.processes import parent_process
 
 ADDRESS_FILE = "controller.json"
@@ -60,15 +61,7 @@ def new_address(run_id: str, host: str, machine: str) -> tuple[ControllerAddress
 
 
 def write_address(run_dir: Path, address: ControllerAddress) -> None:
-    write_private(run_dir / ADDRESS_FILE, msgspec.json.encode(address))
-
-
-def write_private(path: Path, content: bytes) -> None:
-    """Mode 0600, by renaming: a reader sees all of it or none."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-        file.write(content)
-    temporary.replace(path)
+    write_whole(run_dir / ADDRESS_FILE, msgspec.json.encode(address), mode=0o600)
 
 
 def read_address(run_dir: Path) -> ControllerAddress | None:

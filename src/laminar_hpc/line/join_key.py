@@ -12,8 +12,9 @@ import msgspec
 import zmq
 
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.line.address import ControllerAddress, read_address, write_address, write_private
+from laminar_hpc.line.address import ControllerAddress, read_address, write_address
 from laminar_hpc.machine.files.secret_file import is_private
+from laminar_hpc.machine.files.whole import write_whole
 
 JOIN_FILE = "join.key"  # in the run directory
 JOINED_FILE = "joined.key"  # the copy in the folder of a machine that has joined
@@ -44,7 +45,7 @@ def new_join_key(store_id: str, host: str) -> tuple[JoinKey, str]:
 
 
 def write_join_key(path: Path, key: JoinKey) -> None:
-    write_private(path, msgspec.json.encode(key))
+    write_whole(path, msgspec.json.encode(key), mode=0o600)
 
 
 def read_join_key(path: Path) -> JoinKey:

@@ -17,6 +17,7 @@ from pathlib import Path
 import msgspec
 
 from laminar_hpc.line.messages.membership import Hello
+from laminar_hpc.machine.files.whole import write_whole
 from laminar_hpc.machine.locks.lock_owner import Owner, Watched, is_alive, read_owner
 
 log = logging.getLogger(__name__)
@@ -59,9 +60,7 @@ class Sign:
 
     def _make(self, owner: Owner) -> None:
         self._path.parent.mkdir(exist_ok=True)
-        temporary = self._path.with_name(f".{owner.token}")
-        temporary.write_bytes(msgspec.json.encode(owner))
-        temporary.replace(self._path)
+        write_whole(self._path, msgspec.json.encode(owner))
 
     def take_away(self) -> None:
         """The wait is over."""

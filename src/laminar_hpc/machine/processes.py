@@ -3,6 +3,7 @@
 import ctypes
 import os
 import pwd
+import re
 import signal
 import socket
 from collections.abc import Callable
@@ -30,10 +31,10 @@ def process_is_alive(pid: int) -> bool:
 
 def process_world() -> str:
     """What makes process ids mean something: this boot of this machine, and this container."""
-    return f"{_boot()} {os.readlink('/proc/self/ns/pid')}"
+    return f"{boot()} {os.readlink('/proc/self/ns/pid')}"
 
 
-def _boot() -> str:
+def boot() -> str:
     """Names this machine since it was started; no other one has the same."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
@@ -42,7 +43,7 @@ def machine_name(shm_dir: str) -> str:
     """Names what shares memory with this process: the host, which shared-memory folders it sees, and its
     boot, as machines of several places may all be called the same."""
     device = os.stat(shm_dir).st_dev if os.path.isdir(shm_dir) else 0
-    return f"{socket.gethostname()}/{device}/{_boot()[:8]}"
+    return f"{socket.gethostname()}/{device}/{boot()[:8]}"
 
 
 def parent_process() -> str:
@@ -73,13 +74,7 @@ def on_stop_signals(handler: Callable[[int, object], None]) -> None:
 def oom_kills(events: Path = Path("/sys/fs/cgroup/memory.events")) -> int:
     """How many processes of this container the kernel has killed for want of memory; 0 where unknown."""
     try:
-        return next(
-            (
-                int(line.split()[1])
-                for line in events.read_text().splitlines()
-                if line.startswith("oom_kill ")
-            ),
-            0,
-        )
+        found = re.search(r"^oom_kill (\d+)$", events.read_text(), re.MULTILINE)
     except OSError:
         return 0
+    return int(found[1]) if found else 0

@@ -11,12 +11,12 @@ import time
 from argparse import Namespace
 from pathlib import Path
 
+from laminar_hpc.machine.files.whole import write_whole
 from laminar_hpc.machine.observability.console import count, duration, number
 from laminar_hpc.report import forecast, rundata, sections, summary
 from laminar_hpc.report.page import page, tiles
 from laminar_hpc.report.rundata import Run
 from laminar_hpc.report.svg import tag, text
-from laminar_hpc.store.run_files import write_whole
 
 _FORECAST_SECONDS = 30.0  # that a page waits for a forecast
 Tile = tuple[str, str, str]  # title, value, note

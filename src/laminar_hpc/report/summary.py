@@ -11,11 +11,11 @@ import statistics
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from laminar_hpc.machine.files.whole import write_whole
 from laminar_hpc.policies.metrics import REWARD_PREFIX
 from laminar_hpc.report import rundata, turns
 from laminar_hpc.report.idle import idle_fraction
 from laminar_hpc.report.rundata import Run, Totals
-from laminar_hpc.store.run_files import write_whole
 
 GOAL = 0.70  # mean accuracy of the trained batches ...
 GOAL_STEPS = 3  # ... over so many steps in a row

@@ -16,9 +16,9 @@ import statistics
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from laminar_hpc.machine.files.whole import write_whole
 from laminar_hpc.simulator.constants import DEFAULT
 from laminar_hpc.simulator.tables import GPUS, Gpu, Model
-from laminar_hpc.store.run_files import write_whole
 
 # Standard deviation of the log of each constant. Those without an entry are exact enough, or a setting: rules
 # of engines and policies, times of failures.

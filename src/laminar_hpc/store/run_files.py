@@ -1,6 +1,5 @@
-"""The files of a run directory that every reader begins with, and how a reader writes one beside them."""
+"""The files of a run directory that every reader begins with."""
 
-import os
 from pathlib import Path
 
 import yaml
@@ -29,10 +28,3 @@ def config_of(run_dir: Path) -> dict:
     except (OSError, ValueError, yaml.YAMLError) as error:
         why = str(error).splitlines()[0]
         raise LaminarError(f"{path} cannot be read as YAML ({why}); restore it from the run") from None
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Readers of `path` see the old content or the new one, never a part."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_text(text, encoding="utf-8")
-    beside.replace(path)

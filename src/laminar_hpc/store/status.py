@@ -6,13 +6,13 @@ rename, so that a reader never sees half of it; it is not synced to the disk, as
 """
 
 import logging
-import os
 import time
 from pathlib import Path
 
 import msgspec
 
 from laminar_hpc.line.messages.data import ReplicaLoad
+from laminar_hpc.machine.files.whole import write_whole
 
 log = logging.getLogger(__name__)
 STATUS_FILE = "status.json"
@@ -60,10 +60,8 @@ class Status(msgspec.Struct):
 
 def write(run_dir: Path, status: Status) -> None:
     """Writes the file. A full disk is logged: it ends no run for the sake of its display."""
-    temporary = run_dir / f".{STATUS_FILE}.{os.getpid()}"
     try:
-        temporary.write_bytes(msgspec.json.encode(status))
-        temporary.replace(run_dir / STATUS_FILE)
+        write_whole(run_dir / STATUS_FILE, msgspec.json.encode(status))
     except OSError as error:
         log.warning("%s cannot be written: %s", run_dir / STATUS_FILE, error)
 

@@ -24,9 +24,10 @@ import numpy as np
 
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.machine.files.folders import claim, remove_dead_slots
+from laminar_hpc.machine.files.whole import write_whole
 from laminar_hpc.weights.lanes import join
 from laminar_hpc.weights.manifest import MANIFEST_FILE, Manifest, encode_manifest
-from laminar_hpc.weights.slots import LOCK_FILE, SlotsBusy, SlotWriter, by_age, write_atomically
+from laminar_hpc.weights.slots import LOCK_FILE, SlotsBusy, SlotWriter, by_age
 
 _TURN_SECONDS = 60.0
 _TAKEN_PER_SECOND = 0.5e9  # bytes, and more: the first turn of a slot takes its memory
@@ -141,7 +142,7 @@ class LaneWriter(SlotWriter):
             directory = self.root / f"slot{index}"
             for path in (directory / MANIFEST_FILE, *directory.glob("lane*.json")):
                 path.unlink(missing_ok=True)
-            write_atomically(directory / _WRITING_FILE, str(weight_id).encode())
+            write_whole(directory / _WRITING_FILE, str(weight_id))
             _locked(descriptor, fcntl.LOCK_SH)
             return index, descriptor
         raise SlotsBusy(
@@ -156,11 +157,11 @@ class LaneWriter(SlotWriter):
         index = self._held[0]
         directory = self.root / f"slot{index}"
         with self._turn():
-            write_atomically(directory / self._part, encode_manifest(manifest))
+            write_whole(directory / self._part, encode_manifest(manifest))
             parts = [self._manifest(index, f"lane{lane}.json") for lane in range(self._lanes)]
             there = [part for part in parts if part is not None and part.weight_id == manifest.weight_id]
             if len(there) == self._lanes:
-                write_atomically(directory / MANIFEST_FILE, encode_manifest(join(there)))
+                write_whole(directory / MANIFEST_FILE, encode_manifest(join(there)))
         self.abandon()
         return directory if len(there) == self._lanes else None
 

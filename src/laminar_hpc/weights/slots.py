@@ -25,6 +25,7 @@ import numpy as np
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.models import SIDE_FILES, WEIGHTS_FILE
 from laminar_hpc.machine.files.folders import claim, is_mine, remove_dead_slots, slots_root
+from laminar_hpc.machine.files.whole import write_whole
 from laminar_hpc.machine.locks.holder import HeldByAnother, hold
 from laminar_hpc.weights.manifest import (
     MANIFEST_FILE,
@@ -60,13 +61,6 @@ class SlotHandle:
 def _handle(text: bytes, directory: Path) -> SlotHandle:
     manifest = decode_manifest(text)
     return SlotHandle(manifest.weight_id, manifest.step, directory, manifest)
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Rename into place, so that a reader sees the old file or the new one, never a part."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_bytes(content)
-    temporary.replace(path)
 
 
 def by_age(weight_id: int | None) -> tuple[bool, int]:
@@ -194,7 +188,7 @@ class SlotWriter:
                 self._create(directory, header, len(header) + manifest.data_bytes)
             for name, content in self._side_files():  # also beside what an earlier relay, of other ones, left
                 (directory / name).parent.mkdir(exist_ok=True)
-                write_atomically(directory / name, content)
+                write_whole(directory / name, content)
             with open(directory / self._file, "r+b") as file:
                 mapping = mmap.mmap(file.fileno(), 0)
             self._maps[index] = (mapping, np.frombuffer(mapping, dtype=np.uint8, offset=len(header)))
@@ -320,7 +314,7 @@ class SlotWriter:
         assert self._held is not None
         index = self._held[0]
         directory = self.root / f"slot{index}"
-        write_atomically(directory / MANIFEST_FILE, encode_manifest(manifest))
+        write_whole(directory / MANIFEST_FILE, encode_manifest(manifest))
         self.abandon()
         return directory
 

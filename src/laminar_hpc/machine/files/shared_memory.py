@@ -13,6 +13,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
+
+from laminar_hpc.machine.files.whole import write_whole
+
 SHM = Path("/dev/shm")
 NOTE_FILE = "shared-memory"
 
@@ -38,7 +42,7 @@ def present() -> set[SharedSegment]:
 
 def session(leader: int) -> Iterator[int]:
     """Processes of the session that `leader` began, alive or not."""
-    for pid in _pids():
+    for pid in psutil.pids():
         try:
             if os.getsid(pid) == leader:
                 yield pid
@@ -87,8 +91,7 @@ class Note:
             whole = "".join(
                 f"{segment.inode} {segment.name}\n" for segment in sorted(self.noted, key=lambda s: s.name)
             )
-            (self.folder / f".{NOTE_FILE}").write_text(whole)
-            (self.folder / f".{NOTE_FILE}").rename(self.folder / NOTE_FILE)
+            write_whole(self.folder / NOTE_FILE, whole)
 
 
 def noted(folder: Path) -> list[Path]:
@@ -108,7 +111,7 @@ def noted(folder: Path) -> list[Path]:
 def remove_noted(folder: Path) -> bool:
     """Removes what the folder's note names but for what a living process has; whether nothing is left."""
     paths = noted(folder)
-    inodes = held(_pids()) if paths else set()
+    inodes = held(psutil.pids()) if paths else set()
     for path in paths:
         status = _status(path)
         if status is not None and status.st_ino not in inodes:
@@ -123,7 +126,3 @@ def _status(path: Path) -> os.stat_result | None:
     except OSError:
         return None
     return status if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() else None
-
-
-def _pids() -> list[int]:
-    return [int(name) for name in os.listdir("/proc") if name.isdecimal()]

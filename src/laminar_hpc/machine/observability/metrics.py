@@ -7,13 +7,13 @@ returns, or, on a disk that takes nothing, when a later one is; a restart append
 """
 
 import os
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
+from laminar_hpc.machine.compat.optional import left_out
 from laminar_hpc.machine.files import jsonl
 from laminar_hpc.machine.observability.console import line
 
@@ -118,7 +118,9 @@ class MetricsWriter:
             self._board.close()
         purge = restored_step + 1 if isinstance(restored_step, int) else None
         self._newest_step = restored_step if isinstance(restored_step, int) else 0
-        self._board = _summary_writer_class()(
+        with left_out("torch"):  # tensorboardX would import it for tensors: seconds, and memory
+            from tensorboardX import SummaryWriter
+        self._board = SummaryWriter(
             str(self._run_dir / "tensorboard"),
             purge_step=purge,
             flush_secs=TENSORBOARD_FLUSH_SECONDS,
@@ -145,16 +147,3 @@ def _numbers(prefix: str, values: Mapping) -> Iterator[tuple[str, float]]:
             yield from _numbers(f"{prefix}/{name}", value)
         elif isinstance(value, int | float):
             yield f"{prefix}/{name}", float(value)
-
-
-def _summary_writer_class() -> "type[SummaryWriter]":
-    """tensorboardX's writer, loaded without torch: it would import it for tensors, which cost seconds and
-    memory and are not used here."""
-    had_torch = "torch" in sys.modules
-    sys.modules.setdefault("torch", cast(Any, None))
-    try:
-        from tensorboardX import SummaryWriter
-    finally:
-        if not had_torch:
-            del sys.modules["torch"]
-    return SummaryWriter

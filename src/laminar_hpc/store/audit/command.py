@@ -7,11 +7,11 @@ from collections import Counter
 from pathlib import Path
 
 from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.machine.files.whole import write_whole
 from laminar_hpc.store.audit.checks import AuditFinding, audit
 from laminar_hpc.store.audit.records import Records, read
 from laminar_hpc.store.audit.sealed import not_proven
 from laminar_hpc.store.old_steps import GIVEN_UP
-from laminar_hpc.store.run_files import write_whole
 
 # state in the store -> what it means for the run
 _MEANINGS = {

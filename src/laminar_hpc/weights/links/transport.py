@@ -5,12 +5,11 @@ machine it gains nothing: the receiver wants the bytes in host memory, so they l
 memory that it maps.
 """
 
-from pathlib import Path
-
 import msgspec
 
 from laminar_hpc.config.errors import PermanentFailure
 from laminar_hpc.machine.devices import is_slice, present
+from laminar_hpc.machine.processes import boot
 
 NCCL, HOST = "nccl", "host"
 
@@ -27,7 +26,7 @@ def end_here(device: str) -> LinkEndpoint:
     one name."""
     if present() and is_slice(present()[0]):
         device = ""
-    return LinkEndpoint(Path("/proc/sys/kernel/random/boot_id").read_text().strip(), device)
+    return LinkEndpoint(boot(), device)
 
 
 def choose(wanted: str, sender: LinkEndpoint, receiver: LinkEndpoint, peer: str) -> str:
