@@ -6,13 +6,13 @@ sign.
 
 import sqlite3
 import threading
+from contextlib import closing
 from pathlib import Path
 
 from laminar_hpc.config.errors import Refused
 from laminar_hpc.store.checkpoints import checkpoint_path, going_on_from, store_id
 from laminar_hpc.store.full_disk import is_full_disk
-from laminar_hpc.store.journal import store_id_of
-from laminar_hpc.store.store_layout import connect_read_only
+from laminar_hpc.store.store_layout import connect_read_only, meta
 
 
 def check_store(path: Path, run_dir: Path, restored_step: int, replay: bool, seconds: float) -> None:
@@ -47,12 +47,9 @@ def damage_of(path: Path, seconds: float) -> str:
 def _read(path: Path, seconds: float) -> tuple[str, int, str]:
     """(damage, the last step whose batch is on record, store id)."""
     try:
-        connection = connect_read_only(path)
-        try:
+        with closing(connect_read_only(path)) as connection:
             damage = _quick_check(connection, seconds) if seconds else ""
             return (damage, 0, "") if damage else ("", _last_step(connection), _store_id(connection))
-        finally:
-            connection.close()
     except sqlite3.DatabaseError as error:
         if is_full_disk(error):
             raise
@@ -86,7 +83,7 @@ def _last_step(connection: sqlite3.Connection) -> int:
 
 
 def _store_id(connection: sqlite3.Connection) -> str:
-    return store_id_of(connection) if _has_table(connection, "meta") else ""
+    return meta(connection, "store_id") if _has_table(connection, "meta") else ""
 
 
 def _has_table(connection: sqlite3.Connection, name: str) -> bool:
