@@ -181,7 +181,7 @@ def delta_row(options: argparse.Namespace, share: float) -> dict[str, object]:
     new = torch.where(torch.rand(count, device=options.device) < share, -2 * old, old)
     image = old.clone()
     delta, (indices, values) = kernels.delta_encode(new, old), delta_in_torch(new, old)
-    kernels.delta_apply(image, delta)
+    image[delta.indices.long()] = delta.values
     same = torch.equal(delta.indices, indices) and torch.equal(
         reference.bits(delta.values), reference.bits(values)
     )

@@ -27,7 +27,6 @@ import torch
 
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.weights import kernels
-from laminar_hpc.weights.kernels.reference import Delta, bits
 from laminar_hpc.weights.kernels.sums import extension
 from laminar_hpc.weights.manifest import Manifest
 
@@ -282,7 +281,7 @@ def _apply_by_torch(frame: Frame, base: torch.Tensor, target: torch.Tensor, widt
     if indices.numel() != changed or (changed and int(indices.max()) >= units):
         return False
     target.copy_(base)
-    kernels.delta_apply(bits(target.view(_UNIT[width])), Delta(indices.to(torch.int32), values))
+    target.view(_UNIT[width])[indices] = values
     return True
 
 

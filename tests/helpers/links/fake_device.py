@@ -66,20 +66,23 @@ class FakeStream:
         self._work.put(lambda: event.reached.wait(_PATIENCE_SECONDS))
 
 
-class FakeDevice:
-    """Satisfies streams.Streams. `default` is the current stream of every thread that has chosen none, which
+class FakeDevice(streams.Streams):
+    """`default` is the current stream of every thread that has chosen none, which
     on a GPU is where the trainer trains."""
 
-    device = torch.device("cpu")
-
     def __init__(self, name: str = "GPU-fake") -> None:
-        self.name, self.default = name, FakeStream("default")
+        super().__init__(torch.device("cpu"))
+        self._name, self.default = name, FakeStream("default")
         self.awaited: Callable[[], object] = lambda: None  # whenever the host waits for this device
         self.made: list[FakeStream] = []
         self.pairs: list[FakePair] = []
         self.registered: list[int] = []  # sizes of host memory
         self._current, self._places = threading.local(), list[tuple[int, int]]()
         self._kept: list[torch.Tensor] = []  # so that no host tensor ever takes a place of the device
+
+    @property
+    def name(self) -> str:
+        return self._name
 
     @property
     def current(self) -> FakeStream:

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from helpers.kernels import compiled
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.weights.kernels import Delta, delta_apply, delta_encode, pack, place
+from laminar_hpc.weights.kernels import delta_encode, pack, place
 from laminar_hpc.weights.kernels.grid import common_grid
 from laminar_hpc.weights.kernels.slices import LocalSlice
 from laminar_hpc.weights.kernels.triton_delta import BLOCK, compact_kernel, mark_kernel
@@ -158,12 +158,6 @@ def test_what_no_kernel_can_do_is_refused() -> None:
     for other in (torch.zeros(4), torch.zeros(5, dtype=torch.float16), torch.zeros(5, 1)):
         with pytest.raises(LaminarError, match="no delta between"):
             delta_encode(image, other)
-    for index in (-1, 5):
-        with pytest.raises(LaminarError, match="not one of 5 elements"):
-            delta_apply(image, Delta(torch.tensor([0, index], dtype=torch.int32), torch.ones(2)))
-    with pytest.raises(LaminarError, match="does not fit"):
-        delta_apply(image, Delta(torch.tensor([0], dtype=torch.int32), torch.ones(1, dtype=torch.float16)))
-    assert not image.any()
 
 
 def test_the_references_serve_the_cpu() -> None:

@@ -1,9 +1,8 @@
-"""What moves weights between layouts and keeps count of them: pack, delta encode, delta apply.
+"""What moves weights between layouts and keeps count of them: pack and delta encode.
 
 Pack and encode are Triton kernels (triton_pack.py, triton_delta.py) beside plain-torch references
 (reference.py) that give the same bits. The functions here are what the rest of the system calls; they, and
-nothing else, choose: tensors on a GPU go to the kernels, all others to the references. A delta is applied in
-host memory, by plain torch.
+nothing else, choose: tensors on a GPU go to the kernels, all others to the references.
 """
 
 import math
@@ -17,7 +16,7 @@ from laminar_hpc.weights.kernels.reference import Delta
 from laminar_hpc.weights.kernels.slices import LocalSlice
 from laminar_hpc.weights.kernels.sums import LazySums, shifted
 
-__all__ = ["LONGEST", "Delta", "delta_apply", "delta_encode", "pack", "place"]
+__all__ = ["LONGEST", "Delta", "delta_encode", "pack", "place"]
 
 # elements per delta: an index has 32 bits, and a kernel's last block may reach beyond the end
 LONGEST = 2**31 - 2**16
@@ -99,28 +98,6 @@ def delta_encode(new: torch.Tensor, old: torch.Tensor) -> Delta:
 
         return on_gpu(new, old)
     return reference.delta_encode(new, old)
-
-
-def delta_apply(image: torch.Tensor, delta: Delta) -> None:
-    """Writes the delta's values into the flat `image`, in place. Indices are distinct, in any order.
-
-    Waits for the device. Raises LaminarError, and leaves the image as it was, when the delta is not one of
-    such an image.
-    """
-    if image.dim() != 1 or image.dtype != delta.values.dtype or delta.indices.shape != delta.values.shape:
-        raise LaminarError(
-            f"a delta of {delta.values.dtype} does not fit an image "
-            f"{tuple(image.shape)} of {image.dtype}; send a full copy"
-        )
-    if not delta.indices.numel():
-        return
-    low, high = (int(end) for end in delta.indices.aminmax())
-    if low < 0 or high >= image.numel():
-        raise LaminarError(
-            f"a delta with indices from {low} to {high} is not "
-            f"one of {image.numel()} elements; send a full copy"
-        )
-    reference.delta_apply(image, delta)
 
 
 def _check_target(local: LocalSlice, target: torch.Tensor) -> None:

@@ -45,8 +45,3 @@ def delta_encode(new: torch.Tensor, old: torch.Tensor) -> Delta:
     """The elements of `new` whose bits differ from `old`; both flat, of one length and dtype."""
     changed = torch.nonzero(bits(new) != bits(old)).view(-1)
     return Delta(changed.to(torch.int32), new[changed])
-
-
-def delta_apply(image: torch.Tensor, delta: Delta) -> None:
-    """Writes the changed elements into the flat `image`, in place."""
-    image[delta.indices.long()] = delta.values

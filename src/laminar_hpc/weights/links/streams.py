@@ -36,46 +36,6 @@ class StreamEvent(Protocol):
         """Whether the device has come that far."""
 
 
-class Streams(Protocol):
-    """One device. Each thread has a current stream, to which everything that it enqueues goes."""
-
-    device: torch.device
-
-    @property
-    def name(self) -> str:
-        """Names the device among all of the world; "" for host memory."""
-
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor lies in the memory of a device that works behind the host's back."""
-
-    def stream(self) -> Any:
-        """A new stream, in no order with any other."""
-
-    def on(self, stream: Any) -> AbstractContextManager[object]:
-        """Makes it the current stream of this thread for a block."""
-
-    def event(self) -> StreamEvent:
-        """Reached when all that was enqueued to the current stream so far is done."""
-
-    def after(self, event: StreamEvent) -> None:
-        """What is enqueued to the current stream from here on begins after the event."""
-
-    def empty(self, size: int) -> torch.Tensor:
-        """Device memory, uint8 [size]."""
-
-    def pinned(self, size: int) -> torch.Tensor:
-        """Host memory, uint8 [size], with which the device exchanges bytes by itself."""
-
-    def pin(self, memory: torch.Tensor) -> None:
-        """Makes host memory that lives as long as this process so, where the driver allows it."""
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Enqueues a copy between the device and pinned memory."""
-
-    def pair(self, store: Store, rank: int, seconds: float) -> Backend:
-        """A group of two ends whose sends and receives are enqueued; one that fails ends no process."""
-
-
 def until(reached: Callable[[], bool], seconds: float, what: str, given_up: Callable[[], bool]) -> None:
     """Waits for a device. Raises RuntimeError after `seconds`, or as soon as `given_up()` holds."""
     began = time.monotonic()
@@ -88,7 +48,7 @@ def until(reached: Callable[[], bool], seconds: float, what: str, given_up: Call
         time.sleep(min(max(_POLL_SECONDS, _POLL_SHARE * waited), _LONGEST_POLL_SECONDS))
 
 
-def settle(streams: Streams, seconds: float, what: str) -> None:
+def settle(streams: "Streams", seconds: float, what: str) -> None:
     """Returns when all that was enqueued to this thread's current stream is done, which is `what`. Raises
     LaminarError after `seconds`."""
     try:
@@ -104,47 +64,59 @@ class _Done:
         return True
 
 
-class HostStreams:
-    """Host memory: what was called is done."""
-
-    name = ""
+class Streams:
+    """One device; this one is host memory, where what was called is done. Each thread has a current stream,
+    to which everything that it enqueues goes."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
+    @property
+    def name(self) -> str:
+        """Names the device among all of the world; "" for host memory."""
+        return ""
+
     def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor lies in the memory of a device that works behind the host's back."""
         return False
 
-    def stream(self) -> None:
+    def stream(self) -> Any:
+        """A new stream, in no order with any other."""
         return None
 
-    def on(self, stream: None) -> AbstractContextManager[object]:
+    def on(self, stream: Any) -> AbstractContextManager[object]:
+        """Makes it the current stream of this thread for a block."""
         return contextlib.nullcontext()
 
     def event(self) -> StreamEvent:
+        """Reached when all that was enqueued to the current stream so far is done."""
         return _Done()
 
-    def after(self, event: StreamEvent) -> None: ...
+    def after(self, event: StreamEvent) -> None:
+        """What is enqueued to the current stream from here on begins after the event."""
 
     def empty(self, size: int) -> torch.Tensor:
+        """Device memory, uint8 [size]."""
         return torch.empty(size, dtype=torch.uint8)
 
-    pinned = empty
+    def pinned(self, size: int) -> torch.Tensor:
+        """Host memory, uint8 [size], with which the device exchanges bytes by itself."""
+        return torch.empty(size, dtype=torch.uint8)
 
-    def pin(self, memory: torch.Tensor) -> None: ...
+    def pin(self, memory: torch.Tensor) -> None:
+        """Makes host memory that lives as long as this process so, where the driver allows it."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Enqueues a copy between the device and pinned memory."""
         target.copy_(source)
 
     def pair(self, store: Store, rank: int, seconds: float) -> Backend:
+        """A group of two ends whose sends and receives are enqueued; one that fails ends no process."""
         raise ValueError("a group of a device's memory between ends without a device")
 
 
-class CudaStreams:
+class CudaStreams(Streams):
     """One GPU, by torch.cuda and NCCL."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
 
     @property
     def name(self) -> str:
@@ -209,7 +181,7 @@ def _no_abort() -> Iterator[None]:
                 os.environ[_NO_ABORT] = before
 
 
-KINDS: dict[str, Callable[[torch.device], Streams]] = {"cpu": HostStreams, "cuda": CudaStreams}
+KINDS: dict[str, Callable[[torch.device], Streams]] = {"cpu": Streams, "cuda": CudaStreams}
 
 
 def streams_of(device: torch.device) -> Streams:

@@ -7,7 +7,6 @@ a neighbour that is stuck.
 
 import queue
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 from laminar_hpc.policies.chain import chunk_bytes
@@ -18,17 +17,20 @@ from laminar_hpc.weights.relay.chain import WeightStream, send_stream
 MakeLink = Callable[[Callable[[], bool]], Link]  # its argument tells whether the link is no longer wanted
 Down = Callable[[int, str], None]
 Failed = Callable[[Exception], None]
+Work = Callable[[Link], None]
 
 
-class LinkEnd(ABC):
-    """A thread on one link. `down(epoch, why)` is called once if the link cannot be made or breaks, not when
+class LinkEnd:
+    """A thread on one link, which calls `work(link)` again and again: one publication, or a bounded wait for
+    it. `down(epoch, why)` is called once if the link cannot be made or breaks, not when
     `close` was called; `failed(error)` on anything else."""
 
-    def __init__(self, epoch: int, make: MakeLink, down: Down, failed: Failed) -> None:
+    def __init__(self, epoch: int, make: MakeLink, down: Down, failed: Failed, work: Work) -> None:
         self.epoch = epoch
         self._make = make
         self._down = down
         self._failed = failed
+        self._work = work
         self._link: Link | None = None
         self._closing = False
         self.thread = threading.Thread(
@@ -40,7 +42,7 @@ class LinkEnd(ABC):
         try:
             self._link = link = self._make(lambda: self._closing)
             while not self._closing:
-                self.work(link)
+                self._work(link)
         except LinkBroken as error:
             if not self._closing:
                 self._down(self.epoch, str(error))
@@ -48,10 +50,6 @@ class LinkEnd(ABC):
             self._failed(error)
         finally:
             self.close()
-
-    @abstractmethod
-    def work(self, link: Link) -> None:
-        """One publication, or a bounded wait for it."""
 
     @property
     def closed(self) -> bool:
@@ -72,16 +70,7 @@ class LinkEnd(ABC):
 
 
 class UpstreamEnd(LinkEnd):
-    """Takes one publication after the other: `receive(link)` takes one."""
-
-    def __init__(
-        self, epoch: int, make: MakeLink, down: Down, failed: Failed, receive: Callable[[Link], None]
-    ) -> None:
-        self._receive = receive
-        super().__init__(epoch, make, down, failed)
-
-    def work(self, link: Link) -> None:
-        self._receive(link)
+    """Its `work` receives one publication."""
 
 
 class DownstreamEnd(LinkEnd):
@@ -104,7 +93,7 @@ class DownstreamEnd(LinkEnd):
         self._streams: queue.SimpleQueue[WeightStream | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._pending: list[WeightStream] = []  # those that are not done; none once the link is closed
-        super().__init__(epoch, make, down, failed)
+        super().__init__(epoch, make, down, failed, self._pass_on)
 
     @property
     def busy(self) -> bool:
@@ -128,7 +117,7 @@ class DownstreamEnd(LinkEnd):
                 self._pending.remove(stream)
             self._done(stream)
 
-    def work(self, link: Link) -> None:
+    def _pass_on(self, link: Link) -> None:
         stream = self._streams.get()
         if stream is None:
             return
