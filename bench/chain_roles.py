@@ -40,8 +40,9 @@ from laminar_hpc.controller.tables import Tables
 from laminar_hpc.controller.trajectories.partial_responses import PartialResponsePool
 from laminar_hpc.controller.trajectories.tracker import TrajectoryTracker
 from laminar_hpc.line.address import ADDRESS_FILE, read_address, write_address
-from laminar_hpc.line.channel import Channel, StopReceived
+from laminar_hpc.line.channel import Channel
 from laminar_hpc.line.context import RoleContext
+from laminar_hpc.line.endings import StopReceived
 from laminar_hpc.line.hub import Hub
 from laminar_hpc.line.messages.membership import Hello
 from laminar_hpc.machine.files import jsonl

@@ -49,7 +49,7 @@ class Line:
 
 
 def relay_wait(pipe: object, timeout: float) -> object | None:
-    from laminar_hpc.line.channel import StopReceived
+    from laminar_hpc.line.endings import StopReceived
 
     message = pipe.recv() if pipe.poll(timeout) else None
     if message == "stop":

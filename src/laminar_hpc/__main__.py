@@ -29,8 +29,9 @@ from laminar_hpc.launch.leaving import leave_at_once, watch_signals
 from laminar_hpc.launch.placement import place
 from laminar_hpc.line.address import keep_to_loopback, launch_id
 from laminar_hpc.line.agent_line import FAILED_ELSEWHERE, PERMANENT, REFUSED, RankReport, report
-from laminar_hpc.line.channel import RUN_FAILED, Channel, StopReceived, Terminated, TrainersReplaced
+from laminar_hpc.line.channel import Channel
 from laminar_hpc.line.context import RoleContext
+from laminar_hpc.line.endings import RUN_FAILED, StopReceived, Terminated, TrainersReplaced
 from laminar_hpc.line.messages.membership import UNNUMBERED, Failure, Hello
 from laminar_hpc.line.starter_id import own_starter_id
 from laminar_hpc.machine.devices import use_devices

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from laminar_hpc.line.agent_line import FAILED_ELSEWHERE
-from laminar_hpc.line.channel import Channel, TrainersReplaced
+from laminar_hpc.line.channel import Channel
+from laminar_hpc.line.endings import TrainersReplaced
 from laminar_hpc.line.messages.chain import CutLink, EpochProposed, JoinEpoch, StoreOpened
 from laminar_hpc.line.messages.membership import Failure, Hello, TrainerProgress
 from laminar_hpc.line.messages.publication import NewWeightId, WeightId

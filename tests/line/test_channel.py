@@ -14,8 +14,9 @@ from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.line import hub as hub_module
 from laminar_hpc.line import stop
 from laminar_hpc.line.address import read_address
-from laminar_hpc.line.channel import Channel, ControllerLost, MessageRefused, StopReceived
+from laminar_hpc.line.channel import Channel
 from laminar_hpc.line.delivery import Header, encode_header
+from laminar_hpc.line.endings import ControllerLost, MessageRefused, StopReceived
 from laminar_hpc.line.hub import Hub, UnreadableMessage
 from laminar_hpc.line.messages.data import PromptGroup
 from laminar_hpc.line.messages.membership import Failure, Hello, Ping, Pong, Stop, StopRequest, Welcome

@@ -16,9 +16,10 @@ from helpers.links.keeper import Keeper
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.line import controller_watch, unsaid
 from laminar_hpc.line.address import read_address, write_address
-from laminar_hpc.line.channel import Channel, ControllerLost
+from laminar_hpc.line.channel import Channel
 from laminar_hpc.line.dealer import connect
 from laminar_hpc.line.delivery import Header, encode_header
+from laminar_hpc.line.endings import ControllerLost
 from laminar_hpc.line.messages.data import PromptGroup
 from laminar_hpc.line.messages.membership import Goodbye, Hello, Ping, Welcome
 from laminar_hpc.line.messages.rollouts import Grant, Lost

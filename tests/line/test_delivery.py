@@ -67,7 +67,7 @@ class World:
         self.said_down: dict[str, list[bytes]] = {}
         self.heard_down: dict[str, list[bytes]] = {}
         self.now = 0.0
-        self.worker_out, self.worker_in, self.session = Sender(deque()), Receiver(), ""
+        self.worker_out, self.worker_in, self.session = Sender(Spool()), Receiver(), ""
         self.start_controller()
 
     # ---- the controller
@@ -83,7 +83,7 @@ class World:
             if not self.open:
                 self.sessions += 1
                 self.open = f"s{self.sessions:09}"
-                self.control_out = Sender(deque())
+                self.control_out = Sender(Spool())
                 self.said_down[self.open] = []
             self.commit()
             self.down.append((self.head_down(0), b"welcome %d" % self.received))
@@ -276,7 +276,7 @@ def test_once_and_in_order_over_long_histories() -> None:
 
 def test_no_more_than_the_window_is_on_the_wire() -> None:
     """By number and by bytes; one frame larger than the window goes alone."""
-    sender = Sender(deque())
+    sender = Sender(Spool())
     for _ in range(2 * WINDOW_FRAMES):
         sender.push(b"x")
     numbers = []
@@ -286,7 +286,7 @@ def test_no_more_than_the_window_is_on_the_wire() -> None:
     assert numbers == list(range(1, WINDOW_FRAMES + 1))
     sender.acknowledged(10)
     assert sender.peek() == (WINDOW_FRAMES + 1, b"x")
-    large = Sender(deque())
+    large = Sender(Spool())
     for _ in range(2):
         large.push(bytes(WINDOW_BYTES + 1))
     assert large.peek() is not None
@@ -299,7 +299,7 @@ def test_what_no_sender_could_say_is_refused() -> None:
     what is no header are errors with a reason."""
     with pytest.raises(DeliveryError, match="message 1026 where 2 is due"):
         Receiver(1).take(1026)
-    sender = Sender(deque())
+    sender = Sender(Spool())
     sender.push(b"x")
     sender.peek()
     with pytest.raises(DeliveryError, match="acknowledges message 2 of 1"):

@@ -9,7 +9,7 @@ from helpers.control.script import samples_of, scripted
 from helpers.emulated.stand import Stand, assert_every_one_ended_once, small_config
 from laminar_hpc.controller.loop import Controller
 from laminar_hpc.line import worker_line
-from laminar_hpc.line.channel import Terminated
+from laminar_hpc.line.endings import Terminated
 from laminar_hpc.line.messages.data import Partial, ReplicaLoad, VersionSpan
 from laminar_hpc.line.messages.membership import Goodbye, Ping
 from laminar_hpc.line.messages.moves import Reserve

@@ -5,7 +5,7 @@ import pytest
 
 from helpers.emulated.stand import Stand, assert_every_one_ended_once, small_config
 from laminar_hpc.controller.loop import Controller
-from laminar_hpc.line.channel import Terminated
+from laminar_hpc.line.endings import Terminated
 from laminar_hpc.report import rundata
 
 

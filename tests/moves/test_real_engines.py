@@ -22,7 +22,7 @@ from laminar_hpc.config.models import WEIGHTS_FILE
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.controller.trajectories import migration
 from laminar_hpc.engine.sglang.server import SglangServer
-from laminar_hpc.line.channel import StopReceived
+from laminar_hpc.line.endings import StopReceived
 from laminar_hpc.line.messages.chain import RelayHas
 from laminar_hpc.line.messages.membership import Stop
 from laminar_hpc.report import rundata, summary

@@ -8,7 +8,7 @@ import pytest
 
 from helpers.engines.pair import fill_slot
 from helpers.engines.replica_stand import Replica
-from laminar_hpc.line.channel import StopReceived
+from laminar_hpc.line.endings import StopReceived
 from laminar_hpc.line.messages.rollouts import EngineHung, Generated, Unfinished
 from laminar_hpc.rollout import engine_watch
 

@@ -24,7 +24,7 @@ from helpers.made import Made, stored
 from helpers.processes import ended
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.engine.sglang.server import SglangServer
-from laminar_hpc.line.channel import StopReceived
+from laminar_hpc.line.endings import StopReceived
 from laminar_hpc.line.messages.data import Partial, PromptGroup, Sample, Trajectory, VersionSpan
 from laminar_hpc.line.messages.rollouts import (
     Generated,

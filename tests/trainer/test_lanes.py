@@ -9,7 +9,7 @@ import pytest
 from helpers.trainer import tiny
 from helpers.trainer.publishing import linked, scratch, slot_bytes, spoil, start, whole
 from helpers.trainer.ranks import Ranks
-from laminar_hpc.line.channel import StopReceived
+from laminar_hpc.line.endings import StopReceived
 from laminar_hpc.line.messages.chain import LinkDown, RelayHas
 from laminar_hpc.line.messages.publication import LaneSenders, NewWeightId, Published
 from laminar_hpc.trainer.megatron.policy import MegatronPolicy

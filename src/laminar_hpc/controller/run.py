@@ -41,7 +41,7 @@ from laminar_hpc.data.prompts import Prompt
 from laminar_hpc.environments.run_prompts import load_run_prompts
 from laminar_hpc.line.address import ADDRESS_FILE, read_address
 from laminar_hpc.line.agent_line import orders
-from laminar_hpc.line.channel import RUN_FAILED
+from laminar_hpc.line.endings import RUN_FAILED
 from laminar_hpc.line.hub import Hub
 from laminar_hpc.line.stop import forget_request, left_request, request_is_left
 from laminar_hpc.line.waiting import are_queued, who_waits

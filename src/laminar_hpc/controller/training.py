@@ -22,7 +22,7 @@ from laminar_hpc.controller.shown_samples import ShownSamples
 from laminar_hpc.controller.tables import Tables
 from laminar_hpc.controller.takeover import Continuation
 from laminar_hpc.controller.weights.weight_ids import Weights
-from laminar_hpc.line.channel import SAME_VERSION
+from laminar_hpc.line.endings import SAME_VERSION
 from laminar_hpc.line.messages.training import (
     Batch,
     BatchGroup,

@@ -11,7 +11,8 @@ import threading
 import time
 
 from laminar_hpc.line.agent_line import FAILED_ELSEWHERE
-from laminar_hpc.line.channel import Channel, Terminated, TrainersReplaced
+from laminar_hpc.line.channel import Channel
+from laminar_hpc.line.endings import Terminated, TrainersReplaced
 
 LEAVE_SECONDS = 17.0  # a rank that was told to end is gone after this, whatever it waits for
 LEAVES = ("relay", "rollout")  # roles without which the run goes on; one world ends as a whole

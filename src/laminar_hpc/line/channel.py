@@ -13,12 +13,7 @@ from typing import TypeVar
 
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.line.endings import (
-    RUN_FAILED,
-    SAME_VERSION,
-    ControllerLost,
-    MessageRefused,
     StopReceived,
-    Terminated,
     TrainersReplaced,
 )
 from laminar_hpc.line.in_order import InOrder
@@ -27,17 +22,6 @@ from laminar_hpc.line.messages.membership import Failure, Goodbye, Hello, Ping, 
 from laminar_hpc.line.messages.rollouts import Increment
 from laminar_hpc.line.messages.wire import encode
 from laminar_hpc.line.worker_line import WorkerLine
-
-__all__ = [
-    "RUN_FAILED",
-    "SAME_VERSION",
-    "Channel",
-    "ControllerLost",
-    "MessageRefused",
-    "StopReceived",
-    "Terminated",
-    "TrainersReplaced",
-]
 
 _LOOK_SECONDS = 0.2  # between two looks whether a controller is there
 _FLUSH_SECONDS = 0.05  # between two looks whether all has arrived

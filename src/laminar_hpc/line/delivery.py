@@ -13,11 +13,11 @@ forgets what was acknowledged and nothing else; at most WINDOW_FRAMES are on the
 
 import math
 from collections.abc import Iterator
-from typing import Protocol
 
 import msgspec
 
 from laminar_hpc.config.errors import LaminarError
+from laminar_hpc.line.spool import Spool
 
 WINDOW_FRAMES = 1024  # a turn of the controller takes about so many
 WINDOW_BYTES = 32 << 20  # one frame may be larger
@@ -60,18 +60,10 @@ class DeliveryError(LaminarError):
     """The other side breaks the protocol: a bug, another version, or a store that has forgotten."""
 
 
-class Backlog(Protocol):
-    """Frames that wait, in order (line/spool.py)."""
-
-    def append(self, frame: bytes) -> None: ...
-    def popleft(self) -> bytes: ...
-    def __len__(self) -> int: ...
-
-
 class Sender:
     """One stream's sending end."""
 
-    def __init__(self, backlog: Backlog) -> None:
+    def __init__(self, backlog: Spool) -> None:
         self._backlog = backlog
         self._kept: dict[int, bytes] = {}  # numbered, not yet acknowledged
         self._kept_bytes = 0

@@ -15,7 +15,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from laminar_hpc.line.channel import StopReceived
+from laminar_hpc.line.endings import StopReceived
 from laminar_hpc.line.messages.rollouts import Leaving
 from laminar_hpc.rollout.answers import CallAnswers
 from laminar_hpc.rollout.batch import LocalBatch

@@ -29,8 +29,8 @@ from laminar_hpc.config.models import model_config
 from laminar_hpc.data.tokens import stop_token_ids
 from laminar_hpc.engine.interface import EngineDied, EngineFactory, EngineHangs
 from laminar_hpc.environments.reward_pool import RewardPool
-from laminar_hpc.line.channel import StopReceived, Terminated
 from laminar_hpc.line.context import RoleContext
+from laminar_hpc.line.endings import StopReceived, Terminated
 from laminar_hpc.line.messages.data import Message, Sample
 from laminar_hpc.line.messages.homes import Ask, LetGo
 from laminar_hpc.line.messages.membership import Release, Welcome

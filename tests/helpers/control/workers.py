@@ -8,7 +8,8 @@ from pathlib import Path
 
 from helpers.made import trajectory
 from laminar_hpc.line.address import read_address
-from laminar_hpc.line.channel import Channel, StopReceived
+from laminar_hpc.line.channel import Channel
+from laminar_hpc.line.endings import StopReceived
 from laminar_hpc.line.messages.chain import EpochProposed, RelayHas
 from laminar_hpc.line.messages.data import Message, Partial, PromptGroup, ReplicaLoad, Sample, VersionSpan
 from laminar_hpc.line.messages.membership import Hello, Ping, Welcome

@@ -6,8 +6,8 @@ from helpers.emulated.stand import PROMPT_TOKENS, Stand
 from laminar_hpc.controller.loop import Controller
 from laminar_hpc.engine.interface import Generation
 from laminar_hpc.environments.reward_pool import RewardPool
-from laminar_hpc.line.channel import Terminated
 from laminar_hpc.line.context import RoleContext
+from laminar_hpc.line.endings import Terminated
 from laminar_hpc.rollout.worker import RolloutWorker
 from laminar_hpc.simulator.emulated.engine import EmulatedEngine
 

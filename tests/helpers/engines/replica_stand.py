@@ -14,8 +14,8 @@ import psutil
 from helpers.engines.pair import engine_config, fill_slot, make_model
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.engine.factory import engine_factory
-from laminar_hpc.line.channel import StopReceived
 from laminar_hpc.line.context import RoleContext
+from laminar_hpc.line.endings import StopReceived
 from laminar_hpc.line.in_order import InOrder
 from laminar_hpc.line.messages.data import Message, PromptGroup, Sample
 from laminar_hpc.line.messages.membership import Welcome

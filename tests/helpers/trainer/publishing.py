@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 
 from laminar_hpc.config.schema import RunConfig
-from laminar_hpc.line.channel import StopReceived
 from laminar_hpc.line.context import RoleContext
+from laminar_hpc.line.endings import StopReceived
 from laminar_hpc.line.messages.chain import EpochProposed, JoinEpoch, StoreOpened
 from laminar_hpc.line.messages.data import Message
 from laminar_hpc.line.messages.membership import Welcome

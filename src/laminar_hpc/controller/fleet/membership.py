@@ -14,7 +14,7 @@ from laminar_hpc.controller.fleet.trainer_generation import TrainerGeneration
 from laminar_hpc.controller.takeover import Reattachment
 from laminar_hpc.data.pretrained import recorded_name
 from laminar_hpc.line.agent_line import orders
-from laminar_hpc.line.channel import SAME_VERSION
+from laminar_hpc.line.endings import SAME_VERSION
 from laminar_hpc.line.messages.membership import (
     UNNUMBERED,
     Failure,

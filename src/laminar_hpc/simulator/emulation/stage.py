@@ -18,7 +18,8 @@ import numpy as np
 
 from laminar_hpc.config.adapter_places import slots_of
 from laminar_hpc.config.schema import RunConfig
-from laminar_hpc.line.channel import Channel, StopReceived
+from laminar_hpc.line.channel import Channel
+from laminar_hpc.line.endings import StopReceived
 from laminar_hpc.line.messages.chain import EpochProposed, RelayHas
 from laminar_hpc.line.messages.data import TOKEN_BYTES, Message, Trajectory
 from laminar_hpc.line.messages.membership import Hello, Ping, Stop, Welcome

@@ -26,8 +26,8 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.line.channel import StopReceived
 from laminar_hpc.line.context import RoleContext
+from laminar_hpc.line.endings import StopReceived
 from laminar_hpc.trainer.publishing.commands import PublishingCommand, give
 from laminar_hpc.trainer.publishing.follower import PublishingFollower
 from laminar_hpc.trainer.publishing.handover import Handover

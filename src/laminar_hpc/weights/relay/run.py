@@ -20,8 +20,8 @@ import torch
 from laminar_hpc.config.adapter_places import slots_of
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.line.address import own_address
-from laminar_hpc.line.channel import StopReceived
 from laminar_hpc.line.context import RoleContext
+from laminar_hpc.line.endings import StopReceived
 from laminar_hpc.line.messages.chain import (
     CutLink,
     EpochProposed,
