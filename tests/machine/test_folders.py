@@ -46,5 +46,5 @@ def test_machines_of_one_name_are_told_apart(tmp_path, monkeypatch):
     not looked up on the other. On one machine all processes say the same."""
     here = processes.machine_name(str(tmp_path))
     assert here == processes.machine_name(str(tmp_path)) and here.startswith(socket.gethostname() + "/")
-    monkeypatch.setattr(processes, "_boot", lambda: "0123456789abcdef")
+    monkeypatch.setattr(processes, "boot", lambda: "0123456789abcdef")
     assert processes.machine_name(str(tmp_path)) != here
