@@ -37,7 +37,7 @@ from laminar_hpc.engine.sglang.server import SglangServer
 from laminar_hpc.machine.observability.trace import Trace
 from laminar_hpc.rollout.adapter_loader import new_loader
 from laminar_hpc.rollout.engine_lives import EngineLives
-from laminar_hpc.weights.adapter_slots import side_files
+from laminar_hpc.weights.adapters import side_files
 from laminar_hpc.weights.hf import TensorReader
 from laminar_hpc.weights.kernels.sums import tensor_sums
 from laminar_hpc.weights.manifest import layout

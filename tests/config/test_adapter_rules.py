@@ -16,7 +16,7 @@ from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.load import load_config
 from laminar_hpc.config.models import count_parameters, known_models, model_config
 from laminar_hpc.config.schema import LoraConfig, RunConfig
-from laminar_hpc.weights.adapters import adapter_config, adapter_layout
+from laminar_hpc.weights.adapters import adapted, adapter_config
 from laminar_hpc.weights.hf import read_shape
 
 MODEL = {
@@ -205,9 +205,8 @@ def test_a_frozen_model_needs_its_weights_alone() -> None:
 
 
 def test_layouts_of_config_and_shape_agree(base: Path) -> None:
-    """The trainer's list of an adapter's tensors is that of the checks."""
-    shape = read_shape(base)
-    assert dict(adapter_layout(shape, LORA)) == tensors_of()
+    """What the trainer adapts is what the checks know."""
+    assert adapted(read_shape(base), LORA) == widths_of(MODEL).projections(LORA.targets)
 
 
 def test_an_adapter_in_the_place_of_a_model_is_told_apart(base: Path, tmp_path: Path) -> None:

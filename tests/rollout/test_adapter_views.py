@@ -23,7 +23,7 @@ from laminar_hpc.engine.sglang.plugin.live_weights import canonical_views, live_
 from laminar_hpc.engine.sglang.plugin.load_slot import load_slot
 from laminar_hpc.engine.sglang.shards import whole_sums, whole_tensors
 from laminar_hpc.rollout.adapter_loader import AdapterLost, check_acts
-from laminar_hpc.weights.adapter_slots import side_files
+from laminar_hpc.weights.adapters import side_files
 from laminar_hpc.weights.manifest import layout, safetensors_header
 from laminar_hpc.weights.slots import SlotReader
 

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from helpers.trainer import tiny
+from helpers.trainer.adapters import adapter_layout
 from helpers.trainer.checkpointing import Trainer
 from helpers.trainer.ranks import Ranks
 from laminar_hpc.config.errors import LaminarError
@@ -19,7 +20,7 @@ from laminar_hpc.trainer.megatron.adam import named_state
 from laminar_hpc.trainer.megatron.adapters import is_adapter
 from laminar_hpc.trainer.megatron.policy import MegatronPolicy
 from laminar_hpc.trainer.step.learner import Learner
-from laminar_hpc.weights.adapters import adapter_config, adapter_layout
+from laminar_hpc.weights.adapters import adapter_config
 
 LORA = {"model__lora__rank": 4, "model__lora__alpha": 12.0}
 TEXTS = [[1, 5, 2, 8, 3], [4, 4, 1, 9, 7, 6, 2]]

@@ -11,10 +11,10 @@ from test_layouts import LAYOUTS, settings_of, texts, transformers_logits, whole
 from torch.distributed.checkpoint import FileSystemReader
 
 from helpers.trainer import tiny
+from helpers.trainer.adapters import adapter_layout
 from helpers.trainer.ranks import Ranks
 from laminar_hpc.config.schema import LoraConfig
 from laminar_hpc.store.checkpoints import checkpoint_path
-from laminar_hpc.weights.adapters import adapter_layout
 from laminar_hpc.weights.hf import read_shape
 
 STEPS, RANK, ALPHA = 20, 4, 12.0

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from helpers.paths import EXAMPLES
 from helpers.trainer import tiny
+from helpers.trainer.cases import all_logits
 from helpers.trainer.checkpointing import save_hf
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.trainer.megatron.policy import MegatronPolicy
@@ -33,7 +34,7 @@ def logits_by_transformers(directory: Path, texts: list[list[int]]) -> torch.Ten
 
 
 def logits_by_megatron(policy: MegatronPolicy, texts: list[list[int]]) -> torch.Tensor:
-    return policy.read_logits(texts, lambda output, pack: output[0, :, : policy.shape.vocab].float().cpu())[0]
+    return all_logits(policy, texts, lambda output: output[0, :, : policy.shape.vocab].float().cpu())[0]
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])

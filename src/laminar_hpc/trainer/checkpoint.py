@@ -41,6 +41,7 @@ from laminar_hpc.trainer.checkpointing.in_flight import InFlight
 from laminar_hpc.trainer.checkpointing.live_state import BESIDE, LiveState, rng_state
 from laminar_hpc.trainer.checkpointing.reports import CheckpointPart, Reports, Saved
 from laminar_hpc.trainer.control import all_frames, from_first
+from laminar_hpc.trainer.megatron.building import apply_settings
 from laminar_hpc.trainer.megatron.checkpoint_writer import Shards, ShardWriter
 from laminar_hpc.trainer.megatron.cpu import cuda_as_cpu
 from laminar_hpc.trainer.megatron.policy import MegatronPolicy
@@ -336,7 +337,8 @@ class Checkpointer:
         hashed = state["state_hash"] if same_layout and there <= self._live.beside else ""
         if hashed and (state_hash := self.state_hash(there)) != hashed:
             raise DamagedCheckpoint(f"its state hash is {state_hash[:12]}, not {hashed[:12]}")
-        self._live.apply_settings()
+        # not those of the launch that saved
+        apply_settings(self._config, self._policy.optimizer, self._policy.scheduler)
 
     def state_hash(self, those: Set[str] | None = None) -> str:
         """SHA-256 over every rank's weights, optimizer tensors, schedule, random states and what is beside,

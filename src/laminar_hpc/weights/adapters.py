@@ -5,27 +5,19 @@ These tensors are what a run with model.lora.rank publishes and keeps in its che
 weights are read from model.path by trainer and engine alike, and never change.
 """
 
+import json
 from pathlib import Path
 
-from laminar_hpc.config.adapters import TARGETS, Projection, Widths, adapter_tensors
-from laminar_hpc.config.schema import LoraConfig
+from laminar_hpc.config.adapters import ADAPTER_CONFIG_FILE, TARGETS, Projection, Widths
+from laminar_hpc.config.schema import LoraConfig, RunConfig
 from laminar_hpc.data.pretrained import recorded_name
 from laminar_hpc.weights.hf import ModelShape
 
 
-def _widths(shape: ModelShape) -> Widths:
-    return Widths(shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim, shape.ffn)
-
-
 def adapted(shape: ModelShape, lora: LoraConfig) -> list[Projection]:
     """The linear layers of a decoder layer that have an adapter."""
-    return _widths(shape).projections(lora.targets)
-
-
-def adapter_layout(shape: ModelShape, lora: LoraConfig) -> list[tuple[str, tuple[int, int]]]:
-    """Name and shape of each tensor: A [rank, inputs] and B [outputs, rank] of each module, layer by layer.
-    The order is that of a publication."""
-    return adapter_tensors(_widths(shape), shape.layers, lora)
+    widths = Widths(shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim, shape.ffn)
+    return widths.projections(lora.targets)
 
 
 def adapter_scale(lora: LoraConfig) -> float:
@@ -54,3 +46,12 @@ def adapter_config(lora: LoraConfig, base: str) -> dict[str, object]:
         "use_dora": False,
         "use_rslora": False,
     }
+
+
+def side_files(config: RunConfig) -> dict[str, bytes] | None:
+    """What lies beside an adapter in its slot, by name; None where a run publishes full weights, whose slots
+    have the files of model.path."""
+    if config.model.lora.rank == 0:
+        return None
+    settings = adapter_config(config.model.lora, config.model.path)
+    return {ADAPTER_CONFIG_FILE: json.dumps(settings, indent=1).encode()}

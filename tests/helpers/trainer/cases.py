@@ -22,6 +22,7 @@ from laminar_hpc.trainer.canonical import files
 from laminar_hpc.trainer.checkpoint import Checkpointer
 from laminar_hpc.trainer.megatron import head
 from laminar_hpc.trainer.megatron.distillation import TeacherRows
+from laminar_hpc.trainer.megatron.packs import make_pack
 from laminar_hpc.trainer.megatron.policy import MegatronPolicy
 from laminar_hpc.trainer.step.learner import Learner
 from laminar_hpc.trainer.step.microbatch import MicroBatch, make_microbatch
@@ -42,8 +43,17 @@ def place() -> tuple[int, int, int]:
     )
 
 
+def all_logits(
+    policy: MegatronPolicy, texts: list[list[int]], read: Callable[[torch.Tensor], torch.Tensor]
+) -> list[torch.Tensor]:
+    """`read(logits [1, places, vocabulary / TP])` on the last stage, at the places of all tokens of all texts
+    but the first of each, of this rank's share of them."""
+    pack = make_pack(texts, [range(1, len(text)) for text in texts], policy.device)
+    return policy._read([pack], lambda output, _: read(output), hands_on=False)
+
+
 def read_logits(policy: MegatronPolicy, texts: list[list[int]]) -> np.ndarray | None:
-    found = policy.read_logits(texts, lambda output, pack: output[0].float().cpu())
+    found = all_logits(policy, texts, lambda output: output[0].float().cpu())
     return found[0].numpy() if found else None
 
 

@@ -38,7 +38,7 @@ from laminar_hpc.line.messages.training import (
 from laminar_hpc.machine.processes import machine_name
 from laminar_hpc.policies.metrics import batch_metrics, reward_means
 from laminar_hpc.simulator.emulated.weights import published
-from laminar_hpc.weights.adapter_slots import side_files
+from laminar_hpc.weights.adapters import side_files
 from laminar_hpc.weights.manifest import Manifest, layout
 from laminar_hpc.weights.relay.parking import ParkingLot
 from laminar_hpc.weights.slots import SlotWriter

@@ -15,12 +15,11 @@ import torch.distributed as dist
 from laminar_hpc.config.adapters import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 from laminar_hpc.config.models import SIDE_FILES
 from laminar_hpc.machine.files import durable
-from laminar_hpc.machine.files.durable import FileSum, SealedFile
+from laminar_hpc.machine.files.durable import FileSum
 from laminar_hpc.trainer.checkpointing.copies import HostCopies, Wanted
-from laminar_hpc.trainer.checkpointing.hf_files import Collected
+from laminar_hpc.trainer.checkpointing.hf_files import Collected, write_tensors
 from laminar_hpc.trainer.megatron.policy import MegatronPolicy
 from laminar_hpc.weights.adapters import adapter_config
-from laminar_hpc.weights.hf import safetensors_parts
 
 _OF_THE_MODEL = ("config.json", "generation_config.json")  # they make a directory that of a whole model
 
@@ -41,12 +40,8 @@ class AdapterFiles:
     def write(self, folder: Path, files: Collected, check: Callable[[], None]) -> dict[str, FileSum]:
         """What `collect` gave, into `folder`, which is there; returns when all of it is on the disk. Raises
         OSError."""
-        sums: dict[str, FileSum] = {}
-        for name, tensors in files:
-            with SealedFile(folder / name, check) as file:
-                for part in safetensors_parts(tensors):
-                    file.write(part)
-                sums[name] = file.seal()
+        sums = write_tensors(folder, files, check)
+        if files:
             model = self._policy.config.model
             text = json.dumps(adapter_config(model.lora, model.path), indent=2) + "\n"
             (folder / ADAPTER_CONFIG_FILE).write_text(text)

@@ -28,6 +28,17 @@ from laminar_hpc.weights.kernels.slices import LocalSlice, SliceKey, by_key
 Collected = list[tuple[str, list[tuple[str, torch.Tensor]]]]  # files of this rank, with their tensors
 
 
+def write_tensors(folder: Path, files: Collected, check: Callable[[], None]) -> dict[str, FileSum]:
+    """As safetensors files; returns when all of it is on the disk. Raises OSError."""
+    sums: dict[str, FileSum] = {}
+    for name, tensors in files:
+        with SealedFile(folder / name, check) as file:
+            for part in safetensors_parts(tensors):
+                file.write(part)
+            sums[name] = file.seal()
+    return sums
+
+
 class HfFiles:
     """Of one policy. `seconds` bounds each wait for another rank."""
 
@@ -106,12 +117,7 @@ class HfFiles:
     def write(self, folder: Path, files: Collected, check: Callable[[], None]) -> dict[str, FileSum]:
         """What `collect` gave, into `folder`, which is there; returns when all of it is on the disk. Rank 0
         adds what is not a tensor. Raises OSError."""
-        sums: dict[str, FileSum] = {}
-        for name, tensors in files:
-            with SealedFile(folder / name, check) as file:
-                for part in safetensors_parts(tensors):
-                    file.write(part)
-                sums[name] = file.seal()
+        sums = write_tensors(folder, files, check)
         if self._rank == 0:
             copy_side_files(self._policy.config.model.path, folder, self._dtype)
             if len(self._files) > 1:

@@ -13,7 +13,6 @@ from megatron.core.dist_checkpointing.serialization import get_default_load_shar
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
 
 from laminar_hpc.trainer.megatron.adam import fuse, named_state, unshare_steps
-from laminar_hpc.trainer.megatron.building import apply_settings
 from laminar_hpc.trainer.megatron.optimizer_shards import load_sharded_state, sharded_state
 from laminar_hpc.trainer.megatron.policy import MegatronPolicy
 from laminar_hpc.trainer.step.rescoring import Beside
@@ -59,10 +58,6 @@ class LiveState:
         take_optimizer(policy, loaded["optimizer"], loaded["scheduler"])
         if with_random_states:
             set_rng_state(torch.load(checkpoint / "rng" / rng_file, weights_only=True))
-
-    def apply_settings(self) -> None:
-        """After a load: the optimizer goes on with the settings of this launch, not of the one that saved."""
-        apply_settings(self._policy.config, self._policy.optimizer, self._policy.scheduler)
 
     def digest(self, those: Set[str] | None = None) -> bytes:
         """SHA-256 over all of it."""

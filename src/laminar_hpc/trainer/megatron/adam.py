@@ -13,12 +13,13 @@ import torch
 from megatron.core.optimizer import MegatronOptimizer
 
 
-def _chained(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
+def parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
+    """The optimizers that Megatron has chained, or the one that there is."""
     return getattr(optimizer, "chained_optimizers", [optimizer])
 
 
 def _over_torch_adamw(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    return [o for o in _chained(optimizer) if isinstance(o.optimizer, torch.optim.AdamW)]
+    return [o for o in parts(optimizer) if isinstance(o.optimizer, torch.optim.AdamW)]
 
 
 def prime(optimizer: MegatronOptimizer) -> None:
@@ -46,8 +47,8 @@ def restore_step_0(loaded: dict) -> None:
     """Before a load of what was saved before the first update: Megatron (0.16.1, optimizer/optimizer.py,
     `sharded_state_dict`) leaves a step of 0 out, without which AdamW cannot be loaded. Not for the
     distributed optimizer, which has it elsewhere."""
-    parts = [loaded] if {"state", "optimizer"} & loaded.keys() else loaded.values()
-    for part in parts:
+    states = [loaded] if {"state", "optimizer"} & loaded.keys() else loaded.values()
+    for part in states:
         part.get("optimizer", part)["state"].setdefault("common_step", torch.tensor(0.0))
 
 
@@ -62,7 +63,7 @@ def unshare_steps(optimizer: MegatronOptimizer) -> None:
 def named_state(optimizer: MegatronOptimizer) -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor of the optimizer: the parameters that it updates (master weights or shards) and their
     moments and steps, in a fixed order."""
-    for i, o in enumerate(_chained(optimizer)):
+    for i, o in enumerate(parts(optimizer)):
         for j, group in enumerate(o.optimizer.param_groups):
             for k, p in enumerate(group["params"]):
                 yield f"{i}.{j}.{k}.param", p.detach()

@@ -15,13 +15,16 @@ there at once.
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from laminar_hpc.trainer.megatron.linear import Product
 from laminar_hpc.weights.kernels.logprobs import LEAST
+
+if TYPE_CHECKING:
+    from laminar_hpc.trainer.megatron.head import VocabularyShard
 
 Reduce = Callable[[torch.Tensor], torch.Tensor]  # the sum over tensor-parallel ranks, in place
 
@@ -34,16 +37,6 @@ class TeacherRows(NamedTuple):
     which: torch.Tensor
     heads: Sequence[torch.Tensor]
     divergence: str
-
-
-class VocabularyShard(Protocol):
-    """What head.py knows of this rank's columns of the vocabulary."""
-
-    real: int
-    rows: int
-    temperature: float
-
-    def reduce(self, x: torch.Tensor, op: dist.ReduceOp.RedOpType = ...) -> torch.Tensor: ...
 
 
 def value(divergence: str, log_p: torch.Tensor, log_t: torch.Tensor, reduce: Reduce) -> torch.Tensor:
@@ -78,7 +71,7 @@ class Comparison:
     """Of the rows of one pass with their teacher; `found` are the divergences of the chunks watched so
     far."""
 
-    def __init__(self, shard: VocabularyShard, teacher: TeacherRows, product: Product) -> None:
+    def __init__(self, shard: "VocabularyShard", teacher: TeacherRows, product: Product) -> None:
         self._shard = shard
         self._teacher = teacher
         self._product = product

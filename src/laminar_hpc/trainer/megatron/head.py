@@ -24,7 +24,7 @@ _COMPARED = 4  # so many tensors of a chunk's logits are there at once beside a 
 _COLUMNS = 8192  # of the vocabulary: whose weight gradient is computed at a time on the CPU
 
 
-class _Head:
+class VocabularyShard:
     """This tensor-parallel rank's columns of the vocabulary, and the temperature."""
 
     def __init__(self, columns: int, temperature: float, vocab: int, at_once: int = 1) -> None:
@@ -77,7 +77,7 @@ class _Head:
 class _Whole(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, head: _Head
+        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, head: VocabularyShard
     ) -> tuple[torch.Tensor, torch.Tensor]:
         places = head.places(targets)
         logprobs, entropies, normalizers = head.values(logits.split(head.rows), places)
@@ -101,7 +101,7 @@ class _Chunked(torch.autograd.Function):
         hidden: torch.Tensor,
         weight: torch.Tensor,
         targets: torch.Tensor,
-        head: _Head,
+        head: VocabularyShard,
         product: Product,
         teacher: TeacherRows | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
@@ -128,7 +128,7 @@ class _Chunked(torch.autograd.Function):
         of_divergences: torch.Tensor | None,
     ) -> tuple:
         hidden, weight, places, normalizers, entropies = ctx.saved_tensors
-        head: _Head = ctx.head
+        head: VocabularyShard = ctx.head
         gradient = torch.zeros_like(normalizers) if gradient is None else gradient
         slopes = (
             [None] * len(normalizers.split(head.rows))
@@ -180,7 +180,7 @@ def whole_logprobs(
     """logits [n, vocabulary / TP] float32 at temperature 1, targets [n] int64 -> log-probs and entropies in
     nats, float32 [n] each, both with gradient. Collective over the tensor-parallel ranks; the backward pass
     overwrites `logits`."""
-    return _Whole.apply(logits, targets, _Head(logits.shape[1], temperature, vocab))
+    return _Whole.apply(logits, targets, VocabularyShard(logits.shape[1], temperature, vocab))
 
 
 def chunked_logprobs(
@@ -195,7 +195,7 @@ def chunked_logprobs(
     """As `whole_logprobs`, from hidden [n, hidden] and weight [vocabulary / TP, hidden] of one dtype, whose
     logits `product` makes, see linear.py; the backward pass is collective too. With a teacher also the
     divergences from it, float32 [n] with gradient, for a product of its head in each pass."""
-    head = _Head(len(weight), temperature, vocab, 1 if teacher is None else _COMPARED)
+    head = VocabularyShard(len(weight), temperature, vocab, 1 if teacher is None else _COMPARED)
     found = _Chunked.apply(hidden, weight, targets, head, product, teacher)
     return found if teacher is not None else found[:2]
 

@@ -20,7 +20,7 @@ from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_f
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from laminar_hpc.trainer.megatron.adam import restore_step_0
+from laminar_hpc.trainer.megatron.adam import parts, restore_step_0
 
 _EXPERTS = "experts"  # the place of their optimizer's tensors
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # where it begins in each dimension, and its extent
@@ -37,10 +37,9 @@ def sharded_state(
     alone are saved: its settings and its step are those of the first, and without expert parallelism the
     first has its parameters.
     """
-    replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    metadata = {"dp_cp_group": replicas, "distrib_optim_sharding_type": "fully_reshardable"}
+    metadata = _metadata()
     parameters = model.sharded_state_dict(metadata=metadata, prefix=prefix)
-    first, *behind = _parts(optimizer)
+    first, *behind = parts(optimizer)
     state = _state_of(first, parameters, metadata, loading)
     for experts in behind:
         state[_EXPERTS] = _tensors_alone(_state_of(experts, parameters, metadata, loading))
@@ -49,7 +48,7 @@ def sharded_state(
 
 def load_sharded_state(optimizer: MegatronOptimizer, loaded: dict) -> None:
     """Takes what `dist_checkpointing.load` made of `sharded_state(loading=True)`."""
-    first, *behind = _parts(optimizer)
+    first, *behind = parts(optimizer)
     of_experts = loaded.pop(_EXPERTS, {})
     if isinstance(first, DistributedOptimizer):
         loaded = {name: value for name, value in loaded.items() if name in first.state_dict()}
@@ -63,8 +62,9 @@ def load_sharded_state(optimizer: MegatronOptimizer, loaded: dict) -> None:
         experts.load_state_dict(_with_settings(experts, of_experts, step, group_step))
 
 
-def _parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    return getattr(optimizer, "chained_optimizers", [optimizer])
+def _metadata() -> dict:
+    replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    return {"dp_cp_group": replicas, "distrib_optim_sharding_type": "fully_reshardable"}
 
 
 def _settings(state: dict) -> dict:
@@ -96,10 +96,8 @@ def _tensors_alone(state: dict) -> dict:
 def sharded_weights(model: torch.nn.Module, prefix: str) -> dict[str, ShardedTensor]:
     """The trained parameters that the model has now, under names that begin with `prefix`; the tensors share
     their memory, and keep to it when the parameters get another."""
-    replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    metadata = {"dp_cp_group": replicas, "distrib_optim_sharding_type": "fully_reshardable"}
     named, _ = extract_sharded_tensors_and_factories(
-        model.sharded_state_dict(prefix=prefix, metadata=metadata)
+        model.sharded_state_dict(prefix=prefix, metadata=_metadata())
     )
     trained = (each for each in nested_values(named) if each.data.requires_grad)
     found = (tensor for each in trained for tensor, _ in _tensors(each))

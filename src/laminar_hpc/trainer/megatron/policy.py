@@ -254,7 +254,7 @@ class MegatronPolicy:
 
     @property
     def learning_rate(self) -> float:
-        """Returns the learning rate of the next update."""
+        """Of the next update."""
         return self.optimizer.param_groups[0]["lr"]
 
     @torch.no_grad()
@@ -273,16 +273,6 @@ class MegatronPolicy:
         with cuda_as_cpu():
             return run_schedule(step, self.models, packs, lambda pack: pack.size, True)
 
-    def read_logits(
-        self, sequences: list[list[int]], read: Callable[[torch.Tensor, Pack], torch.Tensor]
-    ) -> list[torch.Tensor]:
-        """`read(logits [1, places, vocabulary / TP], pack)` on the last stage, at the places of all tokens of
-        all sequences but the first of each, of this rank's share of them."""
-        return self._read([self._all_places(sequences)], read, hands_on=False)
-
-    def _all_places(self, sequences: list[list[int]]) -> Pack:
-        return make_pack(sequences, [range(1, len(s)) for s in sequences], self.device)
-
     def score(self, packs: Sequence[Pack]) -> list[torch.Tensor]:
         """Log-probs of each pack's targets at the sampling temperature, as in `accumulate`: float32 [trained]
         each, on the last stage."""
@@ -300,8 +290,8 @@ class MegatronPolicy:
     def logprobs(self, sequences: list[list[int]]) -> torch.Tensor:
         """Log-probs of all tokens but the first of each sequence, at temperature 1, flattened; float32 on the
         CPU, on every rank."""
-        places = [self._all_places(sequences)]
-        of_packs = self._read(places, lambda output, pack: self._logprobs(output, pack, 1.0)[0])
+        places = make_pack(sequences, [range(1, len(s)) for s in sequences], self.device)
+        of_packs = self._read([places], lambda output, pack: self._logprobs(output, pack, 1.0)[0])
         values = (
             of_packs[0] if of_packs else torch.empty(sum(len(s) - 1 for s in sequences), device=self.device)
         )

@@ -36,7 +36,7 @@ from laminar_hpc.line.messages.membership import Welcome
 from laminar_hpc.line.messages.parking import HandOn, Keep, Park, Unpark
 from laminar_hpc.line.messages.places import GateAddress, GateOpened, JoinGate, OpenGate
 from laminar_hpc.machine.numa import stay_near
-from laminar_hpc.weights.adapter_slots import side_files
+from laminar_hpc.weights.adapters import side_files
 from laminar_hpc.weights.lane_slots import LaneWriter
 from laminar_hpc.weights.links.links import Link
 from laminar_hpc.weights.links.meeting import MEET_SECONDS, LinkBroken, host_store, reach_store
