@@ -55,10 +55,6 @@ def missing(
     current = [has.get(index) == newest for index in order]
     begin = next((place for place, is_current in enumerate(current) if not is_current), 0)
     end = begin
-    while begin and end < len(order) and not current[end] and not _reaches(coming.get(order[end]), newest):
+    while begin and end < len(order) and not current[end] and coming.get(order[end], -1) < newest:
         end += 1
     return (begin, end) if end > begin else None
-
-
-def _reaches(weight_id: int | None, newest: int) -> bool:
-    return weight_id is not None and weight_id >= newest

@@ -49,7 +49,8 @@ def settle(folder: Path, store: Path, say: Callable[[str], None], damage: str = 
         if found:
             _begin_anew(folder, store, say, "has no journal yet", era)
         elif not damage:
-            _discard(folder)
+            for file in files.segments(folder):  # of a journal that never got its first transaction
+                file.path.unlink()
     elif found and found.store_id != known:
         raise Refused([mixed_up(store, found.store_id, folder, known)])
     elif found is None or found.position is None:
@@ -195,12 +196,6 @@ def _begin_anew(folder: Path, store: Path, say: Callable[[str], None], why: str,
     seconds = console.duration(time.monotonic() - begun)
     text = f"{store} {why}: the journal begins with a snapshot, {console.size(size)} in {seconds}"
     say(console.line("set-up", text))
-
-
-def _discard(folder: Path) -> None:
-    """Discards a journal that never got its first transaction."""
-    for file in files.segments(folder):
-        file.path.unlink()
 
 
 def move_aside(store: Path) -> Path | None:

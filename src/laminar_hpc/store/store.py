@@ -81,7 +81,9 @@ class Store:
             self._db.execute("INSERT OR IGNORE INTO meta VALUES('layout', ?)", (LAYOUT,))
             if journal:
                 self.put_text(RUN_DIR, str(journal.run_dir))
-            self.store_id = self._own_id()
+            # made with the store: tells it from every other one
+            self._db.execute("INSERT OR IGNORE INTO meta VALUES('store_id', ?)", (secrets.token_hex(8),))
+            self.store_id = self.get_text("store_id")
         except sqlite3.DatabaseError as error:
             if is_full_disk(error):
                 raise
@@ -115,11 +117,6 @@ class Store:
             return self._journal.run_dir
         here = self.path.resolve().parent
         return here if (here / PAYLOADS).is_dir() else Path(self.get_text(RUN_DIR) or here)
-
-    def _own_id(self) -> str:
-        """Random, made with the store: tells it from every other one."""
-        self._db.execute("INSERT OR IGNORE INTO meta VALUES('store_id', ?)", (secrets.token_hex(8),))
-        return self.get_text("store_id")
 
     def commit(self) -> None:
         """Raises OSError when the journal cannot be written. When it returns no other controller had begun

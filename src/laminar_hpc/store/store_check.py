@@ -49,7 +49,10 @@ def _read(path: Path, seconds: float) -> tuple[str, int, str]:
     try:
         with closing(connect_read_only(path)) as connection:
             damage = _quick_check(connection, seconds) if seconds else ""
-            return (damage, 0, "") if damage else ("", _last_step(connection), _store_id(connection))
+            if damage:
+                return damage, 0, ""
+            store_id = meta(connection, "store_id") if _has_table(connection, "meta") else ""
+            return "", _last_step(connection), store_id
     except sqlite3.DatabaseError as error:
         if is_full_disk(error):
             raise
@@ -80,10 +83,6 @@ def _last_step(connection: sqlite3.Connection) -> int:
         return 0
     rows = connection.execute("SELECT MAX(consumed_step) + 1 FROM groups WHERE state = 'consumed'")
     return rows.fetchone()[0] or 0
-
-
-def _store_id(connection: sqlite3.Connection) -> str:
-    return meta(connection, "store_id") if _has_table(connection, "meta") else ""
 
 
 def _has_table(connection: sqlite3.Connection, name: str) -> bool:

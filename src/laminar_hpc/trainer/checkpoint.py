@@ -130,7 +130,9 @@ class Checkpointer:
         partial = self._open_folder(target)
         content = self._take(partial)
         state_hash = self.state_hash() if self._config.checkpoint.state_hash else ""
-        state = {"step": step, "state_hash": state_hash, **layout_of(self._config), **self._origin()}
+        w = self._welcome
+        origin = {"store_id": w.store_id, "restore_epoch": w.epoch, "gang": w.trainer_generation}
+        state = {"step": step, "state_hash": state_hash, **layout_of(self._config), **origin}
         state |= {**{name: name in self._live.beside for name in BESIDE}, **self._learner.state}
         name = from_first(uuid.uuid4().hex.encode(), self._ranks.seconds, f"checkpoint {target}").decode()
         stalled = time.monotonic() - started
@@ -243,10 +245,6 @@ class Checkpointer:
         checkpoints.publish(partial, target, state, sums, key.sign, self._check_fence)
         keep = self._config.checkpoint
         checkpoints.prune(self._run_dir, state["step"], keep.keep, keep.keep_every)
-
-    def _origin(self) -> dict:
-        w = self._welcome
-        return {"store_id": w.store_id, "restore_epoch": w.epoch, "gang": w.trainer_generation}
 
     def _check_fence(self, target: Path) -> None:
         """Right before the rename. What is left open is the time between the two, a system call: a trainer

@@ -149,7 +149,8 @@ class CommandStarter:
         call = self._calls[0]
         if call.words == ["list"]:
             self._printed.seek(0)
-            printed, stopping = self._printed.read().decode(errors="replace"), self._being_stopped()
+            printed = self._printed.read().decode(errors="replace")
+            stopping = [call.argument for call in self._calls if call.action == "stop"]
             try:
                 found = self._listed.judge(printed, {*self.here(), *stopping}, time.monotonic())
             except LaminarError as error:
@@ -159,9 +160,6 @@ class CommandStarter:
         self._pause = CALL_SECONDS
         self._not_before = time.monotonic() + self._pause
         return []
-
-    def _being_stopped(self) -> list[str]:
-        return [call.argument for call in self._calls if call.action == "stop"]
 
     def _heard(self, call: _ProgramCall, found: StillToCome) -> list[FailedCall | OnTheirWay]:
         """Who is on their way, before a start or at the end."""

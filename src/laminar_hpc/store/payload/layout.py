@@ -139,9 +139,11 @@ def packed_digest(packed: bytes) -> str:
     return packed[_COUNTS.size : HEADER_BYTES].hex()
 
 
-def unpack(buffer: bytes | bytearray | memoryview | NDArray[np.uint8], check: bool = True) -> Response:
+def unpack(
+    buffer: bytes | bytearray | memoryview | NDArray[np.uint8], check: bool = True, due: int | None = None
+) -> Response:
     """The response that fills `buffer`; its columns are views of it. Raises DamagedResponse for bytes that
-    are none, and with `check` for those that have not their digest."""
+    are none, with `check` for those that have not their digest, and for another trajectory than is `due`."""
     view = buffer.data if isinstance(buffer, np.ndarray) else memoryview(buffer)
     if len(view) < HEADER_BYTES:
         raise DamagedResponse(f"{len(view)} bytes hold no response")
@@ -152,6 +154,8 @@ def unpack(buffer: bytes | bytearray | memoryview | NDArray[np.uint8], check: bo
     digest = bytes(view[_COUNTS.size : HEADER_BYTES])
     if check and digest != digest_of(view[: _COUNTS.size], view[HEADER_BYTES:]):
         raise DamagedResponse("it has not the digest that it was generated with")
+    if due not in (None, trajectory_id):
+        raise DamagedResponse(f"there is trajectory {trajectory_id}")
     mask_runs = np.frombuffer(view, _RUN, runs, tokens_at + 8 * count)
     if int(mask_runs.sum()) != count:
         raise DamagedResponse("its loss mask does not cover its tokens")

@@ -48,10 +48,7 @@ def read(
     or not as it was generated."""
 
     def unpacked(into: np.ndarray, i: int) -> Response:
-        response, trajectory_id = unpack(into), wanted[i][0]
-        if response.trajectory_id != trajectory_id:
-            raise DamagedResponse(f"there is trajectory {response.trajectory_id}")
-        return response
+        return unpack(into, due=wanted[i][0])
 
     return _read_all(
         run_dir, wanted, late, unpacked, "the response of trajectory {} is not in {} as it was generated"

@@ -299,10 +299,7 @@ def _response(client: BulkClient, trajectory_id: int, place: ResponsePlace) -> R
             break
         found += body
     try:
-        response = unpack(found)
+        return unpack(found, due=trajectory_id)
     except DamagedResponse as error:
         why = f"trajectory {trajectory_id} is not in {place.file} as it was generated ({error})"
         raise LaminarError(f"the response of {why}") from None
-    if response.trajectory_id != trajectory_id:
-        raise LaminarError(f"there is trajectory {response.trajectory_id} where {trajectory_id} is due")
-    return response

@@ -5,7 +5,7 @@ and weights are float32, and no auxiliary loss is added. On a GPU with Transform
 rank are one grouped product (TEGroupedMLP), else one product after the other (SequentialMLP).
 """
 
-import importlib.util
+from importlib.util import find_spec
 
 import torch
 from megatron.core.transformer.moe import moe_utils
@@ -39,14 +39,10 @@ def expert_settings(experts: Experts | None, config: RunConfig) -> dict[str, obj
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "moe_token_dispatcher_type": "alltoall",
-        "moe_grouped_gemm": _grouped(),
+        "moe_grouped_gemm": torch.cuda.is_available() and find_spec("transformer_engine") is not None,
         "expert_model_parallel_size": config.trainer.expert_parallel,
         "expert_tensor_parallel_size": expert_tensor_parallel(config),
     }
-
-
-def _grouped() -> bool:
-    return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
 
 
 def is_router(name: str) -> bool:

@@ -204,7 +204,7 @@ def plan(
     length: int,
 ) -> KernelLaunch:
     """`on_word`: whether the memory begins on a 32-bit word. The last four are a Slice's."""
-    whole = _contiguous_strides(shape)
+    whole = tuple(_numel(shape[dim + 1 :]) for dim in range(len(shape)))
     slice_shape = (*shape[:dim], length, *shape[dim + 1 :])
     grid = common_grid([(source_shape, source_strides), (target_shape, target_strides), (slice_shape, whole)])
     first, cast = start * whole[dim], _COPY
@@ -242,7 +242,3 @@ def plan(
 
 def _numel(shape: Sequence[int]) -> int:
     return torch.Size(shape).numel()
-
-
-def _contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    return tuple(_numel(shape[dim + 1 :]) for dim in range(len(shape)))
