@@ -134,7 +134,8 @@ def words_sums(image: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def pack_in_torch(
     own: list[LocalSlice], targets: list[torch.Tensor]
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    reference.pack(own, targets)
+    for part, target in zip(own, targets, strict=True):
+        reference.pack(part, target)
     return [words_sums(target.view(-1)) for target in targets]
 
 

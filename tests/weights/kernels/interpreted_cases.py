@@ -171,10 +171,10 @@ def test_every_kind_of_rounding(serving: torch.dtype, length: int) -> None:
     local = LocalSlice("x", (length,), 0, 0, length, values)
     found, expected = torch.empty(length, dtype=serving), torch.empty(length, dtype=serving)
     sums = unsigned(triton_pack.pack([local], [found]))
-    reference.pack([local], [expected])
+    reference.pack(local, expected)
     number = ~values.isnan()
     assert same_bits(found[number], expected[number]) and found[~number].isnan().all() and (~number).any()
-    assert sums == reference.sums([local], [found])()
+    assert sums == reference.sums(local, found)()
 
 
 @pytest.mark.parametrize("programs", [1, 512])
@@ -192,7 +192,7 @@ def test_pack_more_than_one_tile(
             local = LocalSlice("x", (rows, total), 1, start, columns, view)
             found, expected = (torch.zeros(rows, total, dtype=serving) for _ in range(2))
             sums = unsigned(triton_pack.pack([local], [found.narrow(1, start, columns)]))
-            reference.pack([local], [expected.narrow(1, start, columns)])
+            reference.pack(local, expected.narrow(1, start, columns))
             assert same_bits(found, expected) and sums == [tensor_sums(expected)]
 
 

@@ -64,14 +64,12 @@ class Ownership:
                 by_group.setdefault(self._groups.group_of(trajectory_id).group_id, []).append(trajectory_id)
         return [self._groups.message(self._groups[group_id], ids) for group_id, ids in by_group.items()]
 
-    def adopt(self, trajectory_id: int, attempt: int, replica: int) -> bool:
-        """`replica` went on with what nobody else got: it owns it again. Whether this attempt is open."""
+    def adopt(self, trajectory_id: int, attempt: int, replica: int) -> None:
+        """`replica` went on with what nobody else got: it owns it again, if this attempt is open."""
         sample = self._groups.unfinished(trajectory_id, attempt)
-        if sample is None or not sample.is_open:
-            return False
-        sample.replica = replica
-        self._groups.changed(trajectory_id)
-        return True
+        if sample is not None and sample.is_open:
+            sample.replica = replica
+            self._groups.changed(trajectory_id)
 
     def hold(self, trajectory_id: int) -> None:
         """Its owner is dead; it is not given out before a move or grant takes it elsewhere, or `discard`."""

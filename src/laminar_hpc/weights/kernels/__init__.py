@@ -68,8 +68,8 @@ def _pack_on_host(local: LocalSlice, target: torch.Tensor) -> LazySums:
     word, inside = divmod(local.start * strides[local.dim] * target.element_size(), 4)
     both = host.move(target, local.view, local.slice_shape, strides) if not inside else None
     if both is None:
-        reference.pack([local], [target])
-        return reference.sums([local], [target])
+        reference.pack(local, target)
+        return reference.sums(local, target)
     total = shifted(both, word)
     return lambda: [total]
 

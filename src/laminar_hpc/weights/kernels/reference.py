@@ -1,7 +1,6 @@
 """The kernels in plain torch: what runs on the CPU, and what the Triton kernels are held against, bit by
 bit."""
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -22,18 +21,16 @@ class Delta(NamedTuple):
         return self.indices.nbytes + self.values.nbytes
 
 
-def pack(slices: Sequence[LocalSlice], targets: Sequence[torch.Tensor]) -> None:
-    """Each slice into its target, which has the slice's `slice_shape`; torch's cast rounds to nearest
-    even."""
-    for local, target in zip(slices, targets, strict=True):
-        target.view(local.view.shape).copy_(local.view)
+def pack(local: LocalSlice, target: torch.Tensor) -> None:
+    """The slice into its target, which has its `slice_shape`; torch's cast rounds to nearest even."""
+    target.view(local.view.shape).copy_(local.view)
 
 
-def sums(slices: Sequence[LocalSlice], targets: Sequence[torch.Tensor]) -> LazySums:
-    """Gives what each packed slice adds to the sums of its whole tensor; holds on to the targets, not to the
-    slices' views."""
-    packed = [(t, p.shape, p.dim, p.start) for p, t in zip(slices, targets, strict=True)]
-    return lambda: [slice_sums(*one) if one[0].numel() else (0, 0) for one in packed]
+def sums(local: LocalSlice, target: torch.Tensor) -> LazySums:
+    """Gives what the packed slice adds to the sums of its whole tensor; holds on to the target, not to the
+    slice's view."""
+    shape, dim, start = local.shape, local.dim, local.start
+    return lambda: [slice_sums(target, shape, dim, start) if target.numel() else (0, 0)]
 
 
 def bits(flat: torch.Tensor) -> torch.Tensor:
