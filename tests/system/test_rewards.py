@@ -106,7 +106,7 @@ def test_errors_are_seen_everywhere(config):
     assert f"errors in {errors} of 96 trajectories trained, the first: right: ValueError: of three" in printed
     assert "first and last step: right 1.000 to 1.000, short -1.000 to -1.000" in printed
     assert "the first: right: ValueError: of three" in seen_in_top(config.run_dir)
-    page = document.write(run_dir).read_text()
+    page = document.write(load(run_dir)).read_text()
     assert (
         "mean of each reward function per batch" in page
         and f"<td>{errors}</td><td>right: ValueError: of three</td>" in page
