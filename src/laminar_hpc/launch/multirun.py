@@ -164,8 +164,7 @@ def table(every: Sequence[Combination], codes: dict[Combination, tuple[int, floa
                 str(each.run_dir),
             )
         )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    return console.table(rows, left=range(len(_COLUMNS)))
 
 
 def submit(every: Sequence[Combination], options: str) -> int:

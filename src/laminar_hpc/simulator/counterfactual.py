@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from laminar_hpc.config.errors import LaminarError, did_you_mean
+from laminar_hpc.machine.observability import console
 from laminar_hpc.simulator.cost import faster
 from laminar_hpc.simulator.finished.measured import Figures, Measured
 from laminar_hpc.simulator.finished.prediction import figures_of, setup_of
@@ -98,14 +99,8 @@ def table(measured: Measured, own: Figures, others: dict[str, Figures]) -> list[
         )
         for name, f, over in rows
     ]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
     told = [f"{'as ' + name:<12} {OTHERS[name].about}" for name in others]
-    return [*("  ".join(_placed(line, widths)).rstrip() for line in lines), "", *told]
-
-
-def _placed(line: tuple[str, ...], widths: list[int]) -> list[str]:
-    first, *others = zip(line, widths, strict=True)
-    return [first[0].ljust(first[1]), *(word.rjust(width) for word, width in others)]
+    return [*console.table(lines, left=(0,)), "", *told]
 
 
 def as_dict(measured: Measured, own: Figures, others: dict[str, Figures]) -> dict[str, object]:
