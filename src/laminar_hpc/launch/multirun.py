@@ -39,8 +39,6 @@ _COLUMNS = ("combination", "exit", "steps", "before", "after", "tok/s", "time", 
 
 @dataclass(frozen=True)
 class Combination:
-    """One run of a --multirun."""
-
     label: str  # the values that differ, as key=value,key=value
     words: tuple[str, ...]
     run_dir: Path

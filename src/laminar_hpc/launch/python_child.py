@@ -57,7 +57,6 @@ class TrainProcess:
 
     @property
     def output(self) -> str:
-        """The lines so far."""
         return "\n".join(list(self._lines))
 
     def stop(self) -> None:
@@ -84,7 +83,6 @@ def _stop_without(parent: int) -> None:
 
 
 def main(parent: str, words: list[str]) -> None:
-    """Runs `laminar train` in this process."""
     try:
         descriptor = os.pidfd_open(int(parent))
     except ProcessLookupError:

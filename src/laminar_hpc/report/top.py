@@ -210,7 +210,6 @@ def _weights(view: View) -> Text | None:
 
 
 def _turns(view: View) -> Text | None:
-    """Shows the turns of the last batch, per trajectory."""
     step = view.steps[-1] if view.steps else {}
     if step.get("turns_mean") is None:
         return None
@@ -266,7 +265,6 @@ def _incidents(view: View) -> Text | None:
 
 
 def _replicas(view: View) -> Text | None:
-    """Shows how the run has changed the number of its replicas."""
     parts = replicas.parts(view.newest)
     return _line("replicas", *parts) if parts else None
 

@@ -47,7 +47,6 @@ def cells(row: dict) -> list[str]:
 
 
 def table(rows: Sequence[dict]) -> str:
-    """The rows as text in aligned columns."""
     return "\n".join(console.table([[name for _, name, _ in COLUMNS], *map(cells, rows)]))
 
 

@@ -151,7 +151,6 @@ def _rows(
 
 
 def table(rows: list[WorthRow]) -> str:
-    """The rows as text in aligned columns."""
     lines = [list(_HEAD)]
     for row in rows:
         rate, step, waits, idle, staleness = (row.figures[key] for key in _FIGURES)

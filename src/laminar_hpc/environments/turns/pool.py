@@ -85,7 +85,6 @@ class EnvironmentPool(WorkerPool):
             self.tools = {"": [tool for tools in self.tools.values() for tool in tools]}
 
     def deadline(self, name: str, method: str) -> Deadline:
-        """Returns the deadline for calls of an environment's method."""
         return self._deadlines.setdefault((name, method), Deadline(self._limit))
 
     async def open(self, row: dict, patient: bool = False) -> Session:

@@ -50,7 +50,6 @@ def app(collector: Collector, key: bytes | None) -> App:
 
 
 def dashboard() -> bytes:
-    """The Grafana dashboard, as JSON."""
     return files("laminar_hpc.report.prometheus").joinpath(_DASHBOARD).read_bytes()
 
 
