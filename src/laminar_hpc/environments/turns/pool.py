@@ -92,7 +92,7 @@ class EnvironmentPool(WorkerPool):
         others took. Raises EnvironmentFailed; LaminarError only when no worker can be started any more."""
         if self._has_calls:
             await self._free.acquire()
-            return FunctionSession("", next(self._ids), self._ask_any, self._released)
+            return FunctionSession("", next(self._ids), self._ask_any, self._free.release)
         if not patient and (session := await self._ahead.take(row)) is not None:
             return session
         return await self._begun(row, patient)
@@ -132,9 +132,6 @@ class EnvironmentPool(WorkerPool):
             task.cancel()
         await asyncio.gather(*self._ending, return_exceptions=True)
         await super().close()
-
-    def _released(self) -> None:
-        self._free.release()
 
     async def _ask_any(self, call: Call) -> CallResult:
         """One function's call, made once, unless it says that it may be made twice."""
