@@ -60,12 +60,6 @@ def as_json(rows: Sequence[dict]) -> list[dict]:
     ]
 
 
-def write(path: Path, name: str, settings: dict, rows: Sequence[dict]) -> None:
-    """Writes the page, and its folder where that is missing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(document(name, settings, rows), encoding="utf-8")
-
-
 def document(name: str, settings: dict, rows: Sequence[dict]) -> str:
     """The page of a sweep, one row per simulated point."""
     largest = max(row["gpus"] for row in rows)
