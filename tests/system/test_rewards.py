@@ -17,12 +17,12 @@ import pytest
 from aiohttp import web
 from rich.console import Console
 
+from helpers.emulated.launch import Emulation, prepare
 from helpers.runs import Run, metrics
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.report import document, top
 from laminar_hpc.report.live import RunFollower
 from laminar_hpc.report.rundata import load
-from laminar_hpc.simulator.emulation.launch import Emulation, prepare
 
 FUNCTIONS = """
 def fails(*, prompt, response, row): raise KeyError("no_such_field")
