@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.policies import repack
+from laminar_hpc.policies import remaining, repack
 from laminar_hpc.simulator import run as module
 from laminar_hpc.simulator.ahead import Appointments
 from laminar_hpc.simulator.constants import DEFAULT
@@ -18,7 +18,9 @@ from laminar_hpc.simulator.request import EngineAdmission, SimulatedRequest
 from laminar_hpc.simulator.rules import PIPELINES
 from laminar_hpc.simulator.run import simulate
 from laminar_hpc.simulator.schema import WorkloadConfig
+from laminar_hpc.simulator.settings import load_simulation
 from laminar_hpc.simulator.setup import SimulationSetup, setup
+from laminar_hpc.simulator.sweep import setup_of
 from laminar_hpc.simulator.tables import GPUS, MODELS
 from laminar_hpc.simulator.wide_area.link import Site
 from laminar_hpc.simulator.workload import Workload
@@ -126,6 +128,15 @@ def test_ends_that_concern_nobody_else(made, watch):
         outcomes.append(simulate(known))
     alone, each = (outcome.figures.pop("events") for outcome in outcomes)
     assert outcomes[0] == outcomes[1] and alone <= each
+
+
+def test_lengths_count_in_the_order_of_time(monkeypatch):
+    """Promise: repack goes by the newest lengths, however far a replica went on by itself meanwhile."""
+    monkeypatch.setattr(remaining, "_KEPT", 64)
+    made = setup_of(load_simulation("small", ["steps=2", "warmup_steps=1"]), "laminar_unbounded", 32, 8, 2)
+    alone = simulate(made).figures
+    monkeypatch.setattr(Appointments, "next", lambda self, replica: 0.0)
+    assert {**alone, "events": 0} == {**simulate(made).figures, "events": 0}
 
 
 @SLOW
