@@ -24,12 +24,12 @@ from pathlib import Path
 import common
 import yaml
 
+from helpers.emulated.launch import Emulation, prepare
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.report import rundata
 from laminar_hpc.report.idle import busy, overlap
 from laminar_hpc.report.rundata import Run
 from laminar_hpc.simulator.constants import DEFAULT, PROMPT_TOKENS
-from laminar_hpc.simulator.emulation.launch import Emulation, prepare
 from laminar_hpc.simulator.published_layout import trainer_layout
 from laminar_hpc.simulator.schema import WorkloadConfig
 from laminar_hpc.simulator.tables import GPUS, MODELS

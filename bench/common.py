@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from laminar_hpc.store.payload.whole import Whole
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT / "tests"))  # for tests/helpers
 STOP_SECONDS = 60.0  # for an orderly stop of a run that took too long
 
 

@@ -39,6 +39,7 @@ import common
 import psutil
 from control_crowd import PER_MACHINE, record, step_metrics
 
+from helpers.emulated.launch import prepare
 from laminar_hpc.config.load import dump_config
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.controller import run as controller_run
@@ -60,7 +61,6 @@ from laminar_hpc.line.messages.rollouts import (
 )
 from laminar_hpc.line.messages.training import Batch, Continue, Restored, StepDone, TakeBatch
 from laminar_hpc.line.messages.wire import encode
-from laminar_hpc.simulator.emulation.launch import prepare
 from laminar_hpc.store import status
 
 GROUPS, SAMPLES, BOUND = 8192, 16, 3  # BOUND steps ahead of the trainer

@@ -36,6 +36,7 @@ from pathlib import Path
 import common
 
 import environments
+from helpers.emulated.launch import Emulation
 from laminar_hpc.config.load import read_config
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.data.tokens import TextDecoder
@@ -46,7 +47,6 @@ from laminar_hpc.report.rundata import Run
 from laminar_hpc.rollout.in_flight import State
 from laminar_hpc.simulator.emulated.engine import EmulatedEngine
 from laminar_hpc.simulator.emulation.fleet import EmulatedReplica
-from laminar_hpc.simulator.emulation.launch import Emulation
 from laminar_hpc.store.audit.checks import audit
 from laminar_hpc.store.audit.records import read
 from laminar_hpc.store.payload.whole import Whole, wholes

@@ -40,10 +40,10 @@ from pathlib import Path
 import common
 import slow_tools
 
+from helpers.emulated.launch import Emulation, prepare
 from laminar_hpc.config.directories import examples_directory
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.report import rundata
-from laminar_hpc.simulator.emulation.launch import Emulation, prepare
 
 REPLICAS, CONCURRENT, TURN, TURNS = 4, 64, 200, slow_tools.CALLS + 1
 CAP, PROMPTS = 2048, 20_000

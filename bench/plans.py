@@ -29,6 +29,7 @@ from pathlib import Path
 
 import common
 
+from helpers.emulated.launch import Emulation, prepare
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.load import load_config
 from laminar_hpc.config.schema import RunConfig
@@ -39,7 +40,6 @@ from laminar_hpc.simulator.constants import DEFAULT
 from laminar_hpc.simulator.cost import engine_costs
 from laminar_hpc.simulator.divisions import Candidate, describe
 from laminar_hpc.simulator.emulated.responses import response_length
-from laminar_hpc.simulator.emulation.launch import Emulation, prepare
 from laminar_hpc.simulator.plan import Plan, planned_setup, search
 from laminar_hpc.simulator.schema import PlanConfig
 from laminar_hpc.simulator.settings import load_plan

@@ -42,10 +42,10 @@ from pathlib import Path
 
 import common
 
+from helpers.emulated.launch import Emulation, prepare
 from laminar_hpc.policies.repack import EngineLimits, MoveCosts, ReplicaView, RequestView, plan
 from laminar_hpc.report import rundata
 from laminar_hpc.simulator.constants import DEFAULT, GROUP_CORRELATION, PROMPT_TOKENS
-from laminar_hpc.simulator.emulation.launch import Emulation, prepare
 from laminar_hpc.simulator.published_layout import trainer_layout
 from laminar_hpc.simulator.rules import PIPELINES, Rules
 from laminar_hpc.simulator.run import simulate

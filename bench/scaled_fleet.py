@@ -5,9 +5,11 @@ import stat
 import time
 from pathlib import Path
 
+import common  # noqa: F401 (where helpers are)
+
+from helpers.emulated.launch import Emulation, prepare
 from laminar_hpc.line.messages.membership import UNNUMBERED
 from laminar_hpc.machine.files import jsonl
-from laminar_hpc.simulator.emulation.launch import Emulation, prepare
 
 FEWEST, MOST = 2, 6
 TRAIN_SECONDS = 4.4e-4  # emulated, of a token

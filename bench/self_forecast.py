@@ -21,8 +21,8 @@ from pathlib import Path
 
 import common
 
+from helpers.emulated.launch import Emulation, prepare
 from laminar_hpc.machine.files import jsonl
-from laminar_hpc.simulator.emulation.launch import Emulation, prepare
 from laminar_hpc.simulator.finished.measured import measure
 from laminar_hpc.simulator.self_forecast import forecast
 

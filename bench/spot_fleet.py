@@ -11,9 +11,9 @@ from pathlib import Path
 
 from common import ROOT
 
+from helpers.emulated.launch import Emulation, prepare
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.report import rundata, summary
-from laminar_hpc.simulator.emulation.launch import Emulation, prepare
 
 GRACE_SECONDS = 10.0
 EVERY_SECONDS, AWAY_SECONDS = 10.0, 15.0  # between two notices, and from a machine's end to the next one

@@ -30,10 +30,10 @@ from pathlib import Path
 import common
 from repack import CAP, CONCURRENT, KV_TOKENS, MEDIAN, SIGMA, WIRE_SHARE
 
+from helpers.emulated.launch import Emulation, prepare
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.report import rundata
 from laminar_hpc.simulator.constants import DEFAULT, PROMPT_TOKENS
-from laminar_hpc.simulator.emulation.launch import Emulation, prepare
 from laminar_hpc.simulator.published_layout import trainer_layout
 from laminar_hpc.simulator.rules import PIPELINES
 from laminar_hpc.simulator.run import simulate

@@ -14,6 +14,7 @@ import msgspec
 import pytest
 
 from helpers.control.workers import Relay, Rollout, Trainer, Workers
+from helpers.emulated.launch import prepare
 from helpers.paths import HELPERS
 from helpers.runs import assert_clean
 from laminar_hpc.config.load import dump_config
@@ -41,7 +42,6 @@ from laminar_hpc.machine.locks.lock_owner import Owner
 from laminar_hpc.machine.locks.run_lock import LOCK_FILE
 from laminar_hpc.policies.metrics import batch_metrics
 from laminar_hpc.rollout.partial_response import tokens_of
-from laminar_hpc.simulator.emulation.launch import prepare
 
 
 def trajectories_of(batch: Batch) -> list[Trajectory]:

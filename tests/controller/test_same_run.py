@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers.emulated.launch import prepare
 from helpers.made import trajectory
 from laminar_hpc.config.errors import Refused
 from laminar_hpc.config.load import dump_config
@@ -19,7 +20,6 @@ from laminar_hpc.line.address import ADDRESS_FILE
 from laminar_hpc.policies.admission import quota
 from laminar_hpc.policies.sampling import GroupSize
 from laminar_hpc.report.ending import finish
-from laminar_hpc.simulator.emulation.launch import prepare
 from laminar_hpc.store.checkpoints import checkpoint_path
 from laminar_hpc.store.same_run import check_same_prompts, refuse_changes
 from laminar_hpc.store.store import Store

@@ -181,7 +181,7 @@ async def test_a_sandbox_behind_a_url():
     server is a stand-in with that project's answers."""
     asked = []
 
-    async def run_code(request: web.Request) -> web.Response:
+    async def run_code(request: web.Request) -> web.StreamResponse:
         asked.append(await request.json())
         code = asked[-1]["code"]
         ran = {"status": "Finished", "execution_time": 0.1, "return_code": 0, "stdout": "3\n", "stderr": ""}
@@ -196,7 +196,13 @@ async def test_a_sandbox_behind_a_url():
                 "stderr": "",
             }
         status = "SandboxError" if "broken" in code else "Success" if ran["return_code"] == 0 else "Failed"
-        return web.json_response({"status": status, "message": "no room", "run_result": ran})
+        answer = json.dumps({"status": status, "message": "no room", "run_result": ran}).encode()
+        response = web.StreamResponse()
+        await response.prepare(request)
+        for part in (answer[:20], answer[20:]):  # as a large one comes
+            await response.write(part)
+            await asyncio.sleep(0.02)
+        return response
 
     app = web.Application()
     app.router.add_post("/run_code", run_code)

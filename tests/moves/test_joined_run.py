@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from helpers.emulated.launch import Emulation
 from helpers.emulated.stand import assert_every_one_ended_once, small_config
 from helpers.joined import join, key_of_run
 from helpers.links.proxy import Proxy
 from helpers.runs import assert_clean, steps_done
 from laminar_hpc.line.join_key import JOIN_FILE, JOINED_FILE, SECRET_FILE
-from laminar_hpc.simulator.emulation.launch import Emulation
 from laminar_hpc.store.payload.writer import FOLDER
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from helpers.emulated.launch import Emulation
 from helpers.emulated.stand import assert_every_one_ended_once, small_config
 from laminar_hpc.report import rundata
-from laminar_hpc.simulator.emulation.launch import Emulation
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -5,10 +5,10 @@ import time
 
 import pytest
 
+from helpers.emulated.launch import Emulation
 from helpers.emulated.stand import assert_every_one_ended_once, small_config
 from helpers.runs import assert_clean
 from laminar_hpc.report import rundata, summary
-from laminar_hpc.simulator.emulation.launch import Emulation
 
 REPLICAS, GRACE_SECONDS = 2, 10.0
 pytestmark = pytest.mark.timeout(120)

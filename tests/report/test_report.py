@@ -60,7 +60,7 @@ def check(page: str) -> None:
 def test_a_finished_run(finished):
     """Promise: all parts are there, with decoded samples of the first and the last step."""
     run_dir = finished[0]
-    page = document.write(run_dir).read_text()
+    page = document.write(rundata.load(run_dir)).read_text()
     check(page)
     assert sections(page) == SECTIONS
     assert "held-out harder: filled greedy, hollow sampled" in page, "a plot for every evaluated file"
@@ -79,7 +79,7 @@ def test_a_run_that_died_at_step_3(tmp_path):
     synthetic.write(tmp_path / "run", steps=3, crash=True)
     with open(tmp_path / "run" / "trace" / "trainer0.jsonl", "ab") as file:
         file.write(b'{"kind":"tra')
-    page = document.write(tmp_path / "run").read_text()
+    page = document.write(rundata.load(tmp_path / "run")).read_text()
     check(page)
     assert "no end recorded after step 3" in page and "0.210 → -" in page
 
@@ -98,7 +98,7 @@ def test_a_run_that_never_took_a_step(tmp_path):
         }
     )
     metrics.write({"kind": "end", "time": 9.0, "reason": "failed: <engine> did not start", "step": 0})
-    page = document.write(tmp_path).read_text()
+    page = document.write(rundata.load(tmp_path)).read_text()
     check(page)
     assert "failed: &lt;engine&gt; did not start" in page and "Where the time went" not in sections(page)
 
@@ -106,7 +106,7 @@ def test_a_run_that_never_took_a_step(tmp_path):
 def test_a_resumed_run(resumed):
     """Promise: both launches are listed, and the time between them is cut out of the time line."""
     run_dir, before, after = resumed
-    page = document.write(run_dir).read_text()
+    page = document.write(rundata.load(run_dir)).read_text()
     check(page)
     assert sections(page) == SECTIONS
     assert "steps done again after a restore: 3" in page and "<td>step 4</td>" in page
@@ -213,7 +213,7 @@ def test_what_the_guard_has_done_is_a_section(finished):
 def test_a_replay(finished, tmp_path):
     """Promise: a replay's report leaves out what a replay has not."""
     synthetic.replay_of(tmp_path / "again", finished[1])
-    page = document.write(tmp_path / "again").read_text()
+    page = document.write(rundata.load(tmp_path / "again")).read_text()
     check(page)
     assert "trained again from elsewhere" in page
     assert (
@@ -227,7 +227,7 @@ def test_a_model_that_is_gone(tmp_path):
     """Promise: samples are shown as token ids where the tokenizer is not there any more."""
     synthetic.write(tmp_path / "run", steps=2)
     (tmp_path / "model" / "tokenizer.json").unlink()
-    page = document.write(tmp_path / "run").read_text()
+    page = document.write(rundata.load(tmp_path / "run")).read_text()
     assert any(
         f"<code>{' '.join(map(str, tokens))}</code>" in page for tokens in first_prompts(tmp_path / "run")
     )

@@ -72,7 +72,7 @@ KEYS = [
 def test_a_finished_run(finished):
     """Promise: every figure is there under its name, and equals what the files say."""
     run_dir, written = finished
-    found = summary.write(run_dir)
+    found = summary.write(rundata.load(run_dir))
     assert list(found) == KEYS
     assert json.loads((run_dir / "summary.json").read_text()) == found
     assert (found["accuracy_before"], found["accuracy_after"], found["accuracy_after_sampled"]) == (
@@ -297,5 +297,5 @@ def test_restarts_are_counted_and_listed_with_their_causes(tmp_path):
     metrics.close()
     synthetic.write(run_dir, steps=10, start_step=4, start=before.end + 10, seed=1)
     assert summary.build(run_dir)["restarts"] == 1 and summary.build(run_dir)["steps"] == 10
-    page = document.write(run_dir).read_text()
+    page = document.write(rundata.load(run_dir)).read_text()
     assert f"because: {cause}" in page and "step 4" in page

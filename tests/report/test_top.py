@@ -140,8 +140,8 @@ def test_a_long_trace_is_read_from_its_end(tmp_path):
     for i in range(3000):
         trace.record("generate", i, i + 0.5, batch_id=i)
     trace.record("score", 4000, 4001)
-    (process,) = RunFollower(tmp_path).look().processes
-    assert (process.kind, process.t1) == ("generate", 2999.5)
+    (newest,) = RunFollower(tmp_path).look().processes.values()
+    assert (newest["kind"], newest["t1"]) == ("generate", 2999.5)
 
 
 def test_wrong_words(tmp_path):

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from helpers.emulated.launch import prepare
 from laminar_hpc.config.system_schema import TrainerConfig
 from laminar_hpc.simulator.constants import DEFAULT
 from laminar_hpc.simulator.cost import engine_costs
 from laminar_hpc.simulator.emulated.engine import EmulatedEngine
-from laminar_hpc.simulator.emulation.launch import prepare
 from laminar_hpc.simulator.published_layout import trainer_layout
 from laminar_hpc.simulator.replica import SimulatedReplica
 from laminar_hpc.simulator.request import EngineAdmission, SimulatedRequest

@@ -31,7 +31,7 @@ def test_a_synchronous_run_as_others(tmp_path):
 def test_verl_generates_and_trains_on_all_gpus(tmp_path):
     """Promise: one trainer GPU and two replicas are three of each in turns: a third of the training time."""
     measured = measure_run(*made_up_run(tmp_path))
-    split, all_gpus = (OTHERS[name].change(finished_setup(measured)) for name in ("sync", "verl"))
+    split, all_gpus = (OTHERS[name][1](finished_setup(measured)) for name in ("sync", "verl"))
     assert (split.trainer_gpus, len(split.engines)) == (1, 2)
     assert (all_gpus.trainer_gpus, len(all_gpus.engines)) == (3, 3)
     assert all_gpus.job.train_token == pytest.approx(split.job.train_token / 3)

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from helpers.emulated.launch import Emulation, prepare
 from helpers.made_up_runs import (
     KV,
     PROMPT,
@@ -30,7 +31,6 @@ from laminar_hpc.config.check import check
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.load import load_config
 from laminar_hpc.launch import cli
-from laminar_hpc.simulator.emulation.launch import Emulation, prepare
 from laminar_hpc.simulator.finished import command as finished
 from laminar_hpc.simulator.finished.changes import GAIN_MIN, best_of_each, best_together, changed
 from laminar_hpc.simulator.finished.decode import (

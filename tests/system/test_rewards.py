@@ -17,12 +17,12 @@ import pytest
 from aiohttp import web
 from rich.console import Console
 
+from helpers.emulated.launch import Emulation, prepare
 from helpers.runs import Run, metrics
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.report import document, top
 from laminar_hpc.report.live import RunFollower
 from laminar_hpc.report.rundata import load
-from laminar_hpc.simulator.emulation.launch import Emulation, prepare
 
 FUNCTIONS = """
 def fails(*, prompt, response, row): raise KeyError("no_such_field")
@@ -106,7 +106,7 @@ def test_errors_are_seen_everywhere(config):
     assert f"errors in {errors} of 96 trajectories trained, the first: right: ValueError: of three" in printed
     assert "first and last step: right 1.000 to 1.000, short -1.000 to -1.000" in printed
     assert "the first: right: ValueError: of three" in seen_in_top(config.run_dir)
-    page = document.write(run_dir).read_text()
+    page = document.write(load(run_dir)).read_text()
     assert (
         "mean of each reward function per batch" in page
         and f"<td>{errors}</td><td>right: ValueError: of three</td>" in page

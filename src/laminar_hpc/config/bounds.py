@@ -96,33 +96,14 @@ class Choices:
         return ", ".join(self.names) + (", or MODULE.FUNCTION" if self.or_path else "")
 
 
-def bounds(
-    at_least: float | None = None,
-    above: float | None = None,
-    at_most: float | None = None,
-    below: float | None = None,
-    why: str = "",
-    word: str = "",
-    span: bool = False,
-) -> dict[str, Bounds]:
-    """Metadata of a dataclass field that holds numbers."""
-    return {_NAME: Bounds(at_least, above, at_most, below, why, word, span)}
+def bounds(**limits: Any) -> dict[str, Bounds]:
+    """Metadata of a dataclass field that holds numbers; `limits` are those of Bounds."""
+    return {_NAME: Bounds(**limits)}
 
 
-def number(
-    default: T,
-    *,
-    at_least: float | None = None,
-    above: float | None = None,
-    at_most: float | None = None,
-    below: float | None = None,
-    why: str = "",
-    word: str = "",
-    span: bool = False,
-) -> T:
-    """A field that holds a number, or a list of numbers. Without bounds it has to be finite only."""
-    metadata = bounds(at_least, above, at_most, below, why, word, span)
-    return dataclasses.field(default=default, metadata=metadata)
+def number(default: T, **limits: Any) -> T:
+    """A field that holds a number, or a list of numbers. Without limits it has to be finite only."""
+    return dataclasses.field(default=default, metadata=bounds(**limits))
 
 
 def seconds(default: float) -> float:
@@ -132,27 +113,17 @@ def seconds(default: float) -> float:
 
 def choice(*names: str, default: str = "") -> str:
     """A field that holds one of `names`; the default is the first of them where it is not named."""
-    return dataclasses.field(default=default or names[0], metadata=choices(*names))
+    return dataclasses.field(default=default or names[0], metadata=choices(names))
 
 
 def choice_or_path(names: Collection[str]) -> str:
     """A field that holds one of `names`, the first by default, or the dotted path of a function."""
-    return dataclasses.field(default=next(iter(names)), metadata={_NAME: Choices(names, or_path=True)})
+    return dataclasses.field(default=next(iter(names)), metadata=choices(names, or_path=True))
 
 
-def choices_or_paths(names: Collection[str]) -> dict[str, Choices]:
-    """Metadata of a field that holds some of `names`, or dotted paths."""
-    return {_NAME: Choices(names, or_path=True)}
-
-
-def choices(*names: str) -> dict[str, Choices]:
-    """Metadata of a dataclass field that holds some of `names`."""
-    return {_NAME: Choices(names)}
-
-
-def choices_of(names: Collection[str]) -> dict[str, Choices]:
+def choices(names: Collection[str], or_path: bool = False) -> dict[str, Choices]:
     """Metadata of a field that holds some of `names`, a table that may grow before a value is checked."""
-    return {_NAME: Choices(names)}
+    return {_NAME: Choices(names, or_path)}
 
 
 def allowed(field: "dataclasses.Field[Any]") -> Bounds | Choices | None:

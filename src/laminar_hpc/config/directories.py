@@ -12,7 +12,6 @@ def shipped_directory(name: str) -> Path:
 
 
 def conf_directory() -> Path:
-    """The folder of the configuration files that laminar ships."""
     return shipped_directory("conf")
 
 

@@ -2,22 +2,10 @@
 
 from pathlib import Path
 
-NETWORK_FILE_SYSTEMS = {
-    "nfs",
-    "nfs4",
-    "lustre",
-    "beegfs",
-    "gpfs",
-    "cifs",
-    "ceph",
-    "fuse.sshfs",
-    "fuse.glusterfs",
-    "fuse.juicefs",
-    "panfs",
-    "wekafs",
-    "9p",
-    "smb3",
-}
+NETWORK_FILE_SYSTEMS = frozenset(
+    "nfs nfs4 cifs smb3 lustre beegfs gpfs ceph panfs wekafs 9p "
+    "fuse.sshfs fuse.glusterfs fuse.juicefs".split()
+)
 
 
 def file_system(path: Path) -> str:

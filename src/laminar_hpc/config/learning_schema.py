@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from laminar_hpc.config import objectives
-from laminar_hpc.config.bounds import choice, choice_or_path, choices, choices_or_paths, number, seconds
+from laminar_hpc.config.bounds import choice, choice_or_path, choices, number, seconds
 
 
 @dataclass
@@ -33,7 +33,9 @@ class AlgorithmConfig:
     """divide advantages by the group's standard deviation; of grpo only"""
     loss: str = choice_or_path(objectives.LOSSES)
     """policy loss; or the dotted path of a function of your own"""
-    corrections: list[str] = field(default_factory=list, metadata=choices_or_paths(objectives.CORRECTIONS))
+    corrections: list[str] = field(
+        default_factory=list, metadata=choices(objectives.CORRECTIONS, or_path=True)
+    )
     """of tokens that another policy than the trained one has generated, in any number; also functions of
     your own"""
     options: dict[str, Any] = field(default_factory=dict)
@@ -77,7 +79,7 @@ class AlgorithmConfig:
     """rewards are divided by 1 + so much x length / mean length of the group; 0 = none"""
     likelihood_coefficient: float = number(0.0, at_least=0, at_most=1000)
     """weight of the mean negative log-likelihood of right answers' tokens, added to the loss; 0 = none"""
-    routing_replay: Any = field(default="auto", metadata=choices("auto", "true", "false"))
+    routing_replay: Any = field(default="auto", metadata=choices(("auto", "true", "false")))
     """of a mixture of experts: the trainer sends each token to the experts that the engine sent it to; auto:
     of one in bfloat16; see algorithms.md"""
     shuffle_rewards: bool = False

@@ -242,7 +242,6 @@ def _first_line(error: Exception) -> str:
 
 
 def dump_config(config: RunConfig) -> str:
-    """YAML of the resolved configuration."""
     return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 

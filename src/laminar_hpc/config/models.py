@@ -149,7 +149,6 @@ def missing_files(path: str) -> list[str]:
 
 
 def head_size(model: dict) -> int:
-    """Width of an attention head."""
     own = model.get("head_dim") or family_of(model).head_dim
     return own or model["hidden_size"] // model["num_attention_heads"]
 
@@ -160,7 +159,6 @@ def serving_bytes(dtype: str) -> int:
 
 
 def kv_heads(model: dict) -> int:
-    """Key-value heads of a layer."""
     return model.get("num_key_value_heads") or model["num_attention_heads"]
 
 

@@ -168,7 +168,6 @@ def _same_word(said: str, wanted: str) -> bool:
 
 
 def _same(said: object, wanted: object) -> bool:
-    """Compares JSON values."""
     if isinstance(said, list) and isinstance(wanted, list | tuple):
         return len(said) == len(wanted) and all(map(_same, said, wanted))
     if (

@@ -78,7 +78,6 @@ class WorkerGroup:
     # ---- what kinds of groups differ in --------------------------------------------------------------------
 
     def name(self, rank: int) -> str:
-        """Names the rank as the user knows it."""
         return f"rank {rank}"
 
     def log(self) -> Path:
@@ -168,7 +167,6 @@ class WorkerGroup:
 
     @property
     def cause(self) -> str:
-        """Returns the cause of a failure, in one line."""
         return "; ".join(self.life.causes)
 
     def print_error(self, more: str = "") -> None:

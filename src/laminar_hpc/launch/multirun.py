@@ -39,8 +39,6 @@ _COLUMNS = ("combination", "exit", "steps", "before", "after", "tok/s", "time", 
 
 @dataclass(frozen=True)
 class Combination:
-    """One run of a --multirun."""
-
     label: str  # the values that differ, as key=value,key=value
     words: tuple[str, ...]
     run_dir: Path
@@ -164,8 +162,7 @@ def table(every: Sequence[Combination], codes: dict[Combination, tuple[int, floa
                 str(each.run_dir),
             )
         )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    return console.table(rows, left=range(len(_COLUMNS)))
 
 
 def submit(every: Sequence[Combination], options: str) -> int:

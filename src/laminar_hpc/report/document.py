@@ -22,13 +22,8 @@ _FORECAST_SECONDS = 30.0  # that a page waits for a forecast
 Tile = tuple[str, str, str]  # title, value, note
 
 
-def write(run_dir: Path) -> Path:
-    """Writes run_dir/report.html in one piece; returns its path. Raises LaminarError when it is no run."""
-    return write_loaded(rundata.load(run_dir))
-
-
-def write_loaded(run: Run) -> Path:
-    """The same of a loaded run."""
+def write(run: Run) -> Path:
+    """Writes report.html of a loaded run in one piece; returns its path."""
     path = run.directory / "report.html"
     write_whole(path, document(run))
     return path
@@ -41,8 +36,8 @@ def main(options: Namespace) -> int:
     Raises LaminarError for what is no run."""
     run = rundata.load(Path(options.words[0]))
     forecast.make(run.directory, _FORECAST_SECONDS)
-    summary.write_loaded(run)
-    print(write_loaded(run))
+    summary.write(run)
+    print(write(run))
     return 0
 
 

@@ -10,10 +10,10 @@ from laminar_hpc.store.rundir import completed_step
 
 def finish(run_dir: Path, stopped: str, say: Callable[[str], None]) -> None:
     """Writes summary and report, and says what the run has reached."""
-    from laminar_hpc.report import document, summary  # only now: every command would load them
+    from laminar_hpc.report import document, rundata, summary  # only now: every command would load them
 
-    figures = summary.write(run_dir)
-    page = document.write(run_dir)
+    run = rundata.load(run_dir)
+    figures, page = summary.write(run), document.write(run)
     for text in console.final_lines(figures, run_dir, page, stopped):
         say(text)
 

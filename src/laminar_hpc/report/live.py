@@ -27,16 +27,6 @@ HEAD_BYTES = 256
 
 
 @dataclass
-class TracedProcess:
-    """A traced process: its newest finished span."""
-
-    name: str
-    kind: str = ""
-    t0: float = 0.0
-    t1: float = 0.0
-
-
-@dataclass
 class View:
     """`state`: going on | ended | died | starting; `reason`: of an end."""
 
@@ -54,7 +44,7 @@ class View:
     # lost, regranted, given_up, move, move_off; rescued and loaded (of moves), reward_errors (of trained
     # ones)
     counts: dict[str, int] = field(default_factory=dict)
-    processes: list[TracedProcess] = field(default_factory=list)
+    processes: dict[str, dict] = field(default_factory=dict)  # traced ones -> the newest finished span, or {}
     wanted_steps: int | None = None
 
 
@@ -160,14 +150,13 @@ def _decoded(line: bytes) -> dict | None:
         return None
 
 
-def _processes(run_dir: Path) -> list[TracedProcess]:
+def _processes(run_dir: Path) -> dict[str, dict]:
     """Every traced process with its newest span, from the last few kilobytes of its trace."""
-    processes = []
+    processes = {}
     for path in sorted((run_dir / "trace").glob("*.jsonl")):
         with open(path, "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
             records = [record for line in file.read().split(b"\n") if (record := _decoded(line))]
         spans = [r for r in records if {"kind", "t0", "t1"} <= r.keys() and r["kind"] not in BEHIND]
-        newest = max(spans, key=lambda span: span["t1"], default={})
-        processes.append(TracedProcess(path.stem, *(newest[key] for key in ("kind", "t0", "t1") if newest)))
+        processes[path.stem] = max(spans, key=lambda span: span["t1"], default={})
     return processes

@@ -15,7 +15,6 @@ SCRIPT = Path(__file__).with_name("page.js").read_text(encoding="utf-8")
 
 
 def page(title: str, body: str) -> str:
-    """The whole document."""
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'

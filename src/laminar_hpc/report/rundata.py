@@ -155,25 +155,24 @@ class Run:
     def mismatches(self, ids: list[int]) -> dict[int, tuple[float, int]]:
         """Trajectory id -> its mismatch when it was trained, as in messages.StepDone; without those of which
         none is on record."""
-        if not any(_select(self.store, "name", "name = 'mismatches'", "sqlite_master")):
-            return {}
-        where = f"mean IS NOT NULL AND trajectory_id IN ({','.join(str(int(i)) for i in ids)})"
-        rows = _select(self.store, "trajectory_id, mean, minibatches_ahead", where, "mismatches")
-        return {i: (mean, ahead) for i, mean, ahead in rows}
+        rows = self._of("mismatches", "trajectory_id, mean, minibatches_ahead", ids)
+        return {i: (mean, ahead) for i, mean, ahead in rows if mean is not None}
 
     def left_out(self, ids: list[int]) -> dict[int, str]:
         """Trajectory id -> why the divergence guard has left it out of its update."""
-        if not any(_select(self.store, "name", "name = 'left_out'", "sqlite_master")):
-            return {}
-        where = f"trajectory_id IN ({','.join(str(int(i)) for i in ids)})"
-        return dict(_select(self.store, "trajectory_id, why", where, "left_out"))
+        return dict(self._of("left_out", "trajectory_id, why", ids))
 
     def group_times(self, ids: list[int]) -> dict[int, tuple[float, float]]:
         """Group id -> when it was granted and when its last trajectory was scored, seconds since the epoch; 0
         where that is not known."""
-        where = f"id IN ({','.join(str(int(i)) for i in ids)})"
-        rows = _select(self.store, "id, COALESCE(granted_at, 0), COALESCE(finished_at, 0)", where, "groups")
-        return {group: (granted, finished) for group, granted, finished in rows}
+        rows = self._of("groups", "id, granted_at, finished_at", ids)
+        return {group: (granted or 0.0, finished or 0.0) for group, granted, finished in rows}
+
+    def _of(self, table: str, columns: str, ids: list[int]) -> Iterator[tuple]:
+        """Rows by the first of `columns`; none where the store is of a version without such a table."""
+        if any(_select(self.store, "name", f"name = '{table}'", "sqlite_master")):
+            key, wanted = columns.partition(",")[0], ", ".join(map(str, ids))
+            yield from _select(self.store, columns, f"{key} IN ({wanted})", table)
 
 
 def load(run_dir: Path) -> Run:

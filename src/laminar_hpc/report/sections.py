@@ -58,8 +58,8 @@ def learning(run: Run) -> str:
 
 
 def shares(title: str, series: list[Series], x_name: str) -> str:
-    """A chart of figures between 0 and 1, three of which stand side by side."""
-    return figure(title, svg.lines(series, x_name, y_range=(0.0, 1.0), width=svg.THIRD))
+    """A chart of figures between 0 and 1."""
+    return chart(title, series, x_name, y_range=(0.0, 1.0))
 
 
 def accuracy_by_weight_id(run: Run) -> list[tuple[float, float]]:

@@ -26,13 +26,8 @@ def build(run_dir: Path) -> dict:
     return figures(rundata.load(run_dir))
 
 
-def write(run_dir: Path) -> dict:
-    """Writes run_dir/summary.json in one piece; returns its content. Raises LaminarError if it is no run."""
-    return write_loaded(rundata.load(run_dir))
-
-
-def write_loaded(run: Run) -> dict:
-    """The same of a loaded run."""
+def write(run: Run) -> dict:
+    """Writes summary.json of a loaded run in one piece; returns its content."""
     summary = figures(run)
     write_whole(run.directory / "summary.json", json.dumps(summary, indent=2) + "\n")
     return summary

@@ -6,8 +6,7 @@ of one attribute; the page's script does that when a part of the upper figure is
 scripts both are still there. Time between launches is cut out.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
 
 from laminar_hpc.machine.observability.trace import TraceSpan
 from laminar_hpc.report import svg
@@ -35,27 +34,16 @@ ACCOUNT_ORDER = (
 _ROLES = ("trainer", "relay", "rollout", "controller")
 
 
-@dataclass
-class TimelineRow:
-    """A line of the figure: a process, or the tools or the reward scoring of one."""
-
-    name: str
-    spans: list[TraceSpan]
-
-
-def rows(run: Run) -> list[TimelineRow]:
-    """Trainers, relays, rollouts (each with its tools and scoring), controller; those with spans."""
-    rows = []
+def rows(run: Run) -> dict[str, list[TraceSpan]]:
+    """Lines of the figure: trainers, relays, rollouts (each with its tools and scoring), controller; those
+    with spans."""
+    found = {}
     for name in sorted(run.spans, key=_order):
         spans = run.spans[name]
-        for label, part in (
-            (name, [s for s in spans if s.kind not in ("score", "tool")]),
-            (f"{name} tools", [s for s in spans if s.kind == "tool"]),
-            (f"{name} rewards", [s for s in spans if s.kind == "score"]),
-        ):
-            if part:
-                rows.append(TimelineRow(label, part))
-    return rows
+        found[name] = [s for s in spans if s.kind not in ("score", "tool")]
+        found[f"{name} tools"] = [s for s in spans if s.kind == "tool"]
+        found[f"{name} rewards"] = [s for s in spans if s.kind == "score"]
+    return {name: spans for name, spans in found.items() if spans}
 
 
 def _order(name: str) -> tuple[int, int]:
@@ -90,18 +78,18 @@ def accounts(run: Run) -> list[tuple[str, list[tuple[str, float, str]]]]:
     windows = training_windows(run)
     length = sum(end - start for start, end in windows)
     result = []
-    for row in rows(run) if length > 0 else []:
-        scoring = row.name.endswith(" rewards")
-        present = {s.kind for s in row.spans} - BACKGROUND
+    for name, spans in rows(run).items() if length > 0 else ():
+        scoring = name.endswith(" rewards")
+        present = {s.kind for s in spans} - BACKGROUND
         order = ["score"] if scoring else [kind for kind in ACCOUNT_ORDER if kind in present]
         seen, parts = 0.0, []
         for index, kind in enumerate(order):
-            covered = overlap(busy(row.spans, order[: index + 1]), windows)
+            covered = overlap(busy(spans, order[: index + 1]), windows)
             parts.append((kind, covered - seen, COLORS[kind]))
             seen = covered
         parts.sort(key=lambda part: (part[0] == "wait", -part[1]))
         parts.append(("nothing to score" if scoring else "untraced", length - seen, "var(--none)"))
-        result.append((row.name, [part for part in parts if part[1] > 0]))
+        result.append((name, [part for part in parts if part[1] > 0]))
     return result
 
 
@@ -116,7 +104,7 @@ def figures(run: Run, window_seconds: float = WINDOW_SECONDS) -> str:
     span = min(window_seconds, time.total)
     start = min(max(0.0, (low + high - span) / 2), time.total - span)
     height = len(shown) * ROW
-    rectangles = "".join(_rectangles(row, index, time) for index, row in enumerate(shown))
+    rectangles = "".join(_rectangles(spans, index, time) for index, spans in enumerate(shown.values()))
     for _, _, at in time.launches[1:]:
         place = {"x1": at, "x2": at, "y1": 0, "y2": height, "vector_effect": "non-scaling-stroke"}
         rectangles += tag("line", class_="launch", title="launch", **place)
@@ -126,9 +114,8 @@ def figures(run: Run, window_seconds: float = WINDOW_SECONDS) -> str:
     detail = _frame(
         shown, f"{start:.3f} 0 {span:.3f} {height}", tag("use", href="#spans"), start, start + span, "detail"
     )
-    names = [
-        kind for kind in COLORS if kind != "chain" and any(s.kind == kind for row in shown for s in row.spans)
-    ]
+    present = {span.kind for spans in shown.values() for span in spans} - {"chain"}
+    names = [kind for kind in COLORS if kind in present]
     hint = tag(
         "p",
         f"Seconds since the start. Below: <b id='window'>{start:.0f} s to {start + span:.0f} s</b><span "
@@ -154,13 +141,11 @@ def _kind_name(kind: str) -> str:
     }.get(kind, kind)
 
 
-def _frame(shown: Sequence[TimelineRow], view: str, content: str, start: float, end: float, name: str) -> str:
+def _frame(shown: Collection[str], view: str, content: str, start: float, end: float, name: str) -> str:
     """Row names, the stretched content, and a time axis."""
     height, body = len(shown) * ROW, ""
     for index, row in enumerate(shown):
-        body += tag(
-            "text", svg.text(row.name), class_="row", x=LABELS - 10, y=index * ROW + 15, text_anchor="end"
-        )
+        body += tag("text", svg.text(row), class_="row", x=LABELS - 10, y=index * ROW + 15, text_anchor="end")
         body += tag("rect", x=LABELS, y=index * ROW, width=WIDTH - LABELS, height=BAR, fill="var(--none)")
     stretched = {"preserveAspectRatio": "none", "viewBox": view, "id": f"{name}-view"}
     body += tag("svg", content, x=LABELS, y=0, width=WIDTH - LABELS, height=height, **stretched)
@@ -178,12 +163,12 @@ def _frame(shown: Sequence[TimelineRow], view: str, content: str, start: float, 
     )
 
 
-def _rectangles(row: TimelineRow, index: int, time: RunTime) -> str:
+def _rectangles(spans: Sequence[TraceSpan], index: int, time: RunTime) -> str:
     """The spans of a row, in seconds of run time by pixels; waiting at the bottom, the background on top."""
     parts = []
-    for kind in sorted({s.kind for s in row.spans}, key=lambda k: (k != "wait", k in BACKGROUND, k)):
+    for kind in sorted({s.kind for s in spans}, key=lambda k: (k != "wait", k in BACKGROUND, k)):
         top, height = (index * ROW + BAR - 5, 5) if kind in BACKGROUND else (index * ROW, BAR)
-        for t0, t1, title in _joined([s for s in row.spans if s.kind == kind], time):
+        for t0, t1, title in _joined([s for s in spans if s.kind == kind], time):
             width = max(t1 - t0, 0.002)
             parts.append(tag("rect", x=t0, y=top, width=width, height=height, fill=COLORS[kind], title=title))
     return "".join(parts)

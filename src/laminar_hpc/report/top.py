@@ -111,12 +111,12 @@ def _ranks(view: View, width: int) -> Table:
     """Live ranks from status.json with what each did last, by its trace; for an older run what the traces
     alone know. Machines are named where there are several. Columns that do not fit into `width` are left out,
     the least important ones first."""
-    lasts = {p.name: _last(p.kind, p.t0, p.t1, view.last_sign) for p in view.processes}
+    lasts = {name: _last(span, view.last_sign) for name, span in view.processes.items()}
     found = view.status.ranks if view.status else []
     ranks = sorted(found, key=lambda rank: (_RANK_ORDER.index(rank.role), rank.index))
     rows = [[*_rank_cells(rank, view), lasts.get(f"{rank.role}{rank.index}", "")] for rank in ranks]
     present = {f"{rank.role}{rank.index}" for rank in ranks}
-    for name in [process.name for process in view.processes if process.name not in present]:
+    for name in [name for name in view.processes if name not in present]:
         gone = "gone" if view.status and name != "controller0" and view.state == "going on" else ""
         own = view.status if name == "controller0" else None
         place = [_host(own.machine), str(own.pid)] if own else ["", ""]
@@ -166,8 +166,11 @@ def _bar(used: int, capacity: int) -> Text:
     return text.append(f" {share:4.0%} of {count(capacity)}", style="default")
 
 
-def _last(kind: str, t0: float, t1: float, now: float) -> str:
-    return f"{kind} {duration(t1 - t0)}, {duration(max(0.0, now - t1))} ago" if kind else ""
+def _last(span: dict, now: float) -> str:
+    if not span:
+        return ""
+    took, ago = span["t1"] - span["t0"], max(0.0, now - span["t1"])
+    return f"{span['kind']} {duration(took)}, {duration(ago)} ago"
 
 
 def _plain(text: str) -> str:
@@ -210,7 +213,6 @@ def _weights(view: View) -> Text | None:
 
 
 def _turns(view: View) -> Text | None:
-    """Shows the turns of the last batch, per trajectory."""
     step = view.steps[-1] if view.steps else {}
     if step.get("turns_mean") is None:
         return None
@@ -266,7 +268,6 @@ def _incidents(view: View) -> Text | None:
 
 
 def _replicas(view: View) -> Text | None:
-    """Shows how the run has changed the number of its replicas."""
     parts = replicas.parts(view.newest)
     return _line("replicas", *parts) if parts else None
 

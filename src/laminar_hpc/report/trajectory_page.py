@@ -62,7 +62,6 @@ def facts(run: Run, rows: Sequence[Consumed]) -> Facts:
 
 
 def anchor(trajectory_id: int) -> str:
-    """The id of a trajectory's element in the page."""
     return f"trajectory-{trajectory_id}"
 
 
@@ -92,8 +91,6 @@ def page(row: Consumed, whole: Whole, known: Facts, decode: Callable[[list[int]]
 
 
 def _answer(row: Consumed, whole: Whole, known: Facts, decode: Callable[[list[int]], str]) -> str:
-    """Shows the answer as one text, or turn by turn."""
-
     def said(tokens: list[int]) -> str:
         return tag("code", text(shortened(decode(tokens), MAX_CHARACTERS)))
 

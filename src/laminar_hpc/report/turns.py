@@ -45,7 +45,6 @@ def failures(run: Run) -> dict:
 
 
 def section_of_turns(run: Run) -> str:
-    """The report's section."""
     found = figures(run)
     if found is None:
         return ""
@@ -74,7 +73,6 @@ def section_of_turns(run: Run) -> str:
 
 
 def _table(run: Run, found: dict) -> str:
-    """Failures by class."""
     errors = sum(bool(t.reward_error) for t in run.consumed)
     ended = found["ended"] or {}
     rows: list[tuple[str, str, object]] = [

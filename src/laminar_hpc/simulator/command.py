@@ -49,8 +49,9 @@ def main(options: Namespace) -> int:
         return _worth(config, options)
     folder = output_folder(config, f"runs/sim-{config.name}")
     rows = sweep(config, say, folder / "ranges.json", _progress())
-    report.write(folder / "report.html", config.name, dataclasses.asdict(config), rows)
-    result = json.dumps({"settings": dataclasses.asdict(config), "rows": report.as_json(rows)}, indent=1)
+    settings = dataclasses.asdict(config)
+    (folder / "report.html").write_text(report.document(config.name, settings, rows), encoding="utf-8")
+    result = json.dumps({"settings": settings, "rows": report.as_json(rows)}, indent=1)
     (folder / "result.json").write_text(result + "\n")
     print(result if options.json else f"{report.table(rows)}\n\nreport       {folder}/report.html")
     return 0

@@ -9,9 +9,10 @@ So each is shown at its best.
 
 import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from laminar_hpc.config.errors import LaminarError, did_you_mean
+from laminar_hpc.machine.observability import console
 from laminar_hpc.simulator.cost import faster
 from laminar_hpc.simulator.finished.measured import Figures, Measured
 from laminar_hpc.simulator.finished.prediction import figures_of, setup_of
@@ -49,18 +50,13 @@ def _colocated(run: SimulationSetup) -> SimulationSetup:
     return replace(run, rules=PIPELINES["sync"], engines=engines, job=job, trainer_gpus=gpus)
 
 
-@dataclass(frozen=True)
-class OtherPipeline:
-    about: str
-    change: Callable[[SimulationSetup], SimulationSetup]
-
-
-OTHERS: dict[str, OtherPipeline] = {
-    "verl": OtherPipeline("all GPUs generate a batch, then all train it", _colocated),
-    "sync": OtherPipeline("one batch at a time, on the run's own split", _with_rules("sync_split")),
-    "one_step": OtherPipeline("the next batch is generated during training", _with_rules("one_step")),
-    "stream": OtherPipeline("the same, and mini-batches are trained as they end", _with_rules("stream")),
-    "areal": OtherPipeline("new weights come into running trajectories, bound 4", _interrupted),
+# what `--as` names -> what it is, and the run as that pipeline
+OTHERS: dict[str, tuple[str, Callable[[SimulationSetup], SimulationSetup]]] = {
+    "verl": ("all GPUs generate a batch, then all train it", _colocated),
+    "sync": ("one batch at a time, on the run's own split", _with_rules("sync_split")),
+    "one_step": ("the next batch is generated during training", _with_rules("one_step")),
+    "stream": ("the same, and mini-batches are trained as they end", _with_rules("stream")),
+    "areal": ("new weights come into running trajectories, bound 4", _interrupted),
 }
 
 
@@ -69,14 +65,15 @@ def names_of(given: str) -> list[str]:
     names = list(dict.fromkeys(name for name in given.split(",") if name))
     for name in names or [given]:
         if name not in OTHERS:
-            known = ", ".join(f"{key} ({other.about})" for key, other in OTHERS.items())
+            known = ", ".join(f"{key} ({about})" for key, (about, _) in OTHERS.items())
             raise LaminarError(f"--as={name}{did_you_mean(name, list(OTHERS))}: use some of {known}")
     return names
 
 
 def run_as(measured: Measured, name: str) -> Figures:
     """Figures of the run under another pipeline."""
-    return figures_of(simulate(OTHERS[name].change(setup_of(measured))))
+    _, change = OTHERS[name]
+    return figures_of(simulate(change(setup_of(measured))))
 
 
 def table(measured: Measured, own: Figures, others: dict[str, Figures]) -> list[str]:
@@ -98,14 +95,8 @@ def table(measured: Measured, own: Figures, others: dict[str, Figures]) -> list[
         )
         for name, f, over in rows
     ]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
-    told = [f"{'as ' + name:<12} {OTHERS[name].about}" for name in others]
-    return [*("  ".join(_placed(line, widths)).rstrip() for line in lines), "", *told]
-
-
-def _placed(line: tuple[str, ...], widths: list[int]) -> list[str]:
-    first, *others = zip(line, widths, strict=True)
-    return [first[0].ljust(first[1]), *(word.rjust(width) for word, width in others)]
+    told = [f"{'as ' + name:<12} {OTHERS[name][0]}" for name in others]
+    return [*console.table(lines, left=(0,)), "", *told]
 
 
 def as_dict(measured: Measured, own: Figures, others: dict[str, Figures]) -> dict[str, object]:

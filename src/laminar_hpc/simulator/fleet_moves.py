@@ -41,7 +41,7 @@ class SimulatedRepacker:
         self.costs = MoveCosts(forced=not auto)
         self.lengths = RemainingLengths(setup.workload.max_response_tokens)
         if setup.rules.empties:
-            rollouts.tracker.lengths = self.lengths
+            rollouts.tracker.lengths = []
         self.replicas_emptied = 0
         self.trajectories_moved = 0
         self.move_seconds = 0.0
@@ -58,6 +58,10 @@ class SimulatedRepacker:
         clock.at(time, self.tick)
 
     def look(self) -> None:
+        ended = self.rollouts.tracker.lengths or []
+        for _, tokens in sorted(ended):  # a replica may have gone on by itself for long
+            self.lengths.add(tokens)
+        ended.clear()
         views: list[list[ReplicaView]] = [[] for _ in self.rollouts.slots]  # of each site
         for replica in self.rollouts.replicas:
             here = len(replica.running) + len(replica.away) + len(replica.waiting)

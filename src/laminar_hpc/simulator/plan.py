@@ -212,7 +212,6 @@ def planned_setup(config: PlanConfig, candidate: Candidate) -> SimulationSetup:
 
 
 def evaluate(config: PlanConfig, candidate: Candidate) -> dict:
-    """Figures of a simulated run of it."""
     return simulate(planned_setup(config, candidate)).figures
 
 

@@ -65,7 +65,6 @@ def expectations(config: PlanConfig, plan: Plan) -> list[str]:
 
 
 def layout_text(t: TrainerConfig) -> str:
-    """The trainer's parallel sizes."""
     context = f"CP {t.context_parallel} x " if t.context_parallel > 1 else ""
     chunks = f" of {t.virtual_stages} chunks" if t.virtual_stages > 1 else ""
     experts = f", EP {t.expert_parallel}" if t.expert_parallel > 1 else ""

@@ -48,7 +48,6 @@ class Machines:
 
 
 def trainer_machines(config: PlanConfig, candidate: Candidate) -> Machines:
-    """The trainer's machines, and its GPUs on each."""
     count, each = trainer_spread(config.pools[candidate.trainer_pool], candidate.trainer_gpus)
     return Machines(candidate.trainer_pool, each, (each,) * count)
 

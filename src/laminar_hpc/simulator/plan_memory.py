@@ -20,7 +20,6 @@ _WIDTH = 2  # bytes of a bfloat16
 
 
 def lanes(config: PlanConfig) -> int:
-    """Relay lanes of each rollout machine."""
     return max(1, round(2 * trained_part(MODELS[config.model], config.lora).parameters / _LANE_BYTES))
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from laminar_hpc.machine.observability.console import count
+from laminar_hpc.machine.observability import console
 from laminar_hpc.machine.observability.trace import KINDS, TraceSpan
 from laminar_hpc.report import svg, timeline
 from laminar_hpc.report.page import figure, grid, keys, page, section, tiles
@@ -47,12 +47,7 @@ def cells(row: dict) -> list[str]:
 
 
 def table(rows: Sequence[dict]) -> str:
-    """The rows as text in aligned columns."""
-    lines = [[name for _, name, _ in COLUMNS], *(cells(row) for row in rows)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(COLUMNS))]
-    return "\n".join(
-        "  ".join(word.rjust(width) for word, width in zip(line, widths, strict=True)) for line in lines
-    )
+    return "\n".join(console.table([[name for _, name, _ in COLUMNS], *map(cells, rows)]))
 
 
 def as_json(rows: Sequence[dict]) -> list[dict]:
@@ -63,12 +58,6 @@ def as_json(rows: Sequence[dict]) -> list[dict]:
         | {key: getattr(row["outcome"], key) for key in others}
         for row in rows
     ]
-
-
-def write(path: Path, name: str, settings: dict, rows: Sequence[dict]) -> None:
-    """Writes the page, and its folder where that is missing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(document(name, settings, rows), encoding="utf-8")
 
 
 def document(name: str, settings: dict, rows: Sequence[dict]) -> str:
@@ -86,7 +75,7 @@ def document(name: str, settings: dict, rows: Sequence[dict]) -> str:
     headline = tiles(
         [
             (f"fastest at {largest:,} GPUs", best["pipeline"], f"{f['trainer_gpus']} train"),
-            ("tokens per second", count(rate), f"{rate / base:.2f} x {first}"),
+            ("tokens per second", console.count(rate), f"{rate / base:.2f} x {first}"),
             ("KV use", f"{f['kv_use']:.0%}", f"rollouts idle {f['rollout_idle_share']:.0%}"),
             ("staleness at training", staleness, "mean / max"),
         ]

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from laminar_hpc.config.bounds import bounds, choice, choices, choices_of, number
+from laminar_hpc.config.bounds import bounds, choice, choices, number
 from laminar_hpc.config.schema import LoraConfig
 from laminar_hpc.simulator.constants import (
     GROUP_CORRELATION,
@@ -55,7 +55,7 @@ class WorkloadConfig:
 class PoolConfig:
     """GPUs of one type in whole machines. A pool that is preemptible or elsewhere is for rollouts only."""
 
-    gpu: str = field(default="H800", metadata=choices_of(GPUS))
+    gpu: str = field(default="H800", metadata=choices(GPUS))
     count: int = number(64, at_least=1, at_most=65_536)
     # $ per GPU and hour; null = the example price of tables/gpus.yaml
     price: float | None = number(
@@ -90,11 +90,11 @@ class SimulationConfig:
     # of all uncertain constants, for the range of each rate, a short run each; 0 = no range
     draws: int = number(8, at_least=0, at_most=1000)
     # of tables/models.yaml, or a model directory
-    model: str = field(default="32B", metadata=choices_of(MODELS))
+    model: str = field(default="32B", metadata=choices(MODELS))
     gpus: list[int] = field(default_factory=lambda: [64, 128], metadata=bounds(at_least=1, at_most=262_144))
     lora: LoraConfig = field(default_factory=LoraConfig)  # with a rank an adapter is trained, as model.lora
-    trainer_gpu: str = field(default="H800", metadata=choices_of(GPUS))
-    rollout_gpu: str = field(default="H800", metadata=choices_of(GPUS))
+    trainer_gpu: str = field(default="H800", metadata=choices(GPUS))
+    rollout_gpu: str = field(default="H800", metadata=choices(GPUS))
     engine: str = choice(*ENGINES)  # whose admission and preemption
     cuda_graphs: bool = True  # false: each decode step launches its kernels one by one
     speculation: bool = False  # steps verify guesses where that is faster: speculation.py
@@ -106,7 +106,7 @@ class SimulationConfig:
     splits: dict[str, float] = field(default_factory=dict, metadata=bounds(at_least=0.001, at_most=1))
     pipelines: list[str] = field(
         default_factory=lambda: ["sync", "one_step", "stream", "partial", "laminar"],
-        metadata=choices(*PIPELINES),
+        metadata=choices(PIPELINES),
     )
     # of all but sync and sync_split, where it is 0; with 0.5 half a batch may be a step late;
     # null = the preset's
@@ -145,7 +145,7 @@ class PlanConfig:
     name: str = "plan"
     out_dir: str = ""  # of NAME.yaml and NAME.sbatch; empty = runs/plan-NAME
     seed: int = number(0, at_least=0)
-    model: str = field(default="32B", metadata=choices_of(MODELS))
+    model: str = field(default="32B", metadata=choices(MODELS))
     pools: list[PoolConfig] = field(default_factory=lambda: [PoolConfig()])
     # throughput: the maximum of tokens/s of all GPUs; cost: of tokens per $ that keeps the trainer busy
     objective: str = choice("throughput", "cost")

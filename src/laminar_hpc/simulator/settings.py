@@ -45,12 +45,10 @@ def say(line: str) -> None:
 
 
 def experiments() -> list[str]:
-    """Names of the simulations that laminar ships."""
     return _names("experiment")
 
 
 def questions() -> list[str]:
-    """Names of the planner's questions that laminar ships."""
     return _names("plan/question")
 
 

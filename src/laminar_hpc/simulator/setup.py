@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from laminar_hpc.config.schema import EnvironmentConfig, LoraConfig
 from laminar_hpc.policies.repack import saturation_batch
 from laminar_hpc.simulator.constants import Constants
-from laminar_hpc.simulator.cost import EngineCosts, chain_seconds, engine_costs, faster, kv_capacity
+from laminar_hpc.simulator.cost import EngineCosts, chain_seconds, engine_costs, kv_capacity
 from laminar_hpc.simulator.links import global_sync_seconds
 from laminar_hpc.simulator.lora import serving_adapters, trained_part
 from laminar_hpc.simulator.published_layout import offloaded_layout, trainer_layout
@@ -103,22 +103,6 @@ class SimulationSetup:
         bound = limits is not None and bool(limits.factory or limits.by_url)
         limits = limits or EnvironmentConfig(max_turns=w.turns, max_tool_calls=w.turns, max_seconds=math.inf)
         return Environments(limits, bound, self.job.turn_scale, w.max_response_tokens)
-
-    def faster(self, factor: float) -> "SimulationSetup":
-        """The same run with all rates `factor` times as high."""
-        kinds = tuple(
-            dataclasses.replace(
-                kind,
-                costs=faster(kind.costs, factor),
-                mtbf=kind.mtbf and kind.mtbf / factor,
-                grace=kind.grace / factor,
-            )
-            for kind in self.engines
-        )
-        sites = tuple(faster(site, factor) for site in self.sites)
-        mtbf = self.trainer_mtbf and self.trainer_mtbf / factor
-        job = faster(self.job, factor)
-        return dataclasses.replace(self, engines=kinds, job=job, sites=sites, trainer_mtbf=mtbf)
 
 
 def _sites(parts: Sequence[Rollout], size: float, c: Constants) -> tuple[Site, ...]:

@@ -99,12 +99,10 @@ class Model:
 
     @property
     def expert_layers(self) -> int:
-        """Layers with routed experts."""
         return self.layers - int(self.config.get("first_k_dense_replace", 0)) if self.experts else 0
 
     @property
     def head_parameters(self) -> float:
-        """Counts the parameters of the output layer."""
         return float(self.config["vocab_size"] * self.hidden)
 
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 from laminar_hpc.policies.dispatch import DrawOrder, ExpectedLengths
 from laminar_hpc.policies.live_groups import GroupView, LiveGroups
-from laminar_hpc.policies.remaining import RemainingLengths
 from laminar_hpc.simulator.request import SimulatedRequest
 from laminar_hpc.simulator.turns.course import Course
 from laminar_hpc.simulator.turns.environments import Play
@@ -49,7 +48,8 @@ class SimulatedTracker:
         self._draws = DrawOrder(self._lengths, workload.prompt, max(1, config.prompts), block)
         # of a trajectory with several turns: (group, sample, course) -> what it has with its environment
         self.play: Callable[[int, int, Course], Play]
-        self.lengths: RemainingLengths | None = None  # of repack, where there is any
+        # (time, tokens) of each response that has ended since repack looked; None: it looks at none
+        self.lengths: list[tuple[float, int]] | None = None
         self.live: dict[int, SimulatedGroup] = {}
         self.views = LiveGroups()
         self.lost: list[SimulatedRequest] = []
@@ -109,6 +109,8 @@ class SimulatedTracker:
         self.ended.append(time)
         self.latencies.append(time - request.granted)
         self.admitted_latencies.append(time - request.started)
+        if self.lengths is not None:
+            self.lengths.append((time, request.turns[0] if request.play is None else request.play.tokens))
 
     def complete(self, done: list[tuple[float, SimulatedRequest]], trainer_step: int) -> None:
         """`ends` and `finish` of (time, request), none of which is the last of its group; the group knows."""
@@ -124,8 +126,6 @@ class SimulatedTracker:
         group.finished[request.trajectory_id - group.first] = tokens, request.weight_step
         del group.requests[request.trajectory_id]
         self.finished_tokens += drawn
-        if self.lengths is not None:
-            self.lengths.add(tokens)
         late = trainer_step - request.weight_step
         staleness[late] = staleness[late] + 1 if late in staleness else 1
         if request.versions > self.versions:

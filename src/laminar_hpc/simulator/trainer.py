@@ -7,7 +7,7 @@ weights at the relays / replicas    its own publication -> Rollouts.weights_avai
 """
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -18,15 +18,8 @@ from laminar_hpc.simulator.setup import SimulationSetup
 from laminar_hpc.simulator.tracker import SimulatedTracker
 from laminar_hpc.simulator.trainer_cost import logprob_seconds, updates_seconds
 
-
-class Generating(Protocol):
-    """What a trainer tells those who generate."""
-
-    global_sync_seconds: float
-
-    def start_training(self) -> None: ...
-
-    def weights_available(self, step: int) -> None: ...
+if TYPE_CHECKING:
+    from laminar_hpc.simulator.rollouts import Rollouts
 
 
 class Trainer:
@@ -42,7 +35,7 @@ class Trainer:
         self.parts = updates if self.rules.consumption == "stream" else 1
         self.updates_per_part = updates // self.parts
         self.random = np.random.default_rng([setup.seed, 1])
-        self.rollouts: Generating  # set by the rollouts themselves
+        self.rollouts: Rollouts  # set by the rollouts themselves
         self.step = 0
         self.waiting_since: float | None = 0.0
         self.taken = 0

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from laminar_hpc.config.errors import LaminarError, did_you_mean
+from laminar_hpc.machine.observability import console
 from laminar_hpc.simulator.mechanisms import MECHANISMS
 from laminar_hpc.simulator.rules import PIPELINES
 from laminar_hpc.simulator.schema import SimulationConfig
@@ -150,29 +151,10 @@ def _rows(
 
 
 def table(rows: list[WorthRow]) -> str:
-    """The rows as text in aligned columns."""
     lines = [list(_HEAD)]
     for row in rows:
         rate, step, waits, idle, staleness = (row.figures[key] for key in _FIGURES)
         gain = f"{row.gain:+.1%} ± {row.error:.1%}" if row.gain or row.error else ""
-        figures = [f"{rate:,.0f}", gain, f"{step:,.1f}"]
-        lines.append(
-            [
-                row.pipeline,
-                str(row.gpus),
-                row.run,
-                *figures,
-                f"{waits:.0%}",
-                f"{idle:.0%}",
-                f"{staleness:.1f}",
-            ]
-        )
-    widths = [max(len(line[i]) for line in lines) for i in range(len(_HEAD))]
-    left = (0, 2)  # columns of words
-    return "\n".join(
-        "  ".join(
-            word.ljust(width) if i in left else word.rjust(width)
-            for i, (word, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    )
+        figures = [f"{rate:,.0f}", gain, f"{step:,.1f}", f"{waits:.0%}", f"{idle:.0%}", f"{staleness:.1f}"]
+        lines.append([row.pipeline, str(row.gpus), row.run, *figures])
+    return "\n".join(console.table(lines, left=(0, 2)))

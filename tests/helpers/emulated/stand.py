@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 from unittest.mock import patch
 
+from helpers.emulated.launch import prepare
 from helpers.processes import LoopThread
 from helpers.runs import assert_clean
 from laminar_hpc.config.check import check
@@ -33,7 +34,6 @@ from laminar_hpc.machine.processes import machine_name
 from laminar_hpc.simulator.emulated import responses
 from laminar_hpc.simulator.emulation import stage
 from laminar_hpc.simulator.emulation.fleet import EmulatedReplica, NewWorker, new_worker
-from laminar_hpc.simulator.emulation.launch import prepare
 from laminar_hpc.store.payload.whole import Whole, wholes
 from laminar_hpc.store.rows import stored_trajectories
 from laminar_hpc.store.rundir import prepare as prepare_run_dir

@@ -32,7 +32,6 @@ class Rejected(Exception):
         self.code = code
 
     def body(self) -> dict:
-        """Writes the error as OpenAI's API does."""
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
         return {"error": {"message": str(self), "type": kind, "param": None, "code": self.code}}
 
@@ -82,7 +81,6 @@ class DrawnTurn:
     cached_tokens: int
 
     def usage(self) -> dict:
-        """Counts tokens as OpenAI's API does."""
         prompt, drawn = len(self.prompt), len(self.tokens)
         return {"prompt_tokens": prompt, "completion_tokens": drawn, "total_tokens": prompt + drawn}
 

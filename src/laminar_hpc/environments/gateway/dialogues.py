@@ -105,5 +105,4 @@ class Dialogues:
         return goes_on(self._decoder.text(seen[:end].tolist(), specials=True), written)
 
     def texts(self, tokens: Sequence[int]) -> list[str]:
-        """Returns the text of each token."""
         return [self._decoder.text([token], specials=True) for token in tokens]

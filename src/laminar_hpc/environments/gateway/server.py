@@ -56,7 +56,6 @@ class Gateway:
         logger.info("agents find this replica at %s", self._base)
 
     async def close(self) -> None:
-        """Ends all sessions."""
         for name in list(self._sessions):
             self._sessions.pop(name).end("the replica ends")
         await self._runner.cleanup()

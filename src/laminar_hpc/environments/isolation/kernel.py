@@ -54,7 +54,6 @@ def unmount(path: str) -> None:
 
 
 def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str = "") -> None:
-    """mount(2)."""
     words = [word.encode() or None for word in (source, target, kind)]
     check(_libc.mount(*words, ctypes.c_ulong(flags), options.encode() or None), f"mount {target}")
 

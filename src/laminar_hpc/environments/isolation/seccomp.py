@@ -83,7 +83,6 @@ _OPENS: tuple[tuple[Numbers, int], ...] = (((257, 56), 2), ((2, None), 1))
 
 
 def supported() -> bool:
-    """Whether the tables have this machine's architecture."""
     return platform.machine() in _ARCHITECTURES
 
 

@@ -10,6 +10,7 @@ from laminar_hpc.environments.sandbox.local import SandboxFailed
 from laminar_hpc.environments.sandbox.output import BoundedOutput
 from laminar_hpc.environments.sandbox.protocol import Limits, Result
 from laminar_hpc.machine.own_time import within
+from laminar_hpc.machine.replies import read_bounded
 
 _SLACK_SECONDS = 30.0  # beyond the code's own time: the server may have a queue
 _MAX_REPLY = 64 << 20  # bytes
@@ -54,7 +55,7 @@ class SandboxFusion:
                     self._url, data=body, headers={"Content-Type": "application/json"}, allow_redirects=False
                 ) as response,
             ):
-                text = await response.content.read(_MAX_REPLY)
+                text = await read_bounded(response.content, _MAX_REPLY)
                 if response.status != 200:
                     raise SandboxFailed(
                         f"{where}: HTTP {response.status}: {text[:200].decode(errors='replace')}"

@@ -11,7 +11,6 @@ class BoundedOutput:
         self._total = 0
 
     def add(self, chunk: bytes) -> None:
-        """The next bytes of the stream."""
         self._total += len(chunk)
         room = self._half - len(self._head)
         self._head += chunk[:room]
@@ -21,7 +20,6 @@ class BoundedOutput:
 
     @property
     def truncated(self) -> bool:
-        """Whether something is left out."""
         return self._total > 2 * self._half
 
     def text(self) -> str:

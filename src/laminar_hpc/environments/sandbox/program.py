@@ -53,7 +53,6 @@ def _run(code: str) -> NoReturn:
 
 
 def _executed(code: str, module: types.ModuleType) -> int:
-    """The exit code."""
     try:
         exec(compile(code, NAME, "exec"), module.__dict__)
     except SystemExit as end:

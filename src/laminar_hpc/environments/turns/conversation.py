@@ -75,7 +75,6 @@ class Conversation:
         return behind
 
     def encoded(self, text: str) -> list[int]:
-        """Token ids of what the template has written."""
         return self._encode(text)
 
     def opening(self, observation: str) -> list[int]:

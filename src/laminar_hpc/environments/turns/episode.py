@@ -75,7 +75,6 @@ class Episode:
         return "time" if self.seconds_left(now) <= 0 else ""
 
     def seconds_left(self, now: float) -> float:
-        """Returns what is left of the whole trajectory's time."""
         return self.limits.max_seconds - (now - self.began)
 
     def called(self, wanted: Sequence[str], failed: int, seconds: float) -> None:

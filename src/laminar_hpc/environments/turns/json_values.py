@@ -23,7 +23,6 @@ def json_value(text: str) -> object:
 
 
 def too_deep(value: object) -> bool:
-    """Whether a JSON value has more than DEEPEST levels."""
     level, depth = [value], 0
     while level and depth <= DEEPEST:
         inside = (v.values() if isinstance(v, dict) else v for v in level if isinstance(v, dict | list))

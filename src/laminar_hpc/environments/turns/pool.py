@@ -85,7 +85,6 @@ class EnvironmentPool(WorkerPool):
             self.tools = {"": [tool for tools in self.tools.values() for tool in tools]}
 
     def deadline(self, name: str, method: str) -> Deadline:
-        """Returns the deadline for calls of an environment's method."""
         return self._deadlines.setdefault((name, method), Deadline(self._limit))
 
     async def open(self, row: dict, patient: bool = False) -> Session:
@@ -93,7 +92,7 @@ class EnvironmentPool(WorkerPool):
         others took. Raises EnvironmentFailed; LaminarError only when no worker can be started any more."""
         if self._has_calls:
             await self._free.acquire()
-            return FunctionSession("", next(self._ids), self._ask_any, self._released)
+            return FunctionSession("", next(self._ids), self._ask_any, self._free.release)
         if not patient and (session := await self._ahead.take(row)) is not None:
             return session
         return await self._begun(row, patient)
@@ -133,9 +132,6 @@ class EnvironmentPool(WorkerPool):
             task.cancel()
         await asyncio.gather(*self._ending, return_exceptions=True)
         await super().close()
-
-    def _released(self) -> None:
-        self._free.release()
 
     async def _ask_any(self, call: Call) -> CallResult:
         """One function's call, made once, unless it says that it may be made twice."""

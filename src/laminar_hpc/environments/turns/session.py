@@ -87,7 +87,6 @@ class VerifiersSession(AgentSession):
     _died, _who = "verifiers' process ended", "verifiers"
 
     async def reset(self, row: dict) -> None:
-        """See AgentSession."""
         self._row = row["task"]
 
 
@@ -99,7 +98,6 @@ class FunctionSession(Session):
         """There is nothing to reset."""
 
     async def call(self, name: str, arguments: dict) -> str:
-        """See Session."""
         try:
             result = await self._ask(Call(0, name, arguments=json.dumps(arguments)))
         except WorkerLost:

@@ -318,7 +318,6 @@ def _write(environment: Environment, file: str) -> int:
 
 
 async def main() -> None:
-    """Serves until the other side is gone."""
     ours = socket.socket(fileno=int(sys.argv[-1]))
     reader, writer = await asyncio.open_connection(sock=ours)
     with contextlib.suppress(ConnectionError):

@@ -28,7 +28,6 @@ class VerifiersInterpreter(Interpreter):
         return OURS.command()
 
     def environment(self, ours: dict[str, str]) -> dict[str, str]:
-        """See Interpreter."""
         own = {name: value for name, value in ours.items() if name not in _NOT_OURS}
         own["PATH"] = f"{Path(self.program).parent}:{own.get('PATH', os.defpath)}"
         for proxy in ("no_proxy", "NO_PROXY"):

@@ -40,7 +40,6 @@ async def write(config: EnvironmentConfig, file: Path) -> int:
 
 
 def main(words: list[str]) -> int:
-    """The exit status."""
     try:
         python, named, file = words
         of_json = named.startswith("{")

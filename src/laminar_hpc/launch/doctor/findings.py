@@ -28,8 +28,6 @@ def fail(value: str, cure: str = "") -> Verdict:
 
 
 class MachineFinding(NamedTuple):
-    """A line of a report."""
-
     what: str
     verdict: Verdict
 

@@ -26,7 +26,6 @@ CHECKS = CheckTable()
 
 @CHECKS.row("left behind", "laminar doctor --clean, or the next start; what stays then, a process still has")
 def left_behind() -> Verdict:
-    """What killed runs have left here, by kind."""
     kinds: dict[str, list[int]] = {}
     for each in leftovers.find():
         kinds.setdefault(each.what, []).append(each.size)
@@ -105,7 +104,6 @@ def trust() -> Verdict:
 
 @CHECKS.row("Slurm")
 def slurm() -> Verdict:
-    """Slurm's version where its commands are installed."""
     program, starts = shutil.which("sbatch"), "runs start with laminar train or launch/"
     if program is None:
         return ok(f"not found; {starts}")
@@ -122,7 +120,6 @@ def slurm() -> Verdict:
 
 @CHECKS.row("demo", "free them, or start the container with more")
 def demo() -> Verdict:
-    """Whether the arithmetic demo fits this machine."""
     needs = (
         ("memory", DEMO_MEMORY, usable_memory()),
         ("/dev/shm", DEMO_SHM, shared_memory()[1]),

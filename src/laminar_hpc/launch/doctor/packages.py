@@ -83,7 +83,6 @@ def graphics() -> Verdict:
 
 
 def package(name: str) -> Verdict:
-    """A package against the version that was tested."""
     version, wanted = installed(name), pinned(name)
     if version is None:
         return fail("not installed")
@@ -136,7 +135,6 @@ def cuda_compiler(has_gpu: bool | None = None) -> Verdict:
 
 @CHECKS.row("KV migration", "apt-get install g++, then make setup")
 def migration() -> Verdict:
-    """Whether the C++ extension for KV-cache migration was built."""
     spec = importlib.util.find_spec("laminar_hpc._kv")
     if spec is None or spec.origin is None:
         return warn("laminar_hpc._kv was not built")

@@ -34,7 +34,6 @@ def gpus_by_default(config: RunConfig) -> int:
 
 
 def shares_gpus(config: RunConfig) -> bool:
-    """Whether trainers and engines use the same GPUs of a node."""
     return bool(set(config.trainer.devices or ()) & set(config.rollout.devices or ()))
 
 

@@ -296,7 +296,6 @@ def run_node(place: NodePlace, groups: Sequence[WorkerGroup]) -> tuple[int, bool
 
 
 def main(arguments: list[str]) -> int:
-    """See above."""
     die_with_parent()
     output.guard()
     machine = None

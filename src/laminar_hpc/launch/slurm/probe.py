@@ -197,7 +197,6 @@ def broadcast(seen: Seen, folder: Path, nodes: int) -> None:
 
 
 def read_seen(path: Path) -> Seen | None:
-    """A node's findings, or None where it has none."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=Seen)
     except (FileNotFoundError, msgspec.DecodeError):

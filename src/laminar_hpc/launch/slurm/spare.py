@@ -5,7 +5,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from laminar_hpc.config.errors import LaminarError, Refused
+from laminar_hpc.config.errors import LaminarError, said
 from laminar_hpc.line.waiting import shown_in
 from laminar_hpc.machine.locks.run_lock import RunLock, refuse_if_held
 
@@ -13,15 +13,6 @@ _LOOK_SECONDS = 0.25
 _TOLD_AS_WELL_SECONDS = 4.0  # within which a job that is told of its end has taken its sign away
 _DEATH_SECONDS = 5.0  # of a process whose parent was killed
 _SIGNS = "spare.*"
-
-
-def other_lives(run_dir: Path) -> bool:
-    """Whether a live controller holds the run."""
-    try:
-        refuse_if_held(run_dir)
-    except Refused:
-        return True
-    return False
 
 
 def spare_of(run_dir: Path, sleep: Callable[[float], None] = time.sleep) -> str:
@@ -36,7 +27,7 @@ def spare_of(run_dir: Path, sleep: Callable[[float], None] = time.sleep) -> str:
 def hand_over(run_dir: Path, sleep: Callable[[float], None] = time.sleep) -> None:
     """Frees the lock of the run, whose holder was killed on this machine: the spare need not watch it."""
     waited = 0.0
-    while other_lives(run_dir) and waited < _DEATH_SECONDS:
+    while said(refuse_if_held, run_dir) and waited < _DEATH_SECONDS:
         sleep(_LOOK_SECONDS)
         waited += _LOOK_SECONDS
     with suppress(LaminarError, OSError):  # the spare was faster

@@ -13,6 +13,7 @@ from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from laminar_hpc.config.check import Derived
 from laminar_hpc.config.directories import shipped_directory
 from laminar_hpc.config.errors import LaminarError, Refused
 from laminar_hpc.config.options import split, with_absolute_config_dir
@@ -42,12 +43,21 @@ def plan_words(value: str | None) -> list[str]:
     return [f"--config-dir={file.parents[1]}", f"experiment={file.stem}"]
 
 
-def main(options: Namespace) -> int:
-    """Exit code 0 when all are submitted, or nothing is left to do. Raises LaminarError for what is refused,
-    and where sbatch refuses one."""
+def checked_run(options: Namespace, words: Sequence[str]) -> tuple[RunConfig, Derived, list[str]]:
+    """A run on several machines, and the settings for each of them. Raises LaminarError for what is refused.
+    `options.dry_run` is then what the words say too."""
     from laminar_hpc.data.pretrained import pinned_words
     from laminar_hpc.launch.train_command import prepare
 
+    loaded, config, derived = prepare([*words, *["dry_run=true"][: options.dry_run]], print)
+    options.dry_run = config.dry_run
+    settings = [word for word in words if word.partition("=")[0] not in OURS]
+    return config, derived, [*with_absolute_config_dir(settings), *pinned_words(loaded, config)]
+
+
+def main(options: Namespace) -> int:
+    """Exit code 0 when all are submitted, or nothing is left to do. Raises LaminarError for what is refused,
+    and where sbatch refuses one."""
     words = [*plan_words(options.plan), *options.words]
     if not words:
         raise LaminarError("laminar submit needs what laminar train needs: laminar submit experiment=...")
@@ -56,9 +66,7 @@ def main(options: Namespace) -> int:
         raise LaminarError(f"--gpus-per-node={given}: a number of GPUs; 0 for a run on the CPU")
     every = split("--slurm", options.slurm)
     own = {name: split(f"--{part}", getattr(options, part)) for part, name in _PARTS.items()}
-    settings = [word for word in words if word.partition("=")[0] not in OURS]
-    loaded, config, derived = prepare([*words, *["dry_run=true"][: options.dry_run]], print)
-    options.dry_run = config.dry_run
+    config, derived, settings = checked_run(options, words)
     gpus = gpus_by_default(config) if given is None else int(given)
     jobs = layout(config, derived, gpus, options.apart, options.hetjob)
     if not options.dry_run and shutil.which("sbatch") is None:
@@ -67,7 +75,6 @@ def main(options: Namespace) -> int:
         )
     if not options.dry_run and not look_around(config):
         return 0
-    settings = [*with_absolute_config_dir(settings), *pinned_words(loaded, config)]
     if len(jobs) > 1:
         settings += patience(config, words, slurm_configuration())
     run_dir = Path(config.run_dir).absolute()

@@ -154,7 +154,6 @@ def parsed(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def parts_of(options: argparse.Namespace, words: list[str], run_dir: Path, machine: int) -> list[RolePart]:
-    """What this machine starts."""
     config, address = load_config(words), own_address_for_others()
     use_interface(address)
     os.environ.setdefault("STORE_DIR", str(Path(tempfile.gettempdir()) / f"laminar-{getpass.getuser()}"))
@@ -174,7 +173,6 @@ def parts_of(options: argparse.Namespace, words: list[str], run_dir: Path, machi
 
 
 def main(arguments: list[str]) -> int:
-    """See above."""
     output.guard()
     options, words = parsed(arguments)
     passed_on = machine = None

@@ -16,9 +16,9 @@ from pathlib import Path
 
 from laminar_hpc import __version__
 from laminar_hpc.config.errors import LaminarError, Refused
-from laminar_hpc.config.options import split, with_absolute_config_dir
+from laminar_hpc.config.options import split
 from laminar_hpc.launch.slurm.layout import gpus_by_default
-from laminar_hpc.launch.slurm.submit import OURS, look_around, plan_words
+from laminar_hpc.launch.slurm.submit import checked_run, look_around, plan_words
 from laminar_hpc.launch.ssh.connections import Launcher
 from laminar_hpc.launch.ssh.hosts import Host, HostPart, assign, read_hosts
 from laminar_hpc.launch.ssh.joining import RunKey, join_line
@@ -35,25 +35,19 @@ _PREFIXES, _NAMES = ("NCCL_", "GLOO_"), ("LAMINAR_INTERFACE", "STORE_DIR", "OMP_
 
 def main(options: Namespace) -> int:
     """Exit code as Launcher.run; 0 when nothing is left to do. Raises LaminarError for what is refused."""
-    from laminar_hpc.data.pretrained import pinned_words
-    from laminar_hpc.launch.train_command import prepare
-
     words, ssh = [*plan_words(options.plan), *options.words], split("--ssh", options.ssh)
     if not options.hosts or not words:
         raise LaminarError(
             "laminar launch needs a host file and what laminar train needs: "
             "laminar launch --hosts FILE experiment=..."
         )
-    settings = [word for word in words if word.partition("=")[0] not in OURS]
-    loaded, config, derived = prepare([*words, *["dry_run=true"][: options.dry_run]], print)
-    options.dry_run = config.dry_run
+    config, derived, settings = checked_run(options, words)
     hosts = read_hosts(Path(options.hosts), gpus_by_default(config))
     only = [name for names in options.only for name in names.split(",") if name]
     parts = chosen(assign(config, derived, hosts), only)
     run_dir, launch = Path(config.run_dir).absolute(), "" if options.dry_run else secrets.token_hex(4)
     if not options.dry_run and not only and not look_around(config):
         return 0
-    settings = [*with_absolute_config_dir(settings), *pinned_words(loaded, config)]
     lines = [(part, command_of(part, ssh, options.tied, launch, run_dir, settings)) for part in parts]
     for _, command in lines:
         print(shlex.join(command), flush=True)

@@ -5,7 +5,7 @@ Numbers stand in fixed columns, and every line fits 120 columns.
 """
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 # recent steps whose median gives the time left: long enough to ride out an evaluation or a checkpoint
@@ -52,6 +52,17 @@ def number(value: float | None, digits: int = 3) -> str:
 def line(label: str, text: str) -> str:
     """Any line of ours: what it is about, then the text, from the same column on in every line."""
     return f"{label:<{LABEL_WIDTH}} {text}"
+
+
+def table(lines: Sequence[Sequence[str]], left: Collection[int] = ()) -> list[str]:
+    """Lines of words in aligned columns; those of `left` begin at one place, all others end at one."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+
+    def aligned(line: Sequence[str]) -> list[str]:
+        words = zip(line, widths, strict=True)
+        return [word.ljust(n) if at in left else word.rjust(n) for at, (word, n) in enumerate(words)]
+
+    return ["  ".join(aligned(line)).rstrip() for line in lines]
 
 
 def derived_block(derived: Mapping[str, object]) -> list[str]:

@@ -15,7 +15,7 @@ from prometheus_client.registry import Collector
 
 _AT_ONCE = 16  # connections; more are closed at once
 _SILENT_SECONDS = 5.0  # a connection that says nothing is closed
-_FAULTS_SHOWN = 100
+_FAULTS_SHOWN = 100  # kinds, each once in the log
 _DASHBOARD = "grafana.json"
 App = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 
@@ -26,7 +26,7 @@ def app(collector: Collector, key: bytes | None) -> App:
     registry.register(collector)
     metrics = make_wsgi_app(registry)
     wanted = b"Bearer " + key if key else b""
-    note = _Faults().note
+    noted = set[str]()
 
     def answer(environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
         brought = environ.get("HTTP_AUTHORIZATION", "").encode("latin-1")
@@ -37,7 +37,9 @@ def app(collector: Collector, key: bytes | None) -> App:
             try:
                 return metrics(environ, start)
             except Exception as error:
-                note(error)
+                if (fault := repr(error)[:200]) not in noted and len(noted) < _FAULTS_SHOWN:
+                    noted.add(fault)
+                    traceback.print_exception(error)
                 said = f"{type(error).__name__}, see logs/prometheus.log of the run\n"
                 return _text(start, "500 Internal Server Error", said.encode())
         if path == f"/{_DASHBOARD}":
@@ -48,25 +50,12 @@ def app(collector: Collector, key: bytes | None) -> App:
 
 
 def dashboard() -> bytes:
-    """The Grafana dashboard, as JSON."""
     return files("laminar_hpc.report.prometheus").joinpath(_DASHBOARD).read_bytes()
 
 
 def _text(start: Callable[..., Any], status: str, body: bytes, kind: str = "text/plain") -> list[bytes]:
     start(status, [("Content-Type", kind), ("Content-Length", str(len(body)))])
     return [body]
-
-
-class _Faults:
-    """What went wrong, each kind once in the log, with its traceback."""
-
-    def __init__(self) -> None:
-        self._known: set[str] = set()
-
-    def note(self, error: BaseException) -> None:
-        if (name := repr(error)[:200]) not in self._known and len(self._known) < _FAULTS_SHOWN:
-            self._known.add(name)
-            traceback.print_exception(error)
 
 
 class _Handler(WSGIRequestHandler):

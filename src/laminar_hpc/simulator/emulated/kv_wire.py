@@ -30,7 +30,6 @@ _DATA = os.urandom(_BLOCK)
 class IncomingMove:
     """One move at its destination. `tokens`: how many have come, without a gap; `bytes`: of them."""
 
-    move_id: str
     tokens: int = 0
     bytes: int = 0
 
@@ -48,7 +47,7 @@ class Endpoint:
         """Takes frames of this move from here on; returns the address for them."""
         if self._server is None:
             self._server = await asyncio.start_server(self._connected, "127.0.0.1", 0)
-        self._offers.setdefault(move_id, IncomingMove(move_id))
+        self._offers.setdefault(move_id, IncomingMove())
         return f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
 
     def offer(self, move_id: str) -> IncomingMove | None:

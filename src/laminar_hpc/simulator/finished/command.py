@@ -4,7 +4,6 @@ what happened, and overrides that would have made it faster on the same GPUs."""
 import dataclasses
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 
 from laminar_hpc.config.errors import LaminarError
@@ -33,11 +32,10 @@ def is_run(name: str, known: list[str]) -> bool:
 
 def sim(run_dir: str, words: list[str], as_json: bool) -> int:
     """Prints what happened beside what is simulated, and the best single change. Returns 0."""
-
-    def lines(measured: Measured, now: Figures, changes: list[Change]) -> list[str]:
-        return [*table(measured.happened, now), *costs(measured), *_change_lines(changes, now)]
-
-    return _answer("sim", run_dir, words, as_json, lambda *run: best_of_each(*run)[:1], lines)
+    measured, now = _measured("sim", run_dir, words)
+    changes = best_of_each(measured, now, say)[:1]
+    lines = [*table(measured.happened, now), *costs(measured), *_change_lines(changes, now)]
+    return _print(measured, now, changes, lines, as_json)
 
 
 def sim_as(run_dir: str, words: list[str], pipelines: str, as_json: bool) -> int:
@@ -57,31 +55,16 @@ def sim_as(run_dir: str, words: list[str], pipelines: str, as_json: bool) -> int
 
 def plan(run_dir: str, words: list[str], as_json: bool) -> int:
     """Prints the overrides that would be fastest together, step by step. Returns 0."""
-
-    def lines(measured: Measured, now: Figures, changes: list[Change]) -> list[str]:
-        happened, simulated = measured.happened.tokens_per_second, now.tokens_per_second
-        first = f"{'now':<12} {happened:,.0f} tokens/s; simulated {simulated:,.0f}"
-        last = [f"{'overrides':<12} {' '.join(changes[-1].words)}"] if changes else []
-        return [first, *_change_lines(changes, now), *last]
-
-    return _answer("plan", run_dir, words, as_json, best_together, lines)
+    measured, now = _measured("plan", run_dir, words)
+    changes = best_together(measured, now, say)
+    happened, simulated = measured.happened.tokens_per_second, now.tokens_per_second
+    first = f"{'now':<12} {happened:,.0f} tokens/s; simulated {simulated:,.0f}"
+    last = [f"{'overrides':<12} {' '.join(changes[-1].words)}"] if changes else []
+    return _print(measured, now, changes, [first, *_change_lines(changes, now), *last], as_json)
 
 
-def _answer(
-    command: str,
-    run_dir: str,
-    words: list[str],
-    as_json: bool,
-    look_for: Callable[[Measured, Figures, Callable[[str], None]], list[Change]],
-    lines: Callable[[Measured, Figures, list[Change]], list[str]],
-) -> int:
-    """What both commands do: measure the run, predict it, look for changes, print."""
-    measured, now = _measured(command, run_dir, words)
-    changes = look_for(measured, now, say)
-    if as_json:
-        print(json.dumps(_as_dict(measured, now, changes), indent=1))
-    else:
-        print("\n".join(lines(measured, now, changes)))
+def _print(measured: Measured, now: Figures, changes: list[Change], lines: list[str], as_json: bool) -> int:
+    print(json.dumps(_as_dict(measured, now, changes), indent=1) if as_json else "\n".join(lines))
     return 0
 
 

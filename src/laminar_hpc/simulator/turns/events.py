@@ -5,14 +5,15 @@ its environment: reset, calls    returned
 its request's way to the engine  enter
 """
 
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-from laminar_hpc.simulator.clock import Clock
 from laminar_hpc.simulator.replica import SimulatedReplica
 from laminar_hpc.simulator.request import SimulatedRequest
-from laminar_hpc.simulator.tracker import SimulatedTracker
 from laminar_hpc.simulator.turns.course import Took
 from laminar_hpc.simulator.turns.environments import Environments, Play
+
+if TYPE_CHECKING:
+    from laminar_hpc.simulator.rollouts import Rollouts
 
 _Sign = tuple[int, float, int]
 
@@ -22,23 +23,10 @@ def _sign(request: SimulatedRequest) -> _Sign:
     return request.turn, request.granted, request.play.failures
 
 
-class Fleet(Protocol):
-    """What turns need of the replicas that they run on (simulator/rollouts.py)."""
-
-    clock: Clock
-    tracker: SimulatedTracker
-
-    def feed_hungry(self) -> None: ...
-
-    def settle(self, replica: SimulatedReplica) -> None: ...
-
-    def trajectory_ended(self, replica: SimulatedReplica, request: SimulatedRequest, time: float) -> None: ...
-
-
 class TurnEvents:
     """Of all replicas. `begun[replica]`: trajectories of its present local batch."""
 
-    def __init__(self, rollouts: Fleet, environments: Environments) -> None:
+    def __init__(self, rollouts: "Rollouts", environments: Environments) -> None:
         self.rollouts = rollouts
         self.environments = environments
         self.begun: dict[int, int] = {}

@@ -13,7 +13,6 @@ TRAIN, HELDOUT = 1024, 64
 
 
 def main() -> None:
-    """Writes train.jsonl and heldout.jsonl beside this file."""
     draw = random.Random(0)
     # in the order of drawing, each once: no held-out problem is in the training data
     pairs: dict[tuple[int, int], None] = {}
