@@ -116,8 +116,8 @@ def test_a_synchronous_run_is_predicted(tmp_path):
 
 
 def test_a_run_that_scales_is_predicted_from_the_time_without_a_change(tmp_path, monkeypatch, capsys):
-    """Promise: of a run with `rollout.replicas=MIN:MAX` the longest part with the same replicas is measured and
-    simulated with as many, and one line says so."""
+    """Promise: of a run with `rollout.replicas=MIN:MAX` the longest part with the same replicas is measured,
+    as many are simulated, and one line says so."""
     run, config = made_up_run(tmp_path, steps=24)
     came = run.steps[8]["time"]
     run.spans["rollout1"] = [span for span in run.spans["rollout1"] if span.t0 >= came]
