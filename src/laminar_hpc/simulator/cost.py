@@ -90,10 +90,16 @@ def attention_share(model: Model) -> float:
 
 
 def engine_costs(
-    model: Model, gpu: Gpu, tensor_parallel: int, c: Constants, cuda_graphs: bool = True
+    model: Model,
+    gpu: Gpu,
+    tensor_parallel: int,
+    c: Constants,
+    cuda_graphs: bool = True,
+    engine: str = "sglang",
 ) -> EngineCosts:
     """Seconds of one replica's work, from the GPU's rates and the model's size. The global synchronisation is
-    with a trainer on a machine of the same GPUs."""
+    with a trainer on a machine of the same GPUs. SGLang's host prepares the next step while CUDA graphs run;
+    without them it has their kernels to launch meanwhile."""
     weights = weights_rate(gpu, c) * tensor_parallel
     flops = gpu.flops * tensor_parallel
     reduces = 2 * model.layers
@@ -116,7 +122,7 @@ def engine_costs(
         move_latency=c.kv_move_latency,
         restart=c.replica_restart,
         floor=0.0 if cuda_graphs else eager_seconds(model, c),
-        host=c.decode_request_seconds,
+        host=0.0 if cuda_graphs and engine == "sglang" else c.decode_request_seconds,
         experts=2.0 * model.expert_parameters / weights,
         expert_miss=1.0 - model.expert_share,
     )
