@@ -38,9 +38,10 @@ class Constants:
     # takes 33.9 ms for its 48 layers without CUDA graphs (vllm-project/vllm, issue 45709: TP4, 8 requests)
     eager_expert_layer_seconds: float = number(0.70e-3, at_least=0, at_most=1)
     # What an engine's host does for each request between two steps: 1.37, 1.65 and 1.84 ms of a step outside
-    # of the forward pass with 16, 24 and 32 requests (sgl-project/sglang-omni, issue 760). Counted without
-    # CUDA graphs, whose launches occupy the same host, and for engine=vllm; SGLang's overlapped scheduler
-    # hides it behind graphs, as vLLM's asynchronous one does: 0 for that
+    # of the forward pass with 16, 24 and 32 requests (sgl-project/sglang-omni, issue 760). With
+    # engine=vllm it comes on top of all else. SGLang's host does it while the GPU works, so it counts beside
+    # the launches of an engine without CUDA graphs, and is hidden behind graphs, as that of vLLM's
+    # asynchronous scheduler: 0 for that
     decode_request_seconds: float = number(29e-6, at_least=0, at_most=1)
     # assumption: engines' own all-reduce of a small message, of which a layer has two
     decode_allreduce_seconds: float = number(10e-6, at_least=0, at_most=1)
