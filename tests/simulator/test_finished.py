@@ -122,11 +122,10 @@ def test_a_run_that_scales_is_predicted_from_the_time_without_a_change(tmp_path,
     came = run.steps[8]["time"]
     run.spans["rollout1"] = [span for span in run.spans["rollout1"] if span.t0 >= came]
     config.rollout.replicas = "1:8"
-    measured = measure_run(run, dataclasses.replace(config, rollout=dataclasses.replace(config.rollout)))
+    measured = measure_run(run, config)
     assert measured.config.rollout.replicas == 2 and measured.steps == 15
     assert predict(measured).step_seconds == pytest.approx(measured.happened.step_seconds, rel=0.03)
     monkeypatch.setattr(finished, "measure", lambda _: measured)
-    monkeypatch.setattr(finished, "read_config", lambda _: config)
     assert finished.sim(str(tmp_path), [], as_json=True) == 0
     assert "rollout.replicas=1:8 is not simulated: 2 replicas are" in capsys.readouterr().err
 

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.config.load import read_config
 from laminar_hpc.simulator import counterfactual
 from laminar_hpc.simulator.finished.changes import GAIN_MIN, Change, best_of_each, best_together
 from laminar_hpc.simulator.finished.courses import Turns
@@ -93,11 +92,10 @@ def _measured(command: str, run_dir: str, words: list[str]) -> tuple[Measured, F
             f"laminar {command} RUN_DIR takes no settings, and got {' '.join(words)}: the run has its own"
         )
     measured = measure(Path(run_dir))
-    given, replicas = read_config(Path(run_dir) / "config.yaml").rollout, measured.config.rollout.replicas
-    if given.scales:
+    if measured.scales:
         say(
-            f"rollout.replicas={given.replicas} is not simulated: {replicas} replicas are, as in the longest "
-            f"time without a change, {measured.steps} steps"
+            f"rollout.replicas={measured.scales} is not simulated: {measured.config.rollout.most} replicas "
+            f"are, as in the longest time without a change, {measured.steps} steps"
         )
     return measured, predict(measured)
 

@@ -113,6 +113,7 @@ class Measured:
     move: float
     happened: Figures
     turns: Turns | None = None
+    scales: str = ""  # rollout.replicas, where it is MIN:MAX; `config` has the number that is simulated
 
 
 def measure(run_dir: Path) -> Measured:
@@ -150,6 +151,7 @@ def measure_run(run: Run, config: RunConfig) -> Measured:
         known = speeds(batches, curve, queue)
     else:
         curve, known = _curve_of_turns(run, config, batches, turns, queue)
+    scales = str(config.rollout.replicas) if config.rollout.scales else ""
     config.rollout.replicas = len(rollouts)
     return Measured(
         config,
@@ -164,6 +166,7 @@ def measure_run(run: Run, config: RunConfig) -> Measured:
         _move_seconds(run, config),
         _figures(rollouts, steps),
         turns,
+        scales,
     )
 
 
