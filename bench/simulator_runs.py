@@ -16,7 +16,6 @@ from laminar_hpc.simulator.tables import GPUS, MODELS
 from laminar_hpc.simulator.trainer_cost import Layout, batch_sample, logprob_seconds, updates_seconds
 
 PROMPT_TOKENS = 150  # assumption
-HOST_SECONDS = 29e-6  # constants.py, decode_request_seconds
 STEPS = 8 * 2048  # trajectories that are simulated: eight steps of most rows
 _STEPS_MAX = 12
 
@@ -64,7 +63,6 @@ def made(recipe: Recipe, drawn: dict[str, float] | None = None, steps: int = 0) 
         **(drawn or {})
         | {
             "logprob_passes": 2.0,
-            "decode_request_seconds": HOST_SECONDS,
             "kv_memory_share": 0.8,
             "kv_memory_share_colocated": recipe.memory,
         },

@@ -31,8 +31,9 @@ def batch_of(lengths: list[int], of: Queue, replica: int = 0) -> MeasuredBatch:
     return MeasuredBatch(replica, max(ends), tuple(zip(lengths, ends, strict=True)))
 
 
-def made_up_run(folder: Path, steps: int = 12) -> tuple[Run, RunConfig]:
-    """A synchronous run on two replicas of unequal speed whose every second is known."""
+def made_up_run(folder: Path, steps: int = 12, growth: float = 0.0) -> tuple[Run, RunConfig]:
+    """A synchronous run on two replicas of unequal speed whose every second is known. Responses grow by
+    `growth` of what they were at first with each step."""
     config = load_config(
         ["experiment=demo", "pipeline=sync", f"run_dir={folder}", "rollout.replicas=2", "dry_run=true"]
     )
@@ -41,7 +42,8 @@ def made_up_run(folder: Path, steps: int = 12) -> tuple[Run, RunConfig]:
     spans: dict[str, list[TraceSpan]] = {"rollout0": [], "rollout1": []}
     for step in range(steps):
         began = now
-        lengths = [round(min(256, noise.lognormvariate(4, 0.8))) + 1 for _ in range(32)]
+        grown = 1.0 + growth * step
+        lengths = [round(min(256, grown * noise.lognormvariate(4, 0.8))) + 1 for _ in range(32)]
         generating = now + RELAY + PULL if step else now
         ends = []
         for replica in (0, 1):

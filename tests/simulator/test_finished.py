@@ -115,6 +115,21 @@ def test_a_synchronous_run_is_predicted(tmp_path):
     assert measured.pull == pytest.approx(PULL)
 
 
+def test_a_run_that_scales_is_predicted_from_the_time_without_a_change(tmp_path, monkeypatch, capsys):
+    """Promise: of a run with `rollout.replicas=MIN:MAX` the longest part with the same replicas is measured,
+    as many are simulated, and one line says so."""
+    run, config = made_up_run(tmp_path, steps=24)
+    came = run.steps[8]["time"]
+    run.spans["rollout1"] = [span for span in run.spans["rollout1"] if span.t0 >= came]
+    config.rollout.replicas = "1:8"
+    measured = measure_run(run, config)
+    assert measured.config.rollout.replicas == 2 and measured.steps == 15
+    assert predict(measured).step_seconds == pytest.approx(measured.happened.step_seconds, rel=0.03)
+    monkeypatch.setattr(finished, "measure", lambda _: measured)
+    assert finished.sim(str(tmp_path), [], as_json=True) == 0
+    assert "rollout.replicas=1:8 is not simulated: 2 replicas are" in capsys.readouterr().err
+
+
 def test_what_would_be_faster_is_said_in_overrides(tmp_path):
     """Promise: the changes gain what they say, each set of words is one that a start takes, and of a
     synchronous run that waits the first is to overlap."""

@@ -66,6 +66,20 @@ def test_a_forecast_stands_beside_what_came_of_it(run, tmp_path, capsys):
     assert "foretold at step 12 of rollout.replicas=4" in lines[-1] and len(lines) == 5
 
 
+def test_longer_responses_are_foretold(tmp_path, monkeypatch, capsys):
+    """Promise: a run whose responses have grown foretells the step that it has come to, not the mean of all
+    that it has done."""
+    made, config = made_up_run(tmp_path, steps=40, growth=0.05)
+    monkeypatch.setattr(rundata, "load", lambda _: made)
+    monkeypatch.setattr(self_forecast, "read_config", lambda _: config)
+    newer = made.steps[20:]
+    whole = measure_run(made, config).happened.step_seconds
+    assert self_forecast.main([str(tmp_path)]) == 0
+    found = json.loads(capsys.readouterr().out)["now"]["figures"]["step_seconds"]
+    assert found == pytest.approx(sum(step["seconds"] for step in newer) / len(newer), rel=0.03)
+    assert found > 1.05 * whole
+
+
 def test_twice_the_replicas_are_foretold(tmp_path):
     """Promise: where all wait for generation, twice the replicas are foretold to make a step shorter."""
     measured = measure_run(*made_up_run(tmp_path))

@@ -173,12 +173,16 @@ def test_a_range_ends_where_the_datasheet_does():
 
 
 def test_an_engine_that_waits_for_its_host_pays_for_each_request():
-    """Promise: launches hide what the GPU does, and neither hides what the host does between two steps."""
-    slow = dataclasses.replace(DEFAULT, decode_request_seconds=29e-6)
-    plain, waiting = (engine_costs(MODELS["32B"], GPUS["H800"], 4, c, False) for c in (DEFAULT, slow))
-    for requests, kv in ((1, 100), (256, 1000), (256, 850_000)):
-        more = waiting.step(requests, kv) - plain.step(requests, kv)
+    """Promise: launches hide what the GPU does, and neither hides what vLLM's host does between two steps;
+    SGLang's does it meanwhile, and without graphs beside the launches."""
+    free, of = dataclasses.replace(DEFAULT, decode_request_seconds=0.0), (MODELS["32B"], GPUS["H800"], 4)
+    assert engine_costs(*of, DEFAULT) == engine_costs(*of, free) == engine_costs(*of, free, engine="vllm")
+    for graphs, requests, kv in itertools.product((True, False), (1, 256), (1000, 850_000)):
+        plain = engine_costs(*of, free, graphs).step(requests, kv)
+        more = engine_costs(*of, DEFAULT, graphs, "vllm").step(requests, kv) - plain
         assert more == pytest.approx(requests * 29e-6)
+        launches = 0.0 if graphs else 64 * DEFAULT.eager_layer_seconds + requests * 29e-6
+        assert engine_costs(*of, DEFAULT, graphs).step(requests, kv) == pytest.approx(max(plain, launches))
 
 
 @given(

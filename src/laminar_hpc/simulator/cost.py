@@ -44,6 +44,7 @@ class EngineCosts:
     move_latency: float = 0.0
     restart: float = 0.0
     floor: float = 0.0  # launches of a step without CUDA graphs, which the GPU's work hides, or they it
+    floor_request: float = 0.0  # of a request, beside the launches: the same host's
     host: float = 0.0  # of a request, between two steps: nothing hides it
     ask: float = 0.0  # a turn's request on its way to the engine, where trajectories have several
     experts: float = 0.0
@@ -62,7 +63,7 @@ class EngineCosts:
 
     def least(self, requests: int) -> float:
         """No step of so many requests is shorter, however little the GPU has to do."""
-        return self.floor + requests * self.host
+        return self.floor + requests * (self.floor_request + self.host)
 
     def step(self, requests: float, kv_tokens: float) -> float:
         """Seconds of one decode step."""
@@ -90,10 +91,16 @@ def attention_share(model: Model) -> float:
 
 
 def engine_costs(
-    model: Model, gpu: Gpu, tensor_parallel: int, c: Constants, cuda_graphs: bool = True
+    model: Model,
+    gpu: Gpu,
+    tensor_parallel: int,
+    c: Constants,
+    cuda_graphs: bool = True,
+    engine: str = "sglang",
 ) -> EngineCosts:
     """Seconds of one replica's work, from the GPU's rates and the model's size. The global synchronisation is
-    with a trainer on a machine of the same GPUs."""
+    with a trainer on a machine of the same GPUs. SGLang's host prepares the next step while the GPU works and
+    without CUDA graphs it launches that step's kernels as well; that of `engine` vllm waits for each step."""
     weights = weights_rate(gpu, c) * tensor_parallel
     flops = gpu.flops * tensor_parallel
     reduces = 2 * model.layers
@@ -102,6 +109,7 @@ def engine_costs(
     layer = c.decode_layer_seconds if gpu.decode_layer is None else gpu.decode_layer
     layer = max(layer, c.decode_latent_layer_seconds) if model.latent else layer
     state = 2.0 * model.state_bytes / (c.decode_state_efficiency * gpu.hbm * tensor_parallel)
+    waits = engine == "vllm"
     costs = EngineCosts(
         overhead=model.layers * layer + reduces * latency,
         weights=2.0 * model.read_parameters / weights,
@@ -116,7 +124,8 @@ def engine_costs(
         move_latency=c.kv_move_latency,
         restart=c.replica_restart,
         floor=0.0 if cuda_graphs else eager_seconds(model, c),
-        host=c.decode_request_seconds,
+        floor_request=0.0 if cuda_graphs or waits else c.decode_request_seconds,
+        host=c.decode_request_seconds if waits else 0.0,
         experts=2.0 * model.expert_parameters / weights,
         expert_miss=1.0 - model.expert_share,
     )
@@ -149,7 +158,7 @@ def _reached(gpu: Gpu, c: Constants) -> dict[str, float]:
 
 def _slower(costs: EngineCosts, factor: float, reached: dict[str, float]) -> EngineCosts:
     """Everything that tokens take `factor` times as long, and nothing faster than the datasheet's rates."""
-    names = (*_OF_TOKENS, "floor", "host", "experts")
+    names = (*_OF_TOKENS, "floor", "floor_request", "host", "experts")
     longer = {name: getattr(costs, name) * max(factor, reached.get(name, 0.0)) for name in names}
     return dataclasses.replace(costs, **longer)
 

@@ -95,7 +95,7 @@ class SimulationConfig:
     lora: LoraConfig = field(default_factory=LoraConfig)  # with a rank an adapter is trained, as model.lora
     trainer_gpu: str = field(default="H800", metadata=choices(GPUS))
     rollout_gpu: str = field(default="H800", metadata=choices(GPUS))
-    engine: str = choice(*ENGINES)  # whose admission and preemption
+    engine: str = choice(*ENGINES)  # whose admission, preemption and host (constants.py)
     cuda_graphs: bool = True  # false: each decode step launches its kernels one by one
     speculation: bool = False  # steps verify guesses where that is faster: speculation.py
     # GPUs of a replica; null = the model's own

@@ -1,11 +1,11 @@
 """A run that simulates itself: `python -m laminar_hpc.simulator.self_forecast RUN_DIR`, as `laminar top` and
 `laminar report` start it beside themselves.
 
-From the files of a run that goes on: what its newest launch is measured to do, what its present settings are
-simulated to do, and what others would: on the same GPUs (split, staleness bound, local batch, repack) the
-fastest first, then with more replicas or fewer. One JSON line is printed, and added to
-RUN_DIR/forecasts.jsonl. Where an earlier line of other settings foretold the present ones, that forecast
-stands in it too, beside what they are measured to do (`foretold`).
+From the files of a run that goes on: what the newer half of its newest launch is measured to do, for learning
+makes responses longer or shorter, what its present settings are simulated to do, and what others would: on
+the same GPUs (split, staleness bound, local batch, repack) the fastest first, then with more replicas or
+fewer. One JSON line is printed, and added to RUN_DIR/forecasts.jsonl. Where an earlier line of other settings
+foretold the present ones, that forecast stands in it too, beside what they are measured to do (`foretold`).
 """
 
 import dataclasses
@@ -28,6 +28,7 @@ from laminar_hpc.simulator.finished.prediction import predict
 
 _TRAJECTORIES = 10_000  # simulated for each setting, some 20 us each
 _STEPS_MIN = 6
+_NEWEST_MIN = 12  # steps that costs can be measured from
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,8 @@ def forecast(run_dir: Path) -> dict:
     """The line. Raises LaminarError where the newest launch is too short to measure."""
     run = rundata.load(run_dir)
     run.launches = run.launches[-1:]
+    steps = run.launches[0].steps
+    run.launches[0].steps = steps[-max(_NEWEST_MIN, len(steps) // 2) :]
     config = read_config(run_dir / "config.yaml")
     measured = measure_run(run, config)
     now, others = forecasts(measured)

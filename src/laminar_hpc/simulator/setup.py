@@ -112,10 +112,16 @@ def _sites(parts: Sequence[Rollout], size: float, c: Constants) -> tuple[Site, .
 
 
 def _costs_of(
-    part: Rollout, model: Model, lora: LoraConfig, trainer: tuple[Gpu, int], c: Constants, graphs: bool
+    part: Rollout,
+    model: Model,
+    lora: LoraConfig,
+    trainer: tuple[Gpu, int],
+    c: Constants,
+    graphs: bool,
+    engine: str,
 ) -> EngineCosts:
     """`trainer`: its GPU type, and how many of them."""
-    costs = engine_costs(model, part.gpu, part.tensor_parallel, c, graphs)
+    costs = engine_costs(model, part.gpu, part.tensor_parallel, c, graphs, engine)
     costs = serving_adapters(costs, model, part.gpu, part.tensor_parallel, lora, c)
     sync = global_sync_seconds(trained_part(model, lora), *trainer, part.gpu, part.gpus, c)
     return dataclasses.replace(costs, global_sync=sync)
@@ -151,7 +157,7 @@ def setup(
         Engines(
             count=part.gpus // part.tensor_parallel,
             gpus=part.tensor_parallel,
-            costs=guessing(_costs_of(part, model, layout.lora, trainer, c, cuda_graphs)),
+            costs=guessing(_costs_of(part, model, layout.lora, trainer, c, cuda_graphs, engine)),
             capacity=kv_capacity(model, part.gpu, part.tensor_parallel, share, requests),
             saturation=saturation_batch(part.gpu.flops, part.gpu.hbm),
             mtbf=part.mtbf,

@@ -75,6 +75,11 @@ def _measured(command: str, run_dir: str, words: list[str]) -> tuple[Measured, F
             f"laminar {command} RUN_DIR takes no settings, and got {' '.join(words)}: the run has its own"
         )
     measured = measure(Path(run_dir))
+    if measured.scales:
+        say(
+            f"rollout.replicas={measured.scales} is not simulated: {measured.config.rollout.most} replicas "
+            f"are, as in the longest time without a change, {measured.steps} steps"
+        )
     return measured, predict(measured)
 
 

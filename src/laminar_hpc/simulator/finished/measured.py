@@ -1,8 +1,8 @@
 """What a run's files say of its work and of what each part of it cost, and what came of it.
 
 Everything is taken from the launch with the most steps, of a run that was cut off and went on, and there from
-the newest steps, as many as are simulated in seconds. Seconds are the run's own, those of emulated engines
-too.
+the newest steps, as many as are simulated in seconds; of a run that changed its number of replicas, from the
+longest time without a change. Seconds are the run's own, those of emulated engines too.
 """
 
 import itertools
@@ -113,6 +113,7 @@ class Measured:
     move: float
     happened: Figures
     turns: Turns | None = None
+    scales: str = ""  # rollout.replicas, where it is MIN:MAX; `config` has the number that is simulated
 
 
 def measure(run_dir: Path) -> Measured:
@@ -150,6 +151,7 @@ def measure_run(run: Run, config: RunConfig) -> Measured:
         known = speeds(batches, curve, queue)
     else:
         curve, known = _curve_of_turns(run, config, batches, turns, queue)
+    scales = str(config.rollout.replicas) if config.rollout.scales else ""
     config.rollout.replicas = len(rollouts)
     return Measured(
         config,
@@ -164,6 +166,7 @@ def measure_run(run: Run, config: RunConfig) -> Measured:
         _move_seconds(run, config),
         _figures(rollouts, steps),
         turns,
+        scales,
     )
 
 
@@ -203,8 +206,26 @@ def _queue(steps: list[dict], config: RunConfig) -> Queue:
 def _steps(run: Run, config: RunConfig) -> list[dict]:
     """The newest ones of the longest launch, in order."""
     longest = max((launch.steps for launch in run.launches), key=len, default=[])
+    if config.rollout.scales:
+        longest = _unchanged(run, longest)
     of_step = config.algorithm.prompts_per_step * config.algorithm.samples_per_prompt
     return longest[-max(WARMUP_STEPS + 3, _TRAJECTORIES_MAX // of_step) :]
+
+
+def _unchanged(run: Run, steps: list[dict]) -> list[dict]:
+    """The longest part of the steps in which no replica came or went."""
+    here = {
+        name: (min(s.t0 for s in spans), max(s.t1 for s in spans))
+        for name, all_spans in run.spans.items()
+        if name.startswith("rollout") and (spans := [s for s in all_spans if s.kind == "generate"])
+    }
+
+    def replicas(step: dict) -> set[str]:
+        begin, end = step["time"] - step["seconds"], step["time"]
+        return {name for name, (came, went) in here.items() if came < end and went > begin}
+
+    parts = [list(part) for _, part in itertools.groupby(steps, replicas)]
+    return max(parts, key=len, default=[])
 
 
 def _lengths(trained: list[Consumed]) -> list[list[int]]:
