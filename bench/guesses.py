@@ -26,7 +26,7 @@ from pathlib import Path
 
 import common
 
-from laminar_hpc.engine.sglang.plugin.drafts import ENDED_TOKENS, MATCH, PROMPT, TextIndex
+from laminar_hpc.engine.sglang.plugin.drafts import ENDED_TOKENS, MATCH, PROMPT, TextIndex, longest
 from laminar_hpc.engine.sglang.speculation import DRAFTED
 from laminar_hpc.report import rundata
 from laminar_hpc.store.payload.whole import Whole
@@ -45,8 +45,7 @@ def steps_of(text: Text, indices: Sequence[TextIndex]) -> int:
     own.extend(prompt[-PROMPT:] + response[:1])
     while said < len(response):
         tail, room = own.tokens[-MATCH:], min(DRAFTED, len(response) - said - 1)
-        found = [index.draft(tail, room) for index in (*indices, own)]
-        draft = max(found, key=lambda one: one[0] if one[1] else 0)[1]
+        draft = longest(index.draft(tail, room) for index in (own, *indices))[1]
         right = 0
         while right < len(draft) and draft[right] == response[said + right]:
             right += 1

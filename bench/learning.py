@@ -7,6 +7,9 @@ each batch; and against other ways to learn it.
                                                       beside PPO with a critic, beside on-policy
                                                       distillation from the model that the example ends with,
                                                       and with the loss of examples/objectives
+    python bench/learning.py --kinds in_order data.train=few.jsonl rollout.replicas=2
+                                                      the defaults of order and repack beside neither, with
+                                                      prompts so few that each comes again and again
 
 Figures: `gain` = held-out greedy accuracy after minus before, of the example; `gain_shuffled` the same of the
 control, which has nothing to learn from and must stay near or below 0. `critic_over_own`, `taught_over_own`:
@@ -33,6 +36,7 @@ KINDS: dict[str, Mapping[str, object]] = {
     "shuffled": {"algorithm.shuffle_rewards": "true"},
     "critic": {"algorithm.advantage": "gae", "critic.lr": 2e-4, "critic.warmup_steps": 2, "steps": 120},
     "taught": {"teacher.divergence": "reverse", "optimizer.lr": 2e-4, "steps": 30},
+    "in_order": {"pipeline.dispatch": "in_order", "pipeline.repack": "off"},
 }
 OWN_LOSS = "own_loss"
 REPLAYED = 5  # steps

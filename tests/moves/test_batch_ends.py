@@ -3,19 +3,17 @@ that comes while the replica leaves."""
 
 import asyncio
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from helpers.emulated.stand import small_config
+from helpers.engines.replica_side import ReplicaSide
 from laminar_hpc.controller.trajectories.partial_responses import PartialResponsePool
 from laminar_hpc.engine.factory import engine_factory
 from laminar_hpc.engine.interface import EngineDied, Generation, SamplingParameters
-from laminar_hpc.line.context import RoleContext
-from laminar_hpc.line.messages.data import Message, Partial, PromptGroup, Sample, VersionSpan
-from laminar_hpc.line.messages.membership import Welcome
+from laminar_hpc.line.messages.data import Partial, PromptGroup, Sample, VersionSpan
 from laminar_hpc.line.messages.moves import (
     Import,
     Imported,
@@ -27,59 +25,25 @@ from laminar_hpc.line.messages.moves import (
     Reserved,
 )
 from laminar_hpc.line.messages.rollouts import Grant, Increment, Lost
-from laminar_hpc.machine.observability.trace import Trace
-from laminar_hpc.rollout.batch import LocalBatch
-from laminar_hpc.rollout.engine_lives import EngineLives
-from laminar_hpc.rollout.in_flight import granted
-from laminar_hpc.rollout.migration import ReplicaMigration
-from laminar_hpc.rollout.move_source import MoveSource
 from laminar_hpc.rollout.siblings import TAKEN_TOKENS, as_tokens, taken_along
-from laminar_hpc.rollout.state import ReplicaState
 
 GROUP = PromptGroup(1, [1, 2, 3], "", {}, [Sample(7, 0)])
 TWO = PromptGroup(1, [1, 2, 3], "", {}, [Sample(7, 0), Sample(9, 0)])
 
 
-class OneBatch:
-    """A local batch of one trajectory on an emulated engine, and its replica's side of moves. `said`: what
-    the controller hears."""
+class OneBatch(ReplicaSide):
+    """On an emulated engine that goes on and on."""
 
     def __init__(self, folder: Path) -> None:
-        config, self.said = small_config(folder), list[Message]()
+        config = small_config(folder)
         emulation = config.emulation
-        emulation.median_response_tokens, emulation.time_scale = 1000.0, 0.5  # it goes on and on
-        context = RoleContext(
-            config,
-            "rollout",
-            0,
-            "here",
-            folder,
-            SimpleNamespace(send=self.said.append),
-            Welcome("run"),
-            Trace(folder, "rollout", 0),
-        )
-        self.engines, self.state = EngineLives(engine_factory(config, 0, folder), lambda: 0), ReplicaState()
-        self.ended: list[int] = []
-        moves = MoveSource(context, self.engines)
-        self.batch = LocalBatch(
-            context,
-            self.engines,
-            self.state,
-            [],
-            lambda trajectory, _: self.ended.append(trajectory.trajectory_id),
-            moves.hand_over,
-            None,
-        )
-        self.migration = ReplicaMigration(self.batch, moves.mail, None)
+        emulation.median_response_tokens, emulation.time_scale = 1000.0, 0.5
+        super().__init__(config, folder, engine_factory(config, 0, folder))
 
     async def granted(self, folder: Path, group: PromptGroup, length: int) -> asyncio.Task[None]:
         """Nothing of it has begun yet."""
         await self.engines.start(folder, 0)
-        self.state.begin_pull(0)
-        self.state.verified(0)
-        self.state.open(0)
-        self.state.grant(0, len(group.samples))
-        return asyncio.create_task(self.batch.run(granted(Grant(1, 0, 0, [group], 1.0, length))))
+        return self.grant(Grant(1, 0, 0, [group], 1.0, length))
 
     async def begin(self, folder: Path) -> asyncio.Task[None]:
         running = await self.granted(folder, GROUP, 1000)
@@ -89,11 +53,6 @@ class OneBatch:
 
     def reserve(self, move_id: str) -> None:
         self.migration.arrived(Reserve(move_id, 8, GROUP, 0, 0, 100, False, 1.0, 1000))
-
-    async def until_said(self, kind: type[Message]) -> None:
-        async with asyncio.timeout(10):
-            while not self.said or not isinstance(self.said[-1], kind):
-                await asyncio.sleep(0)
 
 
 async def test_no_move_comes_to_a_batch_that_was_broken_off(tmp_path: Path) -> None:
@@ -116,7 +75,7 @@ async def test_what_is_granted_is_here_at_once(tmp_path: Path) -> None:
     assert sorted(here.batch.trajectories) == [7, 9]
     here.batch.drop(lambda work: work.trajectory_id == 7)
     await running
-    assert here.ended == [9] and here.batch.moved_away == 1 and not here.batch.trajectories
+    assert list(here.ended) == [9] and here.batch.moved_away == 1 and not here.batch.trajectories
     await here.engines.current.stop()
 
 
@@ -165,7 +124,7 @@ async def test_a_request_on_its_way_to_the_engine_is_stopped_too(tmp_path: Path,
         await asyncio.sleep(0)
     async with asyncio.timeout(60):
         await (here.batch.break_off(60) if for_good else here.batch.pause())
-    assert len(engine.ends) == 2 and here.ended == []
+    assert len(engine.ends) == 2 and not here.ended
     assert [work.partial.count for work in here.batch.trajectories.values()] == [1, 1]
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)

@@ -25,6 +25,18 @@ def test_a_draft_ends_with_its_text() -> None:
     assert index.draft([2, 3, 4], 5) == (0, [])
 
 
+def test_a_text_that_repeats_itself_is_guessed_in_full() -> None:
+    """The last of equal places has little or nothing behind it: neither in the request's own words nor in a
+    sibling that said the same. Responses that run to their limit are often such."""
+    known = Drafts(others=True)
+    said = [7, 8, 9] * 20
+    assert known.draft("own", [], said, 7) == [7, 8, 9, 7, 8, 9, 7]
+    known.ended("own", [], said)
+    known.take_in()
+    assert known.draft("sibling", [], said[:40], 7) == [8, 9, 7, 8, 9, 7, 8]
+    assert known.draft("at its end", [], said, 7) == [7, 8, 9, 7, 8, 9, 7]
+
+
 def test_what_is_found_agrees_as_far_as_it_is_said_to(seed: int = 1) -> None:
     """Against a search through all of it: no longer agreement stands among the newest occurrences, and the
     draft is what follows there."""
@@ -42,9 +54,9 @@ def test_what_is_found_agrees_as_far_as_it_is_said_to(seed: int = 1) -> None:
             length = KEY
             while length < min(MATCH, end) and text[end - 1 - length] == tail[-1 - length]:
                 length += 1
-            lengths.append((length, end))
+            lengths.append((length, min(5, len(text) - end), end))
         length, following = index.draft(tail, 5)
-        best, end = max(lengths)
+        best, _, end = max(lengths)
         assert (length, following) == (best, text[end : end + 5])
         found += best > KEY
     assert found > 100

@@ -29,7 +29,6 @@ from helpers.engines.prompts import (
 )
 from laminar_hpc.config.models import WEIGHTS_FILE
 from laminar_hpc.engine.sglang.plugin import protocol
-from laminar_hpc.engine.sglang.replies import REPORTS_SPANS
 from laminar_hpc.engine.sglang.server import SglangServer
 from laminar_hpc.weights.probe import probe_sequences
 
@@ -260,8 +259,8 @@ def test_no_request_of_any_kind_is_answered_without_the_key(pair):
 
 
 def test_a_response_of_two_weight_ids_is_seen(pair, slots):
-    """docs/promises.md#one-policy: a response during which the weights changed is refused. Newer SGLang
-    names both ids, 0.5.17 the last one."""
+    """docs/promises.md#one-policy: a response during which the weights changed is refused. Both ids
+    are named."""
     engine, (directory, _) = pair.engines[1], fill_slot(slots, pair.models[0], 10, 0)
 
     async def mixed():
@@ -277,7 +276,7 @@ def test_a_response_of_two_weight_ids_is_seen(pair, slots):
 
     generation = pair.loop.run(mixed())
     pair.loop.run(engine.flush())
-    ids = [10, 11] if REPORTS_SPANS else [11]
+    ids = [10, 11]
     assert [span.weight_id for span in generation.spans] == ids and len(generation.tokens) == 400
     assert judged(generation, 10) == f"generated with weight ids {ids} instead of 10"
 

@@ -346,7 +346,7 @@ def test_draws_have_the_models_distribution(speculating):
 def test_moved_answers_are_the_answers(tmp_path):
     """Promise: a request that moves in mid-answer between two engines that speculate goes on as if it had
     not, with the KV of all its tokens."""
-    pair = start_pair(tmp_path, speculation="suffix")
+    pair = start_pair(tmp_path, speculation=("suffix", "suffix"))
     try:
         pair.loop.run(same_answers(pair, range(4), 300, "shm"), seconds=300)
         pair.loop.run(same_answers(pair, range(10, 14), 300, "tcp"), seconds=300)

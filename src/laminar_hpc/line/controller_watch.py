@@ -17,6 +17,7 @@ from laminar_hpc.line.waiting import sign_of
 from laminar_hpc.machine.processes import process_is_alive
 
 log = logging.getLogger(__name__)
+_SILENT_SECONDS = 0.2  # before that a controller that was heard lives
 _ASLEEP_SECONDS = 5.0  # between two looks: this process stood still, not the controller
 _LOOK_SECONDS = 3.0  # after this silence controller.json may name another controller
 # ZeroMQ connects again by itself within 3 to 5 s, but never after bytes that made no sense to it
@@ -91,7 +92,7 @@ class ControllerWatch:
             self._heard = now
         self._asked = now
         silent = now - self._heard
-        died = self.neighbour is not None and not process_is_alive(self.neighbour)
+        died = silent > _SILENT_SECONDS and self._neighbour_died()
         if not died and silent <= min(_LOOK_SECONDS, self._heartbeat):
             return None
         if self.patience:
@@ -110,6 +111,9 @@ class ControllerWatch:
             text = "the controller %s; this %s goes on, and waits up to %.0f s for it or another"
             log.warning(text, how, self._hello.role, self.patience)
         return self._another()
+
+    def _neighbour_died(self) -> bool:
+        return self.neighbour is not None and not process_is_alive(self.neighbour)
 
     def _another(self) -> ControllerAddress | Exception | None:
         try:

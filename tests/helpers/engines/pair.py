@@ -4,7 +4,7 @@ SGLang servers that tests share."""
 import asyncio
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -111,15 +111,25 @@ def engine_config(model: Path) -> RunConfig:
     return config
 
 
-def start_pair(folder: Path, tensor_parallel: int = 1, kv_heads: int = 2, speculation: str = "off") -> Pair:
+def start_pair(
+    folder: Path,
+    tensor_parallel: int = 1,
+    kv_heads: int = 2,
+    speculation: tuple[str, str] = ("off", "off"),
+    deterministic: bool = False,
+) -> Pair:
     """Starts both at once. The caller stops them."""
     models = [make_model(folder / f"model{seed}", seed, kv_heads=kv_heads) for seed in (0, 1)]
     config, loop = engine_config(models[0]), LoopThread()
     config.rollout.tensor_parallel = tensor_parallel
-    config.rollout.speculation = speculation
+    config.model.deterministic = deterministic
+    rollouts = [replace(config.rollout, speculation=mode) for mode in speculation]
 
     async def start() -> list[SglangServer]:
-        engines = [SglangServer(config, index, folder) for index in range(2)]
+        engines = [
+            SglangServer(replace(config, rollout=rollout), index, folder)
+            for index, rollout in enumerate(rollouts)
+        ]
         await asyncio.gather(
             *(engine.start(models[0], 0, seed=index) for index, engine in enumerate(engines))
         )

@@ -48,6 +48,17 @@ def test_what_is_written_is_read_in_any_order(tmp_path, monkeypatch):
     assert read(tmp_path, []) == []
 
 
+def test_a_crowd_of_responses_is_synced_once(tmp_path, monkeypatch):
+    """What comes while the writer gathers goes out together: neither a sync nor a wake-up for each."""
+    writer, crowd, syncs = PayloadWriter(tmp_path, "rollout0"), threading.Event(), list[int]()
+    monkeypatch.setattr(writer._closing, "wait", lambda _: crowd.wait(60))
+    monkeypatch.setattr(os, "fdatasync", syncs.append)
+    futures = [writer.append(pack(made(i).response)) for i in range(50)]
+    crowd.set()
+    assert len({future.result(60.0) for future in futures}) == 50 and len(syncs) == 1
+    writer.close()
+
+
 def test_it_is_on_the_disk_before_anybody_is_told(tmp_path, monkeypatch):
     """The future is done only after the sync of all of its record."""
     synced, fdatasync = [0], os.fdatasync

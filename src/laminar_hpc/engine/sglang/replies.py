@@ -2,7 +2,6 @@
 come as columns (plugin/columns.py): no object is made for a token."""
 
 import math
-from importlib.metadata import version
 
 import msgspec
 import numpy as np
@@ -10,10 +9,6 @@ import numpy as np
 from laminar_hpc.engine.interface import UNKNOWN_WEIGHTS, Generation, RequestFailed
 from laminar_hpc.line.messages.data import VersionSpan
 from laminar_hpc.store.payload.layout import Logprobs, Tokens
-
-SGLANG_VERSION = tuple(int(part) for part in version("sglang").split(".")[:3] if part.isdigit())
-# meta_info.weight_versions; older ones report the version at the end only
-REPORTS_SPANS = SGLANG_VERSION >= (0, 5, 20)
 
 
 class FinishReason(msgspec.Struct):
@@ -86,12 +81,11 @@ def parse_generation(replies: list[GenerateReply]) -> Generation:
     tokens, logprobs = parts[0] if len(parts) == 1 else map(np.concatenate, zip(*parts, strict=True))
     if last.finish_reason is None:
         raise RequestFailed(f"the engine broke off its answer after {len(tokens)} tokens")
-    spans = last.weight_versions if REPORTS_SPANS else None
     return Generation(
         tokens,
         logprobs,
         last.finish_reason.type,
-        [VersionSpan(weight_id(span.version), span.start, span.end) for span in spans or ()]
+        [VersionSpan(weight_id(span.version), span.start, span.end) for span in last.weight_versions or ()]
         or [VersionSpan(weight_id(last.weight_version), 0, len(tokens))],
         last.cached_tokens or 0,
         last.routed_experts,

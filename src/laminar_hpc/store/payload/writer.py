@@ -1,7 +1,7 @@
 """A rollout's own payload files: responses one after the other in RUN_DIR/payloads, each on the disk before
 anybody is told of it.
 
-    append(record) -> the thread writes all that waits, syncs once -> the future has the record's place
+    append(record) -> the thread gathers and writes, syncs once -> the future has the record's place
 
 A file has one writer in one process life and is never opened again for writing. So after a death, bytes
 behind the last reported place belong to nobody. What a full disk has cut off is cut away here.
@@ -27,6 +27,8 @@ FOLDER = "payloads"  # in the run directory
 _FILE_BYTES = 64 << 20  # about: then the next file begins, so that old ones can be removed
 _SLOW_SECONDS = 10.0  # beyond, a write is told of
 _CLOSE_SECONDS = 5.0  # for what is being written
+# Behind the first of a crowd of responses: one sync for all of them, and no switch of threads for each.
+_GATHER_SECONDS = 0.01
 _LOOK_SECONDS = 1.0  # for room on a full disk
 
 
@@ -74,8 +76,8 @@ class PayloadWriter:
 
     def _run(self) -> None:
         while True:
-            first = self._waiting.get()
-            batch = [first]
+            batch = [self._waiting.get()]
+            self._closing.wait(_GATHER_SECONDS)
             while not self._waiting.empty():
                 batch.append(self._waiting.get())
             self._write([item for item in batch if item is not None])

@@ -6,7 +6,7 @@ keeps a draft only where that token was drawn anyway. No model and no torch is n
 
 from array import array
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -20,6 +20,12 @@ HISTORY_TOKENS = 1 << 22  # of responses that are kept by prompt for the next pa
 HISTORY_RESPONSES = 8  # of them to a prompt, the newest
 RECALLED = 64  # prompts whose last pass has been learned for the requests of now
 _BETWEEN = -1  # stands between two texts, and is no token
+Found = tuple[int, list[int]]  # tokens that agree, and those that followed
+
+
+def longest(found: Iterable[Found]) -> Found:
+    """The longest agreement with something behind it; of equal ones that with more, of these the first."""
+    return max(found, key=lambda one: (bool(one[1]) and one[0], len(one[1])))
 
 
 class TextIndex:
@@ -45,23 +51,23 @@ class TextIndex:
         self.tokens.append(_BETWEEN)
         self.extend(tokens)
 
-    def draft(self, tail: Sequence[int], count: int) -> tuple[int, list[int]]:
+    def draft(self, tail: Sequence[int], count: int) -> Found:
         """How many tokens at the end of `tail` agree with what was found, at most MATCH, and up to `count`
-        that followed there: the longest agreement wins, and the newest of equal ones. (0, []) for none."""
-        best, place = 0, 0
+        that followed there: the `longest`, newest first. (0, []) for none. Of a text that repeats itself the
+        newest place has nothing behind it."""
+        best: Found = 0, []
         for end in reversed(self._places.get(tuple(tail[-KEY:]), [])[-OCCURRENCES:]):
             length = KEY
-            longest = min(MATCH, len(tail), end)
-            while length < longest and self.tokens[end - 1 - length] == tail[-1 - length]:
+            most = min(MATCH, len(tail), end)
+            while length < most and self.tokens[end - 1 - length] == tail[-1 - length]:
                 length += 1
-            if length > best:
-                best, place = length, end
-        following: list[int] = []
-        for token in self.tokens[place : place + count] if best else ():
-            if token == _BETWEEN:
-                break
-            following.append(token)
-        return best, following
+            if length >= best[0] and (length > best[0] or len(best[1]) < count):
+                best = longest((best, (length, self._following(end, count))))
+        return best
+
+    def _following(self, place: int, count: int) -> list[int]:
+        text = self.tokens[place : place + count]
+        return text[: text.index(_BETWEEN)] if _BETWEEN in text else text
 
 
 @dataclass
@@ -151,9 +157,7 @@ class Drafts:
         own.index.extend(list(islice(response, own.known, None)))
         own.known = len(response)
         tail = own.index.tokens[-MATCH:]
-        # the longest agreement; of equal ones others' newest
-        found = [index.draft(tail, count) for index in (*self._others, own.index)]
-        return max(found, key=lambda one: one[0] if one[1] else 0)[1]
+        return longest(index.draft(tail, count) for index in (own.index, *self._others))[1]
 
     def _recall(self, prompt: Sequence[int]) -> None:
         """Learns the prompt's last pass, for the first of its samples alone; of use from the next step on."""

@@ -2,7 +2,6 @@
 untouched. The lines cited are those of SGLang 0.5.21; tests/rollout/test_hooks.py fails where SGLang no
 longer does what a hook is for."""
 
-import importlib.util
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -80,7 +79,6 @@ REPLY_HOOKS = (  # of the HTTP server's process only
     # tokenizer_manager.py:3410: the reply to a request that was aborted comes by here only
     Hook(TOKENIZER_MANAGER, "TokenizerManager.add_logprob_to_meta_info", "AROUND", columns.show),
 )
-NOT_IN_0_5_17 = {hook.module for hook in PORT_HOOKS if hook.module != SCHEDULER}
 
 
 def deterministic_hooks(on_cpu: bool) -> tuple[Hook, ...]:
@@ -222,8 +220,7 @@ def register() -> None:
 
         batch_invariance.allow_torch_native()
     for hook in hooks:
-        if hook.module not in NOT_IN_0_5_17 or importlib.util.find_spec(hook.module):
-            _register(hook)
+        _register(hook)
 
 
 def register_in_server() -> None:

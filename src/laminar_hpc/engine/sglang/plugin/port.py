@@ -9,7 +9,6 @@ structs: nothing is unpickled.
 """
 
 import hashlib
-import importlib.util
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -84,7 +83,7 @@ OPERATIONS: dict[type[protocol.PortRequest], Callable] = {
     protocol.LoadWeights: load_weights,
     protocol.LoadAdapter: load_adapter,
 }
-RECEIVER = "sglang.srt.managers.scheduler_components.request_receiver"  # not in 0.5.17
+RECEIVER = "sglang.srt.managers.scheduler_components.request_receiver"
 
 
 class EnginePort:
@@ -176,14 +175,6 @@ class EnginePort:
     def _ask(self, client: bytes, request: protocol.KvRequest) -> None:
         if self.leader is None:
             self.reply(client, protocol.OperationRefused("KV move refused: it is rank 0 that is asked"))
-        elif importlib.util.find_spec(RECEIVER) is None:
-            self.reply(
-                client,
-                protocol.OperationRefused(
-                    "KV move refused: this SGLang has no unified radix cache; install the version of "
-                    "requirements/"
-                ),
-            )
         else:
             self.leader.ask(request, client)
 

@@ -44,12 +44,10 @@ def check_gpus() -> None:
 def leave_freeze_gc_to_us() -> None:
     """SGLang's own call of /freeze_gc (http_server.py:2473) comes before its server listens, and its failure
     fills the log; server.py calls it later."""
-    from sglang.srt.entrypoints import http_server
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    if hasattr(http_server, "_freeze_gc_after_server_warmup"):  # not in 0.5.17
-        target = "sglang.srt.entrypoints.http_server._freeze_gc_after_server_warmup"
-        HookRegistry.register(target, lambda *_: None, HookType.REPLACE)
+    target = "sglang.srt.entrypoints.http_server._freeze_gc_after_server_warmup"
+    HookRegistry.register(target, lambda *_: None, HookType.REPLACE)
 
 
 def hook_server() -> None:
