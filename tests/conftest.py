@@ -4,6 +4,8 @@ made once, and whole folders where several files share engines, trainer processe
 Property tests are bounded by their number of examples: one with a time limit would fail on a busy machine,
 and then look for a smaller example for minutes."""
 
+import gc
+
 import pytest
 from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadFileScheduling
@@ -42,6 +44,16 @@ class ByFile(LoadFileScheduling):
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> ByFile:
     return ByFile(config, log)
+
+
+def pytest_configure() -> None:
+    """Files of tests import SGLang, torch and more: the collector would look at all of it again and again."""
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

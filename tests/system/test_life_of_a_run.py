@@ -10,7 +10,8 @@ from helpers.runs import Run, consumed, metrics, summary
 from laminar_hpc.store.checkpoints import checkpoint_path, read_state
 
 STEPS = 18  # so many that a fast machine does not reach the end before it is stopped
-BATCH, TRAJECTORIES = "algorithm.prompts_per_step=8", 64  # of a step
+# what costs is generating: few trajectories of a step, and an evaluation of as many
+SMALL, TRAJECTORIES = ("algorithm.prompts_per_step=4", "evaluation.problems=8"), 32
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +25,7 @@ def test_kill_resume_stop_resume(run_dir):
     finished, checkpointed, exit 0, everything gone. The same command goes on, to fewer steps. At the end
     docs/promises.md#one-policy and #nothing-lost hold over all launches, and a further start ends at
     once."""
-    words = ["checkpoint.every=2", "resume=auto", BATCH]
+    words = ["checkpoint.every=2", "resume=auto", *SMALL]
     run = Run(run_dir, f"steps={STEPS}", *words, "restarts=1")
     run.read_until(f"step  3/{STEPS}")
     assert not run.listens_beyond_loopback()
@@ -74,7 +75,7 @@ def test_replay_and_resume_are_bit_exact(run_dir, tmp_path):
     same batches: a run that has lost its last checkpoint, and of which the one before is damaged, says so and
     trains those steps again."""
     kept = ["checkpoint.every=2", "checkpoint.keep=3", "checkpoint.state_hash=true"]
-    words = [f"source=replay:{run_dir}", *kept, "steps=5", BATCH]
+    words = [f"source=replay:{run_dir}", *kept, "steps=5", *SMALL]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     run = Run(whole, *words)
     assert run.finish() == 0, run.lines

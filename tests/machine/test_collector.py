@@ -2,7 +2,7 @@
 
 import gc
 
-from laminar_hpc.controller.collector import collect_rarely
+from laminar_hpc.machine.collector import collect_rarely
 
 
 def full_collections() -> int:
@@ -26,5 +26,4 @@ def test_full_collections_are_rare():
         collect_rarely()
         assert full_collections() == 0
     finally:
-        gc.unfreeze()
         gc.set_threshold(*before)
