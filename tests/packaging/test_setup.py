@@ -54,8 +54,8 @@ NOWHERE = {"PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_RETRIES": "0", "PI
 
 
 def test_what_cannot_be_installed_is_said_in_one_line(tree: Path, tmp_path: Path) -> None:
-    """Promise: an unreachable package index is named as such, with the log beside it; and a file whose hash is
-    not that of its pin is never unpacked."""
+    """Promise: an unreachable package index is named as such, with the log beside it; and a file whose hash
+    is not that of its pin is never unpacked."""
     (tmp_path / "index").mkdir()
     pin = re.search(r"^pip==(\S+)$", (ROOT / "requirements/lock.txt").read_text(), re.M)
     (tmp_path / "index" / f"pip-{pin[1]}-py3-none-any.whl").write_bytes(b"another file")
