@@ -3,7 +3,6 @@ written, whom a link holds up, and what becomes of one whose peer is gone."""
 
 import threading
 import time
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -12,19 +11,6 @@ from helpers.links.fake_device import FakeDevice, linked
 from laminar_hpc.config.errors import PermanentFailure
 from laminar_hpc.weights.links.links import Link
 from laminar_hpc.weights.links.meeting import LinkBroken
-
-
-@pytest.fixture
-def devices() -> tuple[FakeDevice, FakeDevice]:
-    return FakeDevice("GPU-one"), FakeDevice("GPU-two")
-
-
-@pytest.fixture
-def link(devices: tuple[FakeDevice, FakeDevice]) -> Iterator[tuple[Link, Link]]:
-    ends = linked(*devices)
-    yield ends
-    for end in ends:
-        end.close()
 
 
 def chunk(device: FakeDevice, value: int, size: int = 1000) -> torch.Tensor:

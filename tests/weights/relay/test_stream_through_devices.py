@@ -1,32 +1,17 @@
 """A publication between two devices that work behind the host's back (fake_device.py): it passes their
 memory and pinned memory on its way from slot to slot."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
 from helpers.links import changes
-from helpers.links.fake_device import FakeDevice, linked
+from helpers.links.fake_device import FakeDevice
 from helpers.links.passing import pass_on, publication
 from laminar_hpc.weights.links.links import Link
 from laminar_hpc.weights.links.meeting import LinkBroken
 from laminar_hpc.weights.links.staging import RECEIVING, SENDING
 from laminar_hpc.weights.relay import chain
 from laminar_hpc.weights.relay.chain import WeightStream, receive_stream
-
-
-@pytest.fixture
-def devices() -> tuple[FakeDevice, FakeDevice]:
-    return FakeDevice("GPU-one"), FakeDevice("GPU-two")
-
-
-@pytest.fixture
-def link(devices: tuple[FakeDevice, FakeDevice]) -> Iterator[tuple[Link, Link]]:
-    ends = linked(*devices)
-    yield ends
-    for end in ends:
-        end.close()
 
 
 @pytest.mark.parametrize("chunk", [1000, 4096, 1 << 20])
