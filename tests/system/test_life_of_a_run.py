@@ -9,8 +9,7 @@ import pytest
 from helpers.runs import Run, consumed, metrics, summary
 from laminar_hpc.store.checkpoints import checkpoint_path, read_state
 
-STEPS = 18  # so many that a fast machine does not reach the end before it is stopped
-# what costs is generating: few trajectories of a step, and an evaluation of as many
+STEPS = 99  # so many that the end is not reached before it is stopped, however late a busy machine does so
 SMALL, TRAJECTORIES = ("algorithm.prompts_per_step=4", "evaluation.problems=8"), 32
 
 
@@ -35,7 +34,7 @@ def test_kill_resume_stop_resume(run_dir):
     restored = int(run.read_until("going on from the checkpoint of step ").split()[-1])
     (restart,) = metrics(run_dir, "restart")
     # every second step has a checkpoint, and so has the last one if the trainer was told to leave
-    assert restored == restart["restored_step"] and (restored in (2, 4, 6, 8) or restored == restart["step"])
+    assert restored == restart["restored_step"] and (restored % 2 == 0 or restored == restart["step"])
     run.read_until(f"step {restored + 2:>2}/{STEPS}")
     run.stop(signal.SIGTERM)
     assert run.finish() == 0, run.lines
