@@ -14,7 +14,7 @@ def devices() -> tuple[FakeDevice, FakeDevice]:
 
 
 @pytest.fixture
-def link(devices: tuple[FakeDevice, FakeDevice]) -> Iterator[tuple[Link, Link]]:
+def device_link(devices: tuple[FakeDevice, FakeDevice]) -> Iterator[tuple[Link, Link]]:
     ends = linked(*devices)
     yield ends
     for end in ends:
