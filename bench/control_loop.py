@@ -45,7 +45,6 @@ from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.controller import run as controller_run
 from laminar_hpc.controller import snapshot
 from laminar_hpc.controller.beginning import start_up
-from laminar_hpc.controller.collector import collect_rarely
 from laminar_hpc.controller.loop import Controller
 from laminar_hpc.line.messages.chain import RelayHas
 from laminar_hpc.line.messages.data import Message, PromptGroup, ReplicaLoad, Sample
@@ -61,6 +60,7 @@ from laminar_hpc.line.messages.rollouts import (
 )
 from laminar_hpc.line.messages.training import Batch, Continue, Restored, StepDone, TakeBatch
 from laminar_hpc.line.messages.wire import encode
+from laminar_hpc.machine.collector import collect_rarely
 from laminar_hpc.store import status
 
 GROUPS, SAMPLES, BOUND = 8192, 16, 3  # BOUND steps ahead of the trainer

@@ -4,10 +4,14 @@ made once, and whole folders where several files share engines, trainer processe
 Property tests are bounded by their number of examples: one with a time limit would fail on a busy machine,
 and then look for a smaller example for minutes."""
 
+from collections.abc import Generator
+
 import pytest
 from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadFileScheduling
 from xdist.workermanage import WorkerController
+
+from laminar_hpc.machine.collector import importing
 
 settings.register_profile("by-examples", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("by-examples")
@@ -42,6 +46,13 @@ class ByFile(LoadFileScheduling):
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> ByFile:
     return ByFile(config, log)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Files of tests import SGLang, torch and more."""
+    with importing():
+        return (yield)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

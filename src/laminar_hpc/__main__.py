@@ -34,6 +34,7 @@ from laminar_hpc.line.context import RoleContext
 from laminar_hpc.line.endings import RUN_FAILED, StopReceived, Terminated, TrainersReplaced
 from laminar_hpc.line.messages.membership import UNNUMBERED, Failure, Hello
 from laminar_hpc.line.starter_id import own_starter_id
+from laminar_hpc.machine.collector import importing
 from laminar_hpc.machine.devices import use_devices
 from laminar_hpc.machine.gpu_memory import check_gpus, gigabytes_of_gpus
 from laminar_hpc.machine.observability import console, output
@@ -132,7 +133,8 @@ def run_worker(
 
     channel.when_failed = fail
     try:
-        module = importlib.import_module(_WORKERS[mine.role])
+        with importing():
+            module = importlib.import_module(_WORKERS[mine.role])
         trace = Trace(run_dir, mine.role, mine.index)
         config = follow(config, channel.welcome.model)
         rank = (mine.role, mine.index, machine, run_dir)

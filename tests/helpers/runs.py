@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import ClassVar
 
 import psutil
 
@@ -21,6 +22,8 @@ SHORT = ["experiment=demo", "sampling.max_response_tokens=48", "evaluation.probl
 
 class Run:
     """One `laminar train`; `lines` is what the user sees."""
+
+    started: ClassVar[list["Run"]] = []  # by the tests so far
 
     def __init__(
         self, run_dir: Path, *words: str, short: bool = True, experiment: str = "experiment=demo"
@@ -42,6 +45,7 @@ class Run:
             text=True,
             env={**os.environ, "PYTHONUNBUFFERED": "1"},
         )
+        self.started.append(self)
         self.tree: set[psutil.Process] = set()
         self.run_ids: set[str] = set()  # one per launch: other runs on this machine may have the same name
         self._seen = 0
@@ -53,7 +57,7 @@ class Run:
         for line in self.process.stdout:
             self.lines.append(line.rstrip())
 
-    def read_until(self, words: str, seconds: float = 150) -> str:
+    def read_until(self, words: str, seconds: float = 280) -> str:
         """The next line that holds `words`. Fails with all lines when the run ends or time runs out
         before."""
         deadline = time.monotonic() + seconds
@@ -68,7 +72,7 @@ class Run:
             time.sleep(0.02)
         raise AssertionError(f"'{words}' did not come within {seconds} s:\n" + "\n".join(self.lines))
 
-    def read_next(self, words: str, seconds: float = 150) -> str:
+    def read_next(self, words: str, seconds: float = 280) -> str:
         """As `read_until`, of what comes from now on."""
         self._seen = len(self.lines)
         return self.read_until(words, seconds)

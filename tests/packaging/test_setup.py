@@ -5,12 +5,12 @@ import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from helpers.paths import ROOT
+from helpers.processes import children_seconds
 
 
 def setup(tree: Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -25,13 +25,13 @@ def setup(tree: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     reason="runs in another environment than the one make setup made",
 )
 def test_a_second_setup_installs_nothing() -> None:
-    """`make demo` after `make test` starts at once: no word, no touched file, well under a second."""
+    """`make demo` after `make test` starts at once: no word, no touched file, under 1 s of a processor."""
     log = ROOT / ".venv/setup.log"
-    before, start = log.stat().st_mtime_ns, time.monotonic()
+    before, spent = log.stat().st_mtime_ns, children_seconds()
     done = setup(ROOT)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert log.stat().st_mtime_ns == before
-    assert time.monotonic() - start < 5
+    assert children_seconds() - spent < 1
 
 
 @pytest.mark.parametrize(
@@ -50,31 +50,25 @@ def test_setup_fails_in_one_line(tree: Path, environment: dict[str, str], words:
     assert not (tree / ".venv").exists()
 
 
-def test_setup_without_a_network_says_so(tree: Path) -> None:
-    """An unreachable package index is named as such, in one line, with the log beside it."""
-    nowhere = {
-        "PIP_CONFIG_FILE": os.devnull,
-        "PIP_INDEX_URL": "http://127.0.0.1:9/simple",
-        "PIP_RETRIES": "0",
-        "PIP_NO_CACHE_DIR": "1",
-    }
-    done = setup(tree, CUDA="none", TORCH_INDEX="", PIP_FIND_LINKS="", PYTHON=sys.executable, **nowhere)
-    assert done.returncode == 1
-    assert (
-        len(done.stderr.splitlines()) == 1 and "no package index that has it could be reached" in done.stderr
-    )
-    assert (tree / ".venv/setup.log").stat().st_size > 0
+NOWHERE = {"PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_RETRIES": "0", "PIP_FIND_LINKS": ""}
 
 
-def test_a_package_that_is_not_the_pinned_file_is_not_installed(tree: Path, tmp_path: Path) -> None:
-    """Promise: a file whose hash is not that of its pin is never unpacked, and one line says so."""
+def test_what_cannot_be_installed_is_said_in_one_line(tree: Path, tmp_path: Path) -> None:
+    """Promise: an unreachable package index is named as such, with the log beside it; and a file whose hash
+    is not that of its pin is never unpacked."""
     (tmp_path / "index").mkdir()
     pin = re.search(r"^pip==(\S+)$", (ROOT / "requirements/lock.txt").read_text(), re.M)
     (tmp_path / "index" / f"pip-{pin[1]}-py3-none-any.whl").write_bytes(b"another file")
-    index = {"PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path / "index")}
-    done = setup(tree, CUDA="none", TORCH_INDEX="", PYTHON=sys.executable, **index)
-    assert done.returncode == 1
-    assert len(done.stderr.splitlines()) == 1 and "is not the one that its pin was made with" in done.stderr
+    other = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path / "index")}
+    for index, words in (
+        (NOWHERE, "no package index that has it could be reached"),
+        (other, "is not the one that its pin was made with"),
+    ):
+        index |= {"PIP_CONFIG_FILE": os.devnull, "PIP_NO_CACHE_DIR": "1"}
+        done = setup(tree, CUDA="none", TORCH_INDEX="", PYTHON=sys.executable, **index)
+        assert done.returncode == 1
+        assert len(done.stderr.splitlines()) == 1 and words in done.stderr
+        assert (tree / ".venv/setup.log").stat().st_size > 0
 
 
 PYTHON = """#!/bin/bash

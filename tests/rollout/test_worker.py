@@ -75,6 +75,7 @@ def replica(lives: list[Replica], tmp_path_factory: pytest.TempPathFactory) -> R
     else:
         publish(lives[-1])
     replica = lives[-1]
+    (replica.folder / "gate").touch()  # which a test that failed has left closed
     replica.controller.until_asked(replica.newest)
     deadline = time.monotonic() + 60
     while replica.worker.scoring.pending:
@@ -189,7 +190,7 @@ def test_scoring_delays_no_pull(replica):
     """A batch is done with its last token: newer weights are pulled and opened while all scores of the batch
     are still awaited."""
     controller = replica.controller
-    (replica.folder / "gate").unlink(missing_ok=True)
+    (replica.folder / "gate").unlink()
     controller.grant(replica.newest, groups=2, kind="gated")
     controller.collect(8, Generated)
     weight_id = publish(replica, 1)

@@ -24,7 +24,7 @@ def submit(cluster, run_dir: Path, *overrides: str) -> str:
 def test_demo_runs_over_two_nodes(slurm_cluster, tmp_path: Path) -> None:
     """The job completes, all steps are trained, and no trajectory saw two policies
     (docs/promises.md#one-policy), with the roles on two machines."""
-    small = ["algorithm.prompts_per_step=8", "sampling.max_response_tokens=48", "evaluation.problems=32"]
+    small = ["algorithm.prompts_per_step=4", "sampling.max_response_tokens=48", "evaluation.problems=8"]
     job = submit(slurm_cluster, tmp_path / "run", "steps=3", *small)
     assert slurm_cluster.wait(job, RUN_SECONDS) == "COMPLETED", slurm_cluster.output(job)[-3000:]
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())

@@ -11,15 +11,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from helpers.links.proxy import Proxy
+from helpers.links.bulk_stand import BulkStand
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.controller import joined_files
-from laminar_hpc.controller.bulk_door import BulkDoor
 from laminar_hpc.controller.joined_files import JoinedFiles
 from laminar_hpc.launch import cli
-from laminar_hpc.line.address import new_address
-from laminar_hpc.line.join_key import JOIN_FILE, JOINED_FILE, read_join_key, write_join_key
+from laminar_hpc.line.join_key import JOINED_FILE
 from laminar_hpc.line.messages.bulk import (
     LOG_BYTES_MAX,
     AppendTrace,
@@ -35,30 +32,18 @@ from laminar_hpc.report import logs
 from laminar_hpc.store import joined_files as own_files
 from laminar_hpc.store import status
 from laminar_hpc.store.payload import upload
-from laminar_hpc.store.payload.upload import PayloadUploader
 
 
-class JoinedStand:
+class JoinedStand(BulkStand):
     """A run, and rollout 3 on a machine with a folder of its own, with a proxy between them."""
 
     def __init__(self, folder: Path) -> None:
-        self.run_dir, self.here = folder / "run", folder / "here"
-        for path in (self.run_dir / "logs", self.here / "logs", self.here / "trace", self.here / "away"):
+        for path in (folder / "run/logs", folder / "here/logs", folder / "here/trace"):
             path.mkdir(parents=True)
-        (self.run_dir / "logs" / "controller0.log").write_text("first\nlast\n")
+        (folder / "run/logs/controller0.log").write_text("first\nlast\n")
+        super().__init__(folder, key_file=JOINED_FILE)
         self.trace = self.here / "trace" / "rollout3.jsonl"
         self.arrived = self.run_dir / "trace" / "rollout3.jsonl"
-        self.open()
-        self.proxy = Proxy(self.door.key.port)
-        key = read_join_key(self.run_dir / JOIN_FILE)
-        key.port = self.proxy.port
-        write_join_key(self.here / JOINED_FILE, key)
-        self.uploader = PayloadUploader(self.here, self.here / "away", "rollout3", 60.0)
-
-    def open(self) -> None:
-        config = RunConfig(run_dir=str(self.run_dir), role="controller")
-        config.cluster.storage = "stream"
-        self.door = BulkDoor(config, "store", new_address("run", "127.0.0.1", "here")[0], "run")
 
     def fetched(self, name: str) -> bytes:
         """Once the rollout has been heard."""
@@ -70,11 +55,6 @@ class JoinedStand:
                 if "is not there now" not in str(error) or time.monotonic() > deadline:
                     raise
                 time.sleep(0.1)
-
-    def close(self) -> None:
-        self.uploader.close()
-        self.proxy.close()
-        self.door.close(is_over=True)
 
 
 @pytest.fixture

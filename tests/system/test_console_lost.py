@@ -19,7 +19,8 @@ from laminar_hpc.store import checkpoints
 TRAIN = "laminar train"
 LAMINAR = [sys.executable, "-m", "laminar_hpc.launch.cli", "train"]
 # what generates does not matter here, and an emulated engine is there at once
-WORDS = [*SHORT, "evaluation.files=[]", "rollout.engine=emulated", "emulation.median_response_tokens=20"]
+EMULATED = ["rollout.engine=emulated", "emulation.median_response_tokens=20"]
+WORDS = [*SHORT, "evaluation.files=[]", "algorithm.prompts_per_step=4", *EMULATED]
 
 
 def read_until(descriptor: int, words: bytes) -> None:

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from helpers.made import Made
 from helpers.trainer import tiny
+from helpers.trainer.plain import selected
 from helpers.trainer.ranks import Ranks
 from laminar_hpc.config.critic import wrong_critic
 from laminar_hpc.config.errors import LaminarError
@@ -88,11 +89,7 @@ class PlainCritic(torch.nn.Module):
         """Before each trained token [trained]."""
         tokens = torch.tensor([t.prompt_tokens + t.response_tokens])
         hidden = self.body(tokens).last_hidden_state[0, len(t.prompt_tokens) - 1 : -1]
-        return masked(self.head(hidden)[:, 0], t)
-
-
-def masked(values: torch.Tensor, t: Made) -> torch.Tensor:
-    return values[torch.tensor(t.loss_mask, dtype=torch.bool)]
+        return selected(self.head(hidden)[:, 0], t)
 
 
 def adam_of(module: torch.nn.Module, config, lr: float) -> torch.optim.AdamW:
@@ -119,7 +116,7 @@ def plain_step(config, model, critic: PlainCritic, adams, batch: list[Made]) -> 
     norms = []
     total = torch.zeros(())
     for t, a in zip(batch, white, strict=True):
-        ratio = masked((tiny.token_logprobs(model, t)[0] - torch.tensor(t.logprobs)).exp(), t)
+        ratio = selected((tiny.token_logprobs(model, t)[0] - torch.tensor(t.logprobs)).exp(), t)
         total = total - torch.min(ratio * a, ratio.clamp(0.8, 1.28) * a).sum()
     policy_loss = total / len(flat)
     for adam, each, module in zip(adams, (loss, policy_loss), (critic, model), strict=True):

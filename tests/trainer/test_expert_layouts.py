@@ -56,7 +56,7 @@ def check(family: str, layout: str, ranks: Ranks, models, reference, run_dir: Pa
 def test_experts_train_as_transformers(
     family: str, layout: str, ranks: Ranks, models, reference, tmp_path: Path
 ) -> None:
-    """20 steps of GRPO: losses and gradient norms to 1e-5, logits to 1e-4 before and after, also of the
+    """8 steps of GRPO: losses and gradient norms to 1e-5, logits to 1e-4 before and after, also of the
     directory that is written. Uneven packs go through all-to-all."""
     check(family, layout, ranks, models, reference, tmp_path)
 

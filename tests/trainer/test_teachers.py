@@ -11,6 +11,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from helpers.made import Made
 from helpers.trainer import tiny
+from helpers.trainer.plain import selected
 from helpers.trainer.ranks import Ranks
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.teachers import check_rows, wrong_teachers
@@ -43,10 +44,6 @@ def named(batch: list[Made]):
     return replace(found, planned=planned)
 
 
-def masked(values: torch.Tensor, t: Made) -> torch.Tensor:
-    return values[torch.tensor(t.loss_mask, dtype=torch.bool)]
-
-
 def advantages_of(batch: list[Made], folders: dict[str, str], rewards: float, coefficient: float):
     """Per trained token, by the formula of trainer/step/teachers.py; and the mean of log policy - log
     teacher."""
@@ -60,7 +57,7 @@ def advantages_of(batch: list[Made], folders: dict[str, str], rewards: float, co
         relative = (t.reward - r.mean()) / (r.std() + 1e-4)
         with torch.no_grad():
             logprobs = tiny.token_logprobs(loaded[teacher_of(t)], t)[0]
-        gap = masked(logprobs - torch.tensor(t.logprobs), t)
+        gap = selected(logprobs - torch.tensor(t.logprobs), t)
         gaps.append(gap)
         found.append(rewards * relative + coefficient * gap)
     return found, -torch.cat(gaps).mean().item()
@@ -73,7 +70,7 @@ def plain_loss(
     total, count = torch.zeros(()), 0
     for t, advantage in zip(batch, advantages, strict=True):
         logprobs = tiny.token_logprobs(model, t, temperature)[0]
-        ratio = masked((logprobs - torch.tensor(t.logprobs)).exp(), t)
+        ratio = selected((logprobs - torch.tensor(t.logprobs)).exp(), t)
         total = total - torch.min(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage).sum()
         count += len(ratio)
     return total / count
@@ -277,7 +274,7 @@ def grpo_loss(model: torch.nn.Module, batch: list[Made], aggregation: str) -> to
     for t in batch:
         r = torch.tensor(rewards[t.group_id])
         advantage = (t.reward - r.mean()) / (r.std() + 1e-4)
-        ratio = masked((tiny.token_logprobs(model, t)[0] - torch.tensor(t.logprobs)).exp(), t)
+        ratio = selected((tiny.token_logprobs(model, t)[0] - torch.tensor(t.logprobs)).exp(), t)
         means.append(-torch.min(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage).mean())
     return torch.stack(means).mean()
 

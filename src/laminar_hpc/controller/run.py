@@ -23,7 +23,6 @@ from laminar_hpc.config.teachers import check_rows
 from laminar_hpc.controller import snapshot
 from laminar_hpc.controller.beginning import Begun, start_up
 from laminar_hpc.controller.bulk_door import bulk_door
-from laminar_hpc.controller.collector import collect_rarely
 from laminar_hpc.controller.fleet.members import Members, rollout_silence
 from laminar_hpc.controller.fleet.replicas import Replicas
 from laminar_hpc.controller.fleet.trainer_generation import StopCutShort
@@ -45,6 +44,7 @@ from laminar_hpc.line.endings import RUN_FAILED
 from laminar_hpc.line.hub import Hub
 from laminar_hpc.line.stop import forget_request, left_request, request_is_left
 from laminar_hpc.line.waiting import are_queued, who_waits
+from laminar_hpc.machine.collector import collect_rarely
 from laminar_hpc.machine.files import durable
 from laminar_hpc.machine.files.folders import slots_root
 from laminar_hpc.machine.locks.run_lock import RunLock

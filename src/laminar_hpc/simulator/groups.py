@@ -9,8 +9,9 @@ import dataclasses
 from collections import Counter
 from functools import partial
 
+from laminar_hpc.machine.collector import without_collector
 from laminar_hpc.simulator.constants import Constants
-from laminar_hpc.simulator.run import Simulation, SimulationOutcome, without_collector
+from laminar_hpc.simulator.run import Simulation, SimulationOutcome
 from laminar_hpc.simulator.setup import SimulationSetup
 from laminar_hpc.simulator.tables import Model
 

@@ -1,13 +1,11 @@
 """One simulated run: a setup in; figures, ledgers and time lines out."""
 
 import dataclasses
-import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from laminar_hpc.machine.collector import without_collector
 from laminar_hpc.simulator.clock import Clock
 from laminar_hpc.simulator.cost import faster
 from laminar_hpc.simulator.fleet_moves import Failures, SimulatedRepacker
@@ -87,17 +85,6 @@ def simulate(setup: SimulationSetup) -> SimulationOutcome:
         simulation = Simulation(setup)
         simulation.clock.run()
         return simulation.outcome()
-
-
-@contextmanager
-def without_collector() -> Iterator[None]:
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 class Simulation:

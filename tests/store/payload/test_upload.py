@@ -5,27 +5,21 @@ import errno
 import os
 import time
 from concurrent.futures import Future
-from pathlib import Path
 from random import Random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers.links.proxy import Proxy
+from helpers.links.bulk_stand import BulkStand
 from helpers.made import Made
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.config.schema import RunConfig
-from laminar_hpc.controller.bulk_door import BulkDoor
-from laminar_hpc.line.address import new_address
-from laminar_hpc.line.join_key import JOIN_FILE, read_join_key, write_join_key
 from laminar_hpc.line.messages.bulk import AppendBytes, AskStored
 from laminar_hpc.line.messages.data import ResponsePlace
 from laminar_hpc.store.payload import receiver, upload, writer
 from laminar_hpc.store.payload.layout import pack
 from laminar_hpc.store.payload.reader import read
 from laminar_hpc.store.payload.receiver import PayloadReceiver
-from laminar_hpc.store.payload.upload import PayloadUploader
 from laminar_hpc.store.payload.upload_state import UploadPiece, UploadState
 from laminar_hpc.store.payload.writer import FOLDER
 
@@ -34,32 +28,9 @@ def made(i: int, n: int = 1000) -> Made:
     return Made(i, i // 4, [1, 2], [(i + k) % 1000 for k in range(n)], [-k / 256 for k in range(n)])
 
 
-class Stand:
-    """A run's bulk door, a proxy before it, and a rollout behind the proxy that sees only its own folder."""
-
-    def __init__(self, folder: Path, patience: float = 60.0) -> None:
-        self.run_dir, self.here = folder / "run", folder / "here"
-        for path in (self.run_dir, self.here / "away"):
-            path.mkdir(parents=True)
-        self.open()
-        self.proxy = Proxy(self.door.key.port)
-        key = read_join_key(self.run_dir / JOIN_FILE)
-        key.port = self.proxy.port
-        write_join_key(self.here / JOIN_FILE, key)
-        self.uploader = PayloadUploader(self.here, self.here / "away", "rollout3", patience)
-
-    def open(self) -> None:
-        config = RunConfig(run_dir=str(self.run_dir), role="controller")
-        config.cluster.storage = "stream"
-        self.door = BulkDoor(config, "store", new_address("run", "127.0.0.1", "here")[0], "run")
-
+class Stand(BulkStand):
     def put(self, numbers: range, n: int = 1000) -> "list[tuple[int, Future[ResponsePlace]]]":
         return [(i, self.uploader.append(pack(made(i, n).response), b"behind")) for i in numbers]
-
-    def close(self) -> None:
-        self.uploader.close()
-        self.proxy.close()
-        self.door.close(is_over=True)
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@ written, whom a link holds up, and what becomes of one whose peer is gone."""
 
 import threading
 import time
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -14,19 +13,6 @@ from laminar_hpc.weights.links.links import Link
 from laminar_hpc.weights.links.meeting import LinkBroken
 
 
-@pytest.fixture
-def devices() -> tuple[FakeDevice, FakeDevice]:
-    return FakeDevice("GPU-one"), FakeDevice("GPU-two")
-
-
-@pytest.fixture
-def link(devices: tuple[FakeDevice, FakeDevice]) -> Iterator[tuple[Link, Link]]:
-    ends = linked(*devices)
-    yield ends
-    for end in ends:
-        end.close()
-
-
 def chunk(device: FakeDevice, value: int, size: int = 1000) -> torch.Tensor:
     memory = device.empty(size)
     memory.fill_(value)
@@ -34,22 +20,22 @@ def chunk(device: FakeDevice, value: int, size: int = 1000) -> torch.Tensor:
 
 
 def test_a_chunk_may_be_overwritten_when_it_has_left(
-    devices: tuple[FakeDevice, FakeDevice], link: tuple[Link, Link]
+    devices: tuple[FakeDevice, FakeDevice], device_link: tuple[Link, Link]
 ) -> None:
     """A send is read later than it is called; `finish` of either end means that the bytes are there."""
     sent, target = chunk(devices[0], 7), devices[1].empty(1000)
     communicator = devices[0].pairs[0]
     communicator._stream.free.clear()
-    work, taken = link[0].give(sent), link[1].take(target)
+    work, taken = device_link[0].give(sent), device_link[1].take(target)
     threading.Timer(0.2, communicator._stream.free.set).start()
-    link[0].finish(work, sent)
+    device_link[0].finish(work, sent)
     sent.fill_(9)
-    with link[1].taken(taken, target) as there:
+    with device_link[1].taken(taken, target) as there:
         assert there.eq(7).all()
 
 
 def test_a_link_reads_what_its_caller_s_stream_writes(
-    devices: tuple[FakeDevice, FakeDevice], link: tuple[Link, Link]
+    devices: tuple[FakeDevice, FakeDevice], device_link: tuple[Link, Link]
 ) -> None:
     """The packing is still on its way when the send is called."""
     sent, target = chunk(devices[0], 1), devices[1].empty(1000)
@@ -57,11 +43,11 @@ def test_a_link_reads_what_its_caller_s_stream_writes(
     with devices[0].on(packing):
         packing.free.clear()
         packing.enqueue(lambda: sent.fill_(2))
-        work = link[0].give(sent)
-    taken = link[1].take(target)
+        work = device_link[0].give(sent)
+    taken = device_link[1].take(target)
     threading.Timer(0.2, packing.free.set).start()
-    link[0].finish(work, sent)
-    assert link[1].finish(taken, target).eq(2).all()
+    device_link[0].finish(work, sent)
+    assert device_link[1].finish(taken, target).eq(2).all()
 
 
 def test_a_link_is_made_and_used_beside_a_stream_that_stands_still(
@@ -120,13 +106,13 @@ def test_a_peer_that_is_gone_is_left_in_time_and_its_kernel_ended(
         end.close()
 
 
-def test_who_waits_for_a_device_leaves_a_closed_link(link: tuple[Link, Link]) -> None:
+def test_who_waits_for_a_device_leaves_a_closed_link(device_link: tuple[Link, Link]) -> None:
     """At once, and what it waited for does not count."""
-    target = link[1].memory(8)
-    threading.Timer(0.2, link[1].close).start()
+    target = device_link[1].memory(8)
+    threading.Timer(0.2, device_link[1].close).start()
     started = time.monotonic()
     with pytest.raises(LinkBroken, match="the peer broke"):
-        link[1].receive(target)
+        device_link[1].receive(target)
     assert time.monotonic() - started < 3
 
 

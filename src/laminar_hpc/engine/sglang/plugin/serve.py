@@ -12,6 +12,7 @@ from importlib.metadata import entry_points
 
 from laminar_hpc.engine.sglang import speculation
 from laminar_hpc.engine.sglang.plugin import key
+from laminar_hpc.machine.collector import importing
 from laminar_hpc.machine.devices import present
 from laminar_hpc.machine.observability import output
 from laminar_hpc.machine.processes import die_with_parent
@@ -61,14 +62,8 @@ def hook_server() -> None:
     HookRegistry.apply_hooks()
 
 
-def main() -> None:
-    """Runs SGLang's server with our plugin in this process, until the parent ends."""
-    # SGLang asks the kernel the same for the processes that it starts, so none is left behind
-    die_with_parent()
-    output.guard()
-    if os.environ.pop(PARENT_VARIABLE, str(os.getppid())) != str(os.getppid()):
-        sys.exit("the parent of this engine died before the engine was up")
-    check_plugins()
+def import_server() -> None:
+    """SGLang's server with our plugins; ends the process where it could not run as it was asked to."""
     check_gpus()
     from laminar_hpc.engine.sglang.plugin import platform
 
@@ -81,6 +76,19 @@ def main() -> None:
         from laminar_hpc.engine.sglang.plugin.speculation import register
 
         register()
+    import sglang.srt.entrypoints.http_server  # noqa: F401
+
+
+def main() -> None:
+    """Runs SGLang's server with our plugin in this process, until the parent ends."""
+    # SGLang asks the kernel the same for the processes that it starts, so none is left behind
+    die_with_parent()
+    output.guard()
+    if os.environ.pop(PARENT_VARIABLE, str(os.getppid())) != str(os.getppid()):
+        sys.exit("the parent of this engine died before the engine was up")
+    check_plugins()
+    with importing():
+        import_server()
     from sglang.srt.entrypoints.http_server import app, launch_server
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
