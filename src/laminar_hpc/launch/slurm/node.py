@@ -288,7 +288,9 @@ def leave_run(trainers: WorkerGroup, reason: str) -> None:
         trainers.leave()
 
 
-def run_node(place: NodePlace, groups: list[WorkerGroup], relays: MachineRelays | None) -> tuple[int, bool]:
+def run_node(
+    place: NodePlace, groups: list[WorkerGroup], relays: MachineRelays | None = None
+) -> tuple[int, bool]:
     """Waits for the end of these. Exit code, and whether the job is to be requeued."""
     node, before = Node(place, groups, relays), last_word(place.run_dir)
     code, word = node.run(), last_word(place.run_dir)
