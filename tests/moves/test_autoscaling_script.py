@@ -36,7 +36,7 @@ class Noted:
         found, self.fails = self.fails, []
         return found
 
-    def close(self) -> None: ...
+    def close(self, is_final: bool) -> None: ...
 
 
 class Wanted:

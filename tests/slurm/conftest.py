@@ -115,11 +115,19 @@ def _obstacle() -> str:
 
 
 @pytest.fixture(scope="session")
-def slurm_cluster() -> Iterator[SlurmCluster]:
-    """Two nodes of four declared CPUs; Debian's Slurm packages are installed first where they are
-    missing."""
+def two_nodes() -> Iterator[SlurmCluster]:
+    """Of four declared CPUs; Debian's Slurm packages are installed first where they are missing."""
     with _cluster("--gpus", "0") as cluster:
         yield cluster
+
+
+@pytest.fixture
+def slurm_cluster(two_nodes: SlurmCluster) -> Iterator[SlurmCluster]:
+    """Two nodes without jobs: those of a test that has failed end with it."""
+    yield two_nodes
+    if two_nodes.command("squeue", "-h"):
+        two_nodes.command("scancel", "--full", "--user=root")
+        two_nodes.poll(lambda: not two_nodes.command("squeue", "-h"), 120, "the end of cancelled jobs")
 
 
 @pytest.fixture

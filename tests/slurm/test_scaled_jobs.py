@@ -14,9 +14,9 @@ from laminar_hpc.machine.files import jsonl
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(1200)]
 RUN_SECONDS = 400
-# one request at a time: the trainer waits for most of the time until there are more replicas
+# one slow request at a time: the trainer, also of a busy machine, waits until there are three replicas
 RUN = [
-    *("experiment=demo", "rollout.engine=emulated", "rollout.max_concurrent=1", "emulation.time_scale=4"),
+    *("experiment=demo", "rollout.engine=emulated", "rollout.max_concurrent=1", "emulation.time_scale=1.5"),
     *("rollout.replicas=1:3", "algorithm.prompts_per_step=4", "algorithm.samples_per_prompt=2"),
     *("sampling.max_response_tokens=48", "evaluation.problems=8", "steps=2000", "checkpoint.every=1000"),
     *("cluster.join_timeout_seconds=60", "rollout.engine_start_seconds=10"),
@@ -55,6 +55,11 @@ class ScaledRun:
         lines = self.cluster.output(self.jobs["control"]).splitlines()
         return [line for line in lines if line.startswith(text)]
 
+    def grown(self) -> list[int]:
+        """Replicas before the first measured gain, and after each."""
+        gains = list(jsonl.read(self.run_dir / "metrics.jsonl", "scaled"))
+        return [each["before"] for each in gains[:1]] + [each["replicas"] for each in gains]
+
     def wait(self, condition, what: str, seconds: float = RUN_SECONDS):
         return self.cluster.poll(condition, seconds, what, self.jobs["control"])
 
@@ -75,16 +80,16 @@ def processes() -> list[str]:
 
 
 def test_a_run_grows_and_outlives_the_loss_of_its_replicas(slurm_cluster, tmp_path: Path) -> None:
-    """It asks for two elements more, which Slurm starts. The power of their node is cut: all are back in the
-    queue, and however long they wait there no more are submitted. With their node they come back, and steps
-    go on."""
+    """It asks for two elements more, which Slurm starts, and which share the relay of the first. The power
+    of their node is cut: all are back in the queue, and however long they wait there no more are submitted.
+    With their node they come back, and steps go on."""
     if slurm_cluster.mode() == "plain":
         pytest.skip("nodes without namespaces of their own cannot lose power: that needs CAP_SYS_ADMIN")
     run = ScaledRun(slurm_cluster, tmp_path / "run", "--nodelist=n2 --oversubscribe --cpus-per-task=1")
     run.wait(lambda: len(run.elements("R")) == 3, "two elements more")
-    run.wait(lambda: list(jsonl.read(run.run_dir / "metrics.jsonl", "scaled")), "the gain measured")
-    (grown, *_) = jsonl.read(run.run_dir / "metrics.jsonl", "scaled")
-    assert (grown["before"], grown["replicas"]) == (1, 3)
+    run.wait(lambda: run.grown()[-1:] == [3], "the gain of three measured")
+    assert run.grown()[0] == 1
+    assert not [line for line in run.said("relay ") if "failed" in line]
     elements = run.elements()
     slurm_cluster.node("off", "n2")
     try:
@@ -115,12 +120,12 @@ def test_a_refusal_is_one_line_and_who_waits_at_the_end_is_cancelled(slurm_clust
     run = ScaledRun(
         slurm_cluster, tmp_path / "run", "--exclusive --nodelist=n2", f"cluster.scale_command={program}"
     )
-    run.wait(lambda: run.elements("PD"), "elements in the queue")
+    run.wait(lambda: len(run.elements()) == 3, "elements in the queue")
     (refused,) = run.said("replicas     cluster.scale_command start 2")
     assert "has ended with exit code 1: sbatch: error:" in refused and "partition" in refused
     (failed,) = jsonl.read(run.run_dir / "metrics.jsonl", "scale_failed")
     assert failed["replicas"] == 2
-    assert len(run.elements("PD")) == 2 and len(run.elements("R")) == 1
+    run.wait(lambda: (len(run.elements("PD")), len(run.elements("R"))) == (2, 1), "one of them on its node")
     before = steps_done(run.run_dir)
     run.wait(lambda: steps_done(run.run_dir) >= before + 3, "steps meanwhile")
     run.stops()

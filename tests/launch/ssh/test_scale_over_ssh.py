@@ -12,9 +12,9 @@ from laminar_hpc.machine.files import jsonl
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 RUN_SECONDS = 400
-# one request at a time: the trainer waits for most of the time until there are two replicas
+# one slow request at a time: the trainer, also of a busy machine, waits until there are two replicas
 RUN = [
-    *("experiment=demo", "rollout.engine=emulated", "rollout.max_concurrent=1", "emulation.time_scale=4"),
+    *("experiment=demo", "rollout.engine=emulated", "rollout.max_concurrent=1", "emulation.time_scale=1.5"),
     *("rollout.replicas=1:2", "algorithm.prompts_per_step=4", "algorithm.samples_per_prompt=2"),
     *("sampling.max_response_tokens=48", "evaluation.problems=8", "steps=2000", "checkpoint.every=1000"),
 ]

@@ -18,9 +18,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from laminar_hpc.config.errors import LaminarError, print_lines
@@ -39,6 +39,7 @@ from laminar_hpc.launch.slurm.ending import (
     seconds_to_go_on,
 )
 from laminar_hpc.launch.slurm.machine_number import MachineNumber
+from laminar_hpc.launch.slurm.machine_relays import MachineRelays
 from laminar_hpc.launch.slurm.network import await_own_address, use_interface
 from laminar_hpc.launch.slurm.spare import hand_over, spare_of
 from laminar_hpc.line.agent_line import REFUSED, RankOrders
@@ -182,9 +183,12 @@ def hear_orders(place: NodePlace) -> None:
 class Node:
     """The agent of this node, and whether it was told of the job's end."""
 
-    def __init__(self, place: NodePlace, groups: Sequence[WorkerGroup]) -> None:
+    def __init__(
+        self, place: NodePlace, groups: list[WorkerGroup], relays: MachineRelays | None = None
+    ) -> None:
         self._place = place
         self._groups = groups
+        self._relays = relays
         self._agent = NodeAgent(place.run_dir, groups)
         self.ended: JobEnding | None = None  # once one of them has
         self.gave_way = False  # to another controller, or before it had begun
@@ -203,6 +207,8 @@ class Node:
     def _look(self) -> None:
         if (now := time.monotonic()) >= self._look_at:
             self._look_at = now + _LOOK_SECONDS
+            if self._relays is not None and not self._left:
+                self._groups += self._relays.look()
             self._look_for_the_end()
             self._note_ends()
 
@@ -282,9 +288,11 @@ def leave_run(trainers: WorkerGroup, reason: str) -> None:
         trainers.leave()
 
 
-def run_node(place: NodePlace, groups: Sequence[WorkerGroup]) -> tuple[int, bool]:
+def run_node(
+    place: NodePlace, groups: list[WorkerGroup], relays: MachineRelays | None = None
+) -> tuple[int, bool]:
     """Waits for the end of these. Exit code, and whether the job is to be requeued."""
-    node, before = Node(place, groups), last_word(place.run_dir)
+    node, before = Node(place, groups, relays), last_word(place.run_dir)
     code, word = node.run(), last_word(place.run_dir)
     if node.gave_way:
         return 0, place.node == 0 and not is_final(word)
@@ -298,7 +306,7 @@ def run_node(place: NodePlace, groups: Sequence[WorkerGroup]) -> tuple[int, bool
 def main(arguments: list[str]) -> int:
     die_with_parent()
     output.guard()
-    machine = None
+    machine = relays = None
     try:
         place, words = NodePlace.here(arguments[0]), arguments[1:]
         output.keep_in(place.run_dir)
@@ -309,11 +317,16 @@ def main(arguments: list[str]) -> int:
         use_interface(address)
         machine = MachineNumber(place.run_dir, config.relay.lanes) if place.role == "rollouts" else None
         found = parts(place, config, words, address, machine.number if machine else 0)
-        code, again = run_node(place, start(place, found))
+        if machine:
+            start_relays = partial(start, place, [found.pop(0)])
+            relays = MachineRelays(place.run_dir, config.relay.shm_dir, start_relays)
+        code, again = run_node(place, start(place, found), relays)
     except LaminarError as error:
         print_lines(error)
         return REFUSED
     finally:
+        if relays:
+            relays.close()
         if machine:
             machine.release()
     if again:

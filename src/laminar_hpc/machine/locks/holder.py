@@ -30,6 +30,8 @@ def hold(path: Path, seconds: float) -> int:
                 return descriptor
         except OSError:  # EACCES or EAGAIN
             if time.monotonic() > until:
-                raise HeldByAnother(os.pread(descriptor, 20, 0).decode()) from None
+                pid = os.pread(descriptor, 20, 0).decode()
+                os.close(descriptor)
+                raise HeldByAnother(pid) from None
         os.close(descriptor)  # it is held, or its folder was removed by the last holder
         time.sleep(_LOOK_SECONDS)
