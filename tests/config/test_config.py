@@ -307,6 +307,7 @@ BAD = [
         "environment.factory={a:1,b:m.B}: write a class's dotted path, or several as {NAME: PATH}",
     ),
     ("environment.history=branch", "environment.history=branch: a trajectory has one turn; set environment"),
+    ("environment.tools=[a.run,b.run]", "environment.tools=[a.run,b.run] needs data.chat_template=true"),
     ("environment.factory={a:m.A,b:m.B}", "environment.factory={a:m.A,b:m.B} needs data.chat_template"),
     ("pipeline=stream algorithm.prompts_per_step=33", "divisible by algorithm.minibatches_per_step"),
     ("source=replay:/nowhere", "no store.sqlite"),
