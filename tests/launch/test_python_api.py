@@ -164,7 +164,7 @@ def test_what_is_wrong_is_said_as_the_command_says_it(tmp_path: Path) -> None:
 
 
 def test_a_dry_run_prints(tmp_path: Path) -> None:
-    """`dry_run=true` ends at once, with what would start in `output`, and without an earlier run's figures."""
+    """`dry_run=true` ends at once, with what would start in `output`, without an earlier run's figures."""
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "summary.json").write_text('{"steps": 3}')
     run = laminar_hpc.Run("experiment=demo", "dry_run=true", f"run_dir={tmp_path / 'run'}")
