@@ -134,10 +134,10 @@ def wrong_first_rows(config: RunConfig) -> list[str]:
     In well under a second, whatever a file's size. Files that are not there are left to `config.check`,
     datasets to the controller."""
     lines: list[str] = []
-    names = [("evaluation.files", name) for name in config.evaluation.files]
-    names += [("data.train", config.data.train)] if not config.brings_rows else []
-    names = names[::-1] if not config.source.startswith("replay:") else []
-    names += [("demonstrations.path", path)] if (path := config.demonstrations.path) else []
+    names = [("demonstrations.path", path)] if (path := config.demonstrations.path) else []
+    if not config.source.startswith("replay:"):
+        names += [] if config.brings_rows else [("data.train", config.data.train)]
+        names += [("evaluation.files", name) for name in config.evaluation.files]
     for key, name in names:
         try:
             source = parse_source(key, name)
