@@ -101,7 +101,7 @@ def reward_error_first(run: Run) -> str | None:
         return next((str(record["text"]) for record in run.records.get("reward_error", [])), None)
     failed = (t for t in run.consumed if t.reward_error)
     first = min(failed, key=lambda t: t.time_scored, default=None)
-    return first and first.reward_error
+    return first.reward_error if first else None
 
 
 def rewards(steps: list[dict]) -> dict[str, dict[str, float]]:
