@@ -256,10 +256,10 @@ BAD = [
     ("sampling.min_p=0.1", "refused for training"),
     ("sampling.repetition_penalty=1.1", "refused for training"),
     ("sampling.max_response_tokens=512", "does not leave room for a prompt"),
-    ("trainer.devices=[0,0]", r"trainer.devices=\[0, 0\]: name each GPU once"),
+    ("trainer.devices=[0,0]", r"trainer.devices=\[0,0\]: name each GPU once"),
     (
         "rollout.tensor_parallel=2 rollout.devices=[0,0]",
-        r"rollout.devices=\[0, 0\]: name each GPU once for a replica",
+        r"rollout.devices=\[0,0\]: name each GPU once for a replica",
     ),
     ("rollout.devices=[]", "or leave it at null"),
     (
@@ -307,6 +307,7 @@ BAD = [
         "environment.factory={a:1,b:m.B}: write a class's dotted path, or several as {NAME: PATH}",
     ),
     ("environment.history=branch", "environment.history=branch: a trajectory has one turn; set environment"),
+    ("environment.tools=[a.run,b.run]", r"environment.tools=\[a.run,b.run\] needs data.chat_template"),
     ("environment.factory={a:m.A,b:m.B}", "environment.factory={a:m.A,b:m.B} needs data.chat_template"),
     ("pipeline=stream algorithm.prompts_per_step=33", "divisible by algorithm.minibatches_per_step"),
     ("source=replay:/nowhere", "no store.sqlite"),

@@ -45,6 +45,18 @@ def test_both_spellings_anywhere_among_the_words(folder):
     )
 
 
+@pytest.mark.parametrize(
+    ("key", "nested"),
+    [("model.path", "model: {path: VALUE}"), ("model.lora.rank", "model: {lora: {rank: VALUE}}")],
+)
+def test_a_key_with_dots_is_answered_with_sections(folder, key, nested):
+    """Promise: whoever writes a key of the command line into a file is told how a file has it."""
+    (folder / "experiment" / "mine.yaml").write_text(f"# @package _global_\n{key}: 1\n")
+    with pytest.raises(LaminarError) as error:
+        load_config(["--config-dir", str(folder), "experiment=mine"])
+    assert str(error.value) == f"experiment=mine: {key}: a file has sections, not dots; write {nested}"
+
+
 def test_a_name_that_both_folders_have_is_confs(folder):
     """Promise: Hydra's precedence, as documented."""
     assert load_config([f"--config-dir={folder}", "experiment=demo"]).steps == 30

@@ -199,6 +199,7 @@ def test_reward(response: str, right: float, worked: float) -> None:
     """The reward is 1 exactly when the text after the last `>` is the answer; working is counted, not
     rewarded."""
     row = {"prompt": "12+79=", "answer": "91"}
+    assert reward(prompt="12+79=", response=response, row=row | {"answer": 91})["reward"] == right
     assert reward(prompt=row["prompt"], response=response, row=row) == {
         "reward": right,
         "accuracy": right,

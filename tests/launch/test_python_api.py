@@ -164,7 +164,9 @@ def test_what_is_wrong_is_said_as_the_command_says_it(tmp_path: Path) -> None:
 
 
 def test_a_dry_run_prints(tmp_path: Path) -> None:
-    """`dry_run=true` ends at once, with what would start in `output`."""
+    """`dry_run=true` ends at once, with what would start in `output`, without an earlier run's figures."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "summary.json").write_text('{"steps": 3}')
     run = laminar_hpc.Run("experiment=demo", "dry_run=true", f"run_dir={tmp_path / 'run'}")
     assert run.wait(60) == {} and list(run) == [] and "trainer ranks" in run.output
 

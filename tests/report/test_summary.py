@@ -1,6 +1,7 @@
 """The summary's figures, against synthetic runs whose history is known."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -299,3 +300,11 @@ def test_restarts_are_counted_and_listed_with_their_causes(tmp_path):
     assert summary.build(run_dir)["restarts"] == 1 and summary.build(run_dir)["steps"] == 10
     page = document.write(rundata.load(run_dir)).read_text()
     assert f"because: {cause}" in page and "step 4" in page
+
+
+def test_the_first_reward_error_is_the_first_by_time() -> None:
+    """Promise: it is the one that the console names, whichever trajectory was granted first."""
+    scored = [(3.0, "third"), (1.0, ""), (2.0, "second")]
+    consumed = [SimpleNamespace(time_scored=at, reward_error=error) for at, error in scored]
+    assert summary.reward_error_first(SimpleNamespace(has_old_steps=False, consumed=consumed)) == "second"
+    assert summary.reward_error_first(SimpleNamespace(has_old_steps=False, consumed=consumed[1:2])) is None

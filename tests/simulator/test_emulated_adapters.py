@@ -5,12 +5,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from helpers.emulated.stand import small_config
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.engine.interface import RequestFailed, Sums, sampling_parameters
 from laminar_hpc.engine.kv.errors import KvRefused
 from laminar_hpc.simulator.emulated.engine import EmulatedEngine
+from laminar_hpc.simulator.emulated.weights import weights_file
 from laminar_hpc.weights.manifest import MANIFEST_FILE, encode_manifest, layout
 
 
@@ -56,3 +58,13 @@ async def test_each_request_is_drawn_by_the_adapter_that_it_names(tmp_path: Path
         assert await drawn(3, 4) == [4]
     finally:
         await engine.stop()
+
+
+def test_a_model_of_several_files_has_the_tensors_of_all(tmp_path: Path) -> None:
+    """Large models are saved in shards."""
+    for number, name in enumerate(("b", "a")):
+        content = {name: np.full((number + 1, 2), number, np.float32)}
+        save_file(content, tmp_path / f"model-0000{number + 1}-of-00002.safetensors")
+    tensors, data = weights_file(tmp_path)
+    assert tensors == [("b", [1, 2]), ("a", [2, 2])]
+    assert np.frombuffer(data, np.float32).tolist() == [0, 0, 1, 1, 1, 1]

@@ -20,6 +20,7 @@ from laminar_hpc.config.adapter_check import adapter_problems
 from laminar_hpc.config.adapter_places import adapter_pool_bytes, slots_of
 from laminar_hpc.config.adapters import adapter_text, published_parameters
 from laminar_hpc.config.bounds import wrong_values
+from laminar_hpc.config.critic import other_critic
 from laminar_hpc.config.errors import LaminarError, Refused, said
 from laminar_hpc.config.experts import experts_text, objection
 from laminar_hpc.config.families import FAMILIES, family_of
@@ -53,7 +54,7 @@ from laminar_hpc.config.routing import many_routes, replay_text, replayed_routes
 from laminar_hpc.config.rules import broken_rules
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.config.source import labels, parse_source
-from laminar_hpc.config.teachers import SAMPLED, held_teachers
+from laminar_hpc.config.teachers import SAMPLED, held_teachers, other_models
 
 _NEEDED = [key for key in SHAPE if key not in ("model_type", "num_key_value_heads")]
 _MAY_BE_NULL = ("num_key_value_heads", "head_dim", "max_position_embeddings")
@@ -200,11 +201,12 @@ def pipeline_text(config: RunConfig) -> str:
 def missing_inputs(config: RunConfig) -> list[str]:
     """What a dry run did without and a run will not: the first thing wrong with the model, and with data or
     reward, one line each."""
-    inputs = [] if config.source.startswith("replay:") else _input_problems(config)
+    inputs = _input_problems(config)
     try:
-        model_config(config.model.path)
+        model = model_config(config.model.path)
     except LaminarError as error:
         return [str(error), *inputs]
+    inputs += [*other_models(config, model), *other_critic(config, model)]
     return [*missing_files(config.model.path), *inputs]
 
 
@@ -221,7 +223,7 @@ def problems(config: RunConfig, may_download: bool = False) -> list[str]:
         model = supported_model(known)
     except LaminarError as error:
         of_model = [] if unseen and not is_known(config.model.path) else [str(error)]
-    inputs = [] if config.source.startswith("replay:") or config.dry_run else _input_problems(config)
+    inputs = [] if config.dry_run else _input_problems(config)
     if wrong:
         return [*wrong, *of_model, *inputs]
     return [*of_model, *inputs, *adapter_problems(config, model), *broken_rules(config, model)]
@@ -284,10 +286,15 @@ def _is_count(value: object) -> bool:
 
 
 def _input_problems(config: RunConfig) -> list[str]:
-    """What is missing of data and reward."""
+    """What is missing of data and reward, of which a replay has its own."""
     key, files = "evaluation.files", config.evaluation.files
     own = config.environment.factory or config.environment.by_url
+    path = config.demonstrations.path
+    shown = said(parse_source, "demonstrations.path", path) if path else []
+    if config.source.startswith("replay:"):
+        return shown
     return [
+        *shown,
         *([] if config.brings_rows else said(parse_source, "data.train", config.data.train)),
         *said(lambda: labels(key, [parse_source(key, file) for file in files])),
         *said(check_reward, config.reward, own),

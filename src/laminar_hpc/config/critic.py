@@ -23,6 +23,12 @@ def wrong_critic(config: RunConfig, policy: dict[str, Any] | None) -> Iterator[s
         yield f"@algorithm.zero_variance is of groups, and {GAE} has none: use keep or filter"
     if config.critic.warmup_steps >= config.steps:
         yield "@critic.warmup_steps leaves none of @steps to the policy; lower it"
-    path = config.critic.path
-    if path and not config.dry_run and policy is not None and (what := unlike(path, policy)):
+    if not config.dry_run and policy is not None:
+        yield from other_critic(config, policy)
+
+
+def other_critic(config: RunConfig, policy: dict[str, Any]) -> Iterator[str]:
+    """A critic's directory that is not there, or of another architecture."""
+    path = config.critic.path if config.algorithm.advantage == GAE else ""
+    if path and (what := unlike(path, policy)):
         yield f"critic.path={path}: {what}; name a directory of the policy's architecture"

@@ -232,6 +232,10 @@ def _of_a_file(error: Exception, keys: Keys) -> str:
         return f"{key}: {keys.requirement(key)}"
     if key and isinstance(cause, ValidationError):
         return f"{key}: {keys.requirement(key)}"
+    if dotted := re.match(r"Key '(\w+(?:\.\w+)+)' (?:is )?not in ", str(cause)):
+        *sections, name = dotted[1].split(".")
+        nested = "".join(f"{section}: {{" for section in sections) + f"{name}: VALUE" + "}" * len(sections)
+        return f"{dotted[1]}: a file has sections, not dots; write {nested}"
     return _first_line(cause)
 
 

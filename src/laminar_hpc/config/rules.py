@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from laminar_hpc.config.bounds import shown
 from laminar_hpc.config.critic import wrong_critic
 from laminar_hpc.config.determinism import wrong_determinism
 from laminar_hpc.config.experts import experts_of
@@ -193,7 +194,7 @@ def _written(value: object) -> str:
     """Writes a value as the command line has it."""
     if isinstance(value, dict):
         return "{" + ",".join(f"{name}:{path}" for name, path in value.items()) + "}"
-    return "(empty)" if value == "" else str(value)
+    return shown(value)
 
 
 def _pipeline(config: RunConfig) -> Iterator[str]:

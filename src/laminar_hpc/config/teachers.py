@@ -64,15 +64,15 @@ def wrong_teachers(config: RunConfig, policy: dict[str, Any] | None) -> Iterator
     model.path, None where it cannot be read."""
     named = teachers_of(config.teacher)
     for name, model in named.items():
-        key = f"teacher.model.{name}" if name else "teacher.model"
+        key = _key(name)
         if not isinstance(model, str) or not model:
             yield f"{key}={model!r:.60}: write a directory or a URL, or several as {{NAME: MODEL}}"
         elif is_server(model):
             yield from _wrong_url(config, key, model)
-        elif not config.dry_run and policy is not None:
-            yield from _another_model(config, key, model, policy)
     if not named:
         return
+    if not config.dry_run and policy is not None:
+        yield from other_models(config, policy)
     if config.model.lora.rank and held_teachers(config.teacher):
         yield (
             "@model.lora.rank: beside an adapter a trainer rank holds one model's weights, no teacher's: put "
@@ -109,12 +109,22 @@ def _wrong_url(config: RunConfig, key: str, url: str) -> Iterator[str]:
         )
 
 
+def other_models(config: RunConfig, policy: dict[str, Any]) -> Iterator[str]:
+    """Teachers' directories that are not there, or that the trainer cannot compute in the policy's place."""
+    for name, model in teachers_of(config.teacher).items():
+        if isinstance(model, str) and model and not is_server(model):
+            yield from _another_model(config, _key(name), model, policy)
+
+
+def _key(name: str) -> str:
+    return f"teacher.model.{name}" if name else "teacher.model"
+
+
 def _another_model(config: RunConfig, key: str, path: str, policy: dict[str, Any]) -> Iterator[str]:
-    """What the trainer cannot compute in the policy's place."""
     if what := unlike(path, policy, "tie_word_embeddings"):
         yield (
-            f"{key}={path}: {what}; put a model of another architecture behind an SGLang or vLLM server, and "
-            "name its URL"
+            f"{key}={path}: {what}; name a Hugging Face directory of the policy's architecture, or put "
+            "another model behind an SGLang or vLLM server and name its URL"
         )
         return
     own, other = (Path(each) / "tokenizer.json" for each in (config.model.path, path))

@@ -3,7 +3,7 @@ naming file and row."""
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 
@@ -134,29 +134,42 @@ def wrong_first_rows(config: RunConfig) -> list[str]:
     In well under a second, whatever a file's size. Files that are not there are left to `config.check`,
     datasets to the controller."""
     lines: list[str] = []
-    names = [("evaluation.files", name) for name in config.evaluation.files]
-    for key, name in [("data.train", config.data.train), *names]:
-        if config.source.startswith("replay:") or (key == "data.train" and config.brings_rows):
-            continue
+    names = [("demonstrations.path", path)] if (path := config.demonstrations.path) else []
+    if not config.source.startswith("replay:"):
+        names += [] if config.brings_rows else [("data.train", config.data.train)]
+        names += [("evaluation.files", name) for name in config.evaluation.files]
+    for key, name in names:
         try:
             source = parse_source(key, name)
         except LaminarError:
             continue
         try:
             for file in files_of(source) or ():
-                lines += _wrong_first_rows(Source(source.kind, file), config)
+                lines += _wrong_first_rows(key, Source(source.kind, file), config)
         except LaminarError as error:
             lines.append(str(error))
     return lines
 
 
-def _wrong_first_rows(file: Source, config: RunConfig) -> list[str]:
+def demonstrated(row: dict, name: str, where: str) -> str:
+    """The answer of a demonstration, in the field `name`. Raises LaminarError where there is none."""
+    answer = field_of(row, name, where, "demonstrations.response_field")
+    if not isinstance(answer, str) or not answer.strip():
+        raise LaminarError(f"{where}: field '{name}' must be a text; mend the row")
+    return answer
+
+
+def _wrong_first_rows(key: str, file: Source, config: RunConfig) -> list[str]:
     seen, render = 0, (lambda messages, where, row: "") if config.data.chat_template else None
+    shown = key == "demonstrations.path"
+    data = replace(config.data, answer_field="") if shown else config.data
 
     def look(where: str, row: dict) -> bool:
         nonlocal seen
         seen += 1
-        _prompt(row, config.data, render, where, own=config.environment.by_url)
+        _prompt(row, data, render, where, own=config.environment.by_url and not shown)
+        if shown:
+            demonstrated(row, config.demonstrations.response_field, where)
         return True
 
     source = Source("parquet" if file.path.endswith(".parquet") else "jsonl", file.path)

@@ -13,7 +13,7 @@ def reward(*, prompt: str, response: str, row: dict) -> dict[str, float]:
     Returns `reward` and `accuracy` (1.0 if right, else 0.0) and `worked` (1.0 if the response has a step,
     `;`, before its answer). Raises KeyError if the row has no answer.
     """
-    answer = row["answer"]
+    answer = str(row["answer"])  # a data file may have numbers
     steps, mark, final = response.rpartition(">")
     right = float(mark == ">" and final == answer)
     worked = float(";" in (steps if mark else response))

@@ -47,7 +47,9 @@ class LaminarRun:
             raise Refused(
                 ["laminar_hpc.Run starts one run: leave --multirun, --cfg and --info to the command"]
             )
-        self.run_dir = Path(load_config(options.words).run_dir).absolute()
+        config = load_config(options.words)
+        self.run_dir = Path(config.run_dir).absolute()
+        self._is_dry = config.dry_run
         self._begun = time.time()
         self._process: TrainProcess | None = TrainProcess([*options.words, f"run_dir={self.run_dir}"])
 
@@ -58,6 +60,7 @@ class LaminarRun:
         metrics_of(Path(run_dir))
         run = cls.__new__(cls)
         run.run_dir = Path(run_dir).absolute()
+        run._is_dry = False
         run._begun = 0.0
         run._process = None
         return run
@@ -103,8 +106,9 @@ class LaminarRun:
             time.sleep(_LOOK_SECONDS)
 
     def wait(self, timeout: float | None = None) -> dict[str, Any]:
-        """Returns the figures of summary.json when the run has ended, in order or early. Raises LaminarError
-        if it fails, TimeoutError after `timeout` seconds."""
+        """Returns the figures of summary.json when the run has ended, in order or early; none of a dry run,
+        whose folder may hold an earlier one. Raises LaminarError if it fails, TimeoutError after `timeout`
+        seconds."""
         follower, deadline = None, time.monotonic() + timeout if timeout is not None else None
         while not self._has_ended(follower):
             if deadline is not None and time.monotonic() > deadline:
@@ -115,7 +119,7 @@ class LaminarRun:
             time.sleep(_LOOK_SECONDS)
         self._raise_if_failed(follower)
         summary = self.run_dir / "summary.json"
-        return json.loads(summary.read_text()) if summary.is_file() else {}
+        return json.loads(summary.read_text()) if summary.is_file() and not self._is_dry else {}
 
     def stop(self, timeout: float | None = None) -> dict[str, Any]:
         """Has the run finish its step, write a checkpoint and leave, then waits as `wait` does. Raises

@@ -168,6 +168,14 @@ def lacking(config: RunConfig) -> list[str]:
     return [*missing_inputs(config), *stop, *wrong_first_rows(config)]
 
 
+def say_lacking(config: RunConfig) -> None:
+    """What a run would still need, on stderr: beside lines that are to be typed."""
+    from laminar_hpc.machine.observability import console
+
+    for text in lacking(config):
+        print(console.line("before a run", text), file=sys.stderr, flush=True)
+
+
 def check_devices(config: RunConfig, derived: Derived) -> None:
     """Raises LaminarError when the ranks do not fit this machine's GPUs or their memory."""
     from laminar_hpc.machine.devices import check_present, devices_of, present

@@ -90,10 +90,13 @@ def versions_max(run: Run) -> int | None:
 
 
 def reward_error_first(run: Run) -> str | None:
-    """Of trained trajectories; where the store has no more the first ones, of all that were scored."""
+    """Of trained trajectories, by the time of their scores; where the store has no more the first ones, of
+    all that were scored."""
     if run.has_old_steps and any(of.reward_errors for of in run.totals):
         return next((str(record["text"]) for record in run.records.get("reward_error", [])), None)
-    return next((t.reward_error for t in run.consumed if t.reward_error), None)
+    failed = (t for t in run.consumed if t.reward_error)
+    first = min(failed, key=lambda t: t.time_scored, default=None)
+    return first.reward_error if first else None
 
 
 def rewards(steps: list[dict]) -> dict[str, dict[str, float]]:

@@ -79,11 +79,12 @@ def test_its_reward_pays_for_the_working(made: Path):
     its docstring is true."""
     score = runpy.run_path(str(made / "rewards.py"))["score"]
 
-    def reward(response: str) -> float:
-        return score(prompt="12+79=", response=response, row={"answer": "91"})["reward"]
+    def reward(response: str, answer: object = "91") -> float:
+        return score(prompt="12+79=", response=response, row={"answer": answer})["reward"]
 
     responses = ("2+9+0=11;1+7+1=091;>91", ">91", "2+9+0=11;1+7+1=091;>92", "", "91;;>")
     assert [reward(response) for response in responses] == [1, 0.5, 0, 0, 0]
+    assert reward(">91", 91) == 0.5  # one's own file may have numbers
     line = re.search(r"python -c '(.*)'", (made / "rewards.py").read_text())[1]
     module = type("Module", (), {"score": staticmethod(score)})
     assert eval(line.split("print")[1], {"rewards": module})["reward"] == 0.5

@@ -265,6 +265,20 @@ def test_a_dry_run_submits_nothing(word: str, sbatch: Path, tmp_path: Path) -> N
     assert not sbatch.exists()
 
 
+@pytest.mark.parametrize("command", ["submit", "launch"])
+def test_a_dry_run_says_what_a_run_would_need(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Promise: as `laminar train dry_run=true` does, beside the lines that can be typed."""
+    (tmp_path / "hosts").write_text("n1\n")
+    words = [f"--hosts={tmp_path}/hosts"] if command == "launch" else []
+    words += ["experiment=demo", f"run_dir={tmp_path}/run", f"data.train={tmp_path}/none.jsonl"]
+    assert cli.run([command, *words, "--dry-run"]) == 0
+    said = capsys.readouterr()
+    assert said.err.startswith(f"before a run data.train={tmp_path}/none.jsonl: no such file")
+    assert "before a run" not in said.out and "experiment=demo" in said.out
+
+
 def test_a_live_run_is_not_submitted_once_more(sbatch: Path, tmp_path: Path) -> None:
     """Promise: its trainers would be replaced; also where its store lies on the controller's own disk."""
     words = ["submit", "experiment=demo", "run_dir=runs/a", "resume=auto", f"store_dir={tmp_path / 'local'}"]

@@ -58,6 +58,8 @@ def checked_run(options: Namespace, words: Sequence[str]) -> tuple[RunConfig, De
 def main(options: Namespace) -> int:
     """Exit code 0 when all are submitted, or nothing is left to do. Raises LaminarError for what is refused,
     and where sbatch refuses one."""
+    from laminar_hpc.launch.train_command import say_lacking
+
     words = [*plan_words(options.plan), *options.words]
     if not words:
         raise LaminarError("laminar submit needs what laminar train needs: laminar submit experiment=...")
@@ -88,6 +90,8 @@ def main(options: Namespace) -> int:
         print(f"{variables} {shlex.join(command)}", flush=True)
         if not options.dry_run:
             ids.append(submitted(environment, command, ids))
+    if options.dry_run:
+        say_lacking(config)
     for text in [] if options.dry_run else next_steps(jobs, ids, run_dir):
         print(text)
     return 0

@@ -35,6 +35,8 @@ _PREFIXES, _NAMES = ("NCCL_", "GLOO_"), ("LAMINAR_INTERFACE", "STORE_DIR", "OMP_
 
 def main(options: Namespace) -> int:
     """Exit code as Launcher.run; 0 when nothing is left to do. Raises LaminarError for what is refused."""
+    from laminar_hpc.launch.train_command import say_lacking
+
     words, ssh = [*plan_words(options.plan), *options.words], split("--ssh", options.ssh)
     if not options.hosts or not words:
         raise LaminarError(
@@ -53,6 +55,8 @@ def main(options: Namespace) -> int:
         print(shlex.join(command), flush=True)
     for text in [] if only else unused(hosts, parts):
         print(text, flush=True)
+    if options.dry_run:
+        say_lacking(config)
     return 0 if options.dry_run else launched(lines, run_dir, launch)
 
 

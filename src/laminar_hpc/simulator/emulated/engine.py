@@ -72,7 +72,7 @@ class EmulatedEngine(EmulatedDecoding):
         self.adapters.remove(weight_id, sum(job.adapter == weight_id for job in self._jobs.values()))
 
     async def layout(self) -> list[TensorLayout]:
-        """The tensors of model.path's safetensors file, in the serving dtype."""
+        """The tensors of model.path's safetensors files, in the serving dtype."""
         shapes, _ = weights_file(Path(self.config.model.path))
         return [TensorLayout(name, shape, self.config.model.dtype) for name, shape in shapes]
 

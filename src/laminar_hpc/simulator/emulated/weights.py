@@ -24,11 +24,14 @@ def published(config: RunConfig) -> tuple[list[tuple[str, list[int]]], bytes]:
 
 
 def weights_file(model: Path) -> tuple[list[tuple[str, list[int]]], bytes]:
-    """(name, shape) of every tensor in file order, and the data bytes, of a model of one file."""
-    (path,) = model.glob("*.safetensors")
-    content = path.read_bytes()
-    length = struct.unpack("<Q", content[:8])[0]
-    header = json.loads(content[8 : 8 + length])
-    header.pop("__metadata__", None)
-    ordered = sorted(header.items(), key=lambda item: item[1]["data_offsets"])
-    return [(name, entry["shape"]) for name, entry in ordered], content[8 + length :]
+    """(name, shape) of every tensor in file order, and the data bytes, of all files of a model."""
+    tensors, data = list[tuple[str, list[int]]](), list[bytes]()
+    for path in sorted(model.glob("*.safetensors")):
+        content = path.read_bytes()
+        length = struct.unpack("<Q", content[:8])[0]
+        header = json.loads(content[8 : 8 + length])
+        header.pop("__metadata__", None)
+        ordered = sorted(header.items(), key=lambda item: item[1]["data_offsets"])
+        tensors += [(name, entry["shape"]) for name, entry in ordered]
+        data.append(content[8 + length :])
+    return tensors, b"".join(data)

@@ -19,8 +19,7 @@ from laminar_hpc.config.errors import LaminarError, Refused
 from laminar_hpc.config.models import model_config, read_json
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.config.source import parse_source
-from laminar_hpc.data.prompts import check_token_ids, load_prompts
-from laminar_hpc.data.rows import field
+from laminar_hpc.data.prompts import check_token_ids, demonstrated, load_prompts
 from laminar_hpc.data.tokens import load_tokenizer, stop_token_ids
 from laminar_hpc.environments.run_prompts import run_render
 from laminar_hpc.store.payload.layout import Response
@@ -107,11 +106,7 @@ def _texts(config: RunConfig) -> list[Text]:
     end, texts, wrong = _end_token(config), list[Text](), list[str]()
     for prompt in prompts.prompts:
         try:
-            answer = field(prompt.row, of.response_field, prompt.where, "demonstrations.response_field")
-            if not isinstance(answer, str) or not answer.strip():
-                raise LaminarError(
-                    f"{prompt.where}: field '{of.response_field}' must be a text; mend the row"
-                )
+            answer = demonstrated(prompt.row, of.response_field, prompt.where)
             tokens = [*tokenizer.encode(answer, add_special_tokens=False).ids, end]
             if len(prompt.tokens) + len(tokens) > longest:
                 raise LaminarError(

@@ -16,6 +16,6 @@ def score(*, prompt: str, response: str, row: dict) -> dict[str, float]:
     yours: each gets its own curve.
     """
     working, _, answer = response.rpartition(">")
-    right = float(answer == row["answer"])
+    right = float(answer == str(row["answer"]))  # data files have answers as texts or numbers
     worked_out = float(working.count(";") == len(prompt.split("+")[0]))
     return {"reward": right * (1 + worked_out) / 2, "accuracy": right, "worked_out": worked_out}
