@@ -116,7 +116,7 @@ def test_a_generation_config_is_looked_at_before_a_run(tmp_path, file, text, say
         (["data.chat_template_arguments={a: 1}"], "data.chat_template_arguments needs data.chat_template"),
         (
             ["data.chat_template=true", "data.chat_template_arguments.tools=[]"],
-            "data.chat_template_arguments.tools: that is the run's to give; leave it out",
+            "data.chat_template_arguments.tools: the run sets it; leave it out",
         ),
     ],
 )

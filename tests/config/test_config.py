@@ -359,10 +359,10 @@ def test_other_architectures_are_refused(words, tmp_path):
         ("{" * 3, "cannot be read as JSON"),
         ({"architectures": "Qwen2ForCausalLM"}, "architecture unknown is not supported"),
         ({"architectures": [{}]}, r"architecture \{\} is not supported"),
-        ({"hidden_size": True}, "does not say hidden_size"),
-        ({"num_key_value_heads": "two"}, "num_key_value_heads='two' is no number of 1 or more"),
-        ({"head_dim": -1}, "head_dim=-1 is no number of 1 or more"),
-        ({"max_position_embeddings": [4096]}, r"max_position_embeddings=\[4096\] is no number"),
+        ({"hidden_size": True}, "has no hidden_size"),
+        ({"num_key_value_heads": "two"}, "num_key_value_heads='two' is not a number of 1 or more"),
+        ({"head_dim": -1}, "head_dim=-1 is not a number of 1 or more"),
+        ({"max_position_embeddings": [4096]}, r"max_position_embeddings=\[4096\] is not a number"),
     ],
 )
 def test_an_odd_config_json_is_refused_in_one_line(words, tmp_path, text, says):

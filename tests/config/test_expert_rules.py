@@ -252,7 +252,7 @@ REFUSED = [
     ({"decoder_sparse_step": 2}, "", "use a model with experts in every layer"),
     ({"num_experts_per_tok": 1}, "", "the router would never learn"),
     ({"num_experts_per_tok": 200}, "", "num_experts_per_tok=200 of 128 experts"),
-    ({"num_experts": "many"}, "", "num_experts='many' is no number of 1 or more"),
+    ({"num_experts": "many"}, "", "num_experts='many' is not a number of 1 or more"),
     ({}, "trainer.expert_parallel=3", "trainer.expert_parallel=3 does not divide the model's 128 experts"),
     (
         {},

@@ -43,7 +43,7 @@ def test_values_are_read_by_hydras_grammar(word, values):
 @pytest.mark.parametrize(
     ("word", "text"),
     [
-        ("optimizer.lr=interval(0,1)", r"its values cannot be counted; write optimizer.lr=choice\(A,B\)"),
+        ("optimizer.lr=interval(0,1)", r"its values cannot be listed; write optimizer.lr=choice\(A,B\)"),
         ("pipeline=glob(x*)", "no such file; glob is for experiment, pipeline"),
     ],
 )

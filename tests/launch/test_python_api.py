@@ -177,7 +177,7 @@ def test_runs_that_have_ended(tmp_path: Path) -> None:
     died = tmp_path / "died"
     synthetic.write(died, steps=7, crash=True, start=time.time() - 900)
     run, seen = laminar_hpc.Run.open(died), list[int]()
-    with pytest.raises(laminar_hpc.LaminarError, match="died: no end was recorded; resume=auto goes on"):
+    with pytest.raises(laminar_hpc.LaminarError, match="died: no end was recorded; resume=auto resumes it"):
         for step in run:
             seen.append(step["step"])
     assert seen == [1, 2, 3, 4, 5, 6, 7] and run.state == "died"

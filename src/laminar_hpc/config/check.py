@@ -256,7 +256,7 @@ def supported_model(config: RunConfig) -> dict:
         added = f'"architectures": ["{FAMILIES[architecture].architecture}"]'
         raise LaminarError(
             f"{file} does not list its architectures, which the engine needs; add {added}, or save the model "
-            "anew with transformers"
+            "again with transformers"
         )
     supported = sorted(family.architecture for family in FAMILIES.values())
     if architecture not in supported:
@@ -265,9 +265,9 @@ def supported_model(config: RunConfig) -> dict:
         )
     again = "download the model again"
     if lacking := [key for key in _NEEDED if not _is_count(model.get(key))]:
-        raise LaminarError(f"{file} does not say {', '.join(lacking)}; {again}")
+        raise LaminarError(f"{file} has no {', '.join(lacking)}; {again}")
     if odd := [key for key in _MAY_BE_NULL if model.get(key) is not None and not _is_count(model[key])]:
-        raise LaminarError(f"{file}: {odd[0]}={model[odd[0]]!r} is no number of 1 or more; {again}")
+        raise LaminarError(f"{file}: {odd[0]}={model[odd[0]]!r} is not a number of 1 or more; {again}")
     heads, width = model["num_attention_heads"], model["hidden_size"]
     undivided = [f"num_key_value_heads={kv_heads(model)}"] if heads % kv_heads(model) else []
     if not model.get("head_dim") and not family_of(model).head_dim and width % heads:

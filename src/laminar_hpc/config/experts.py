@@ -77,7 +77,7 @@ def objection(model: dict) -> str:
     }
     for name, value in sizes.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            return f"{name}={value!r} is no number of 1 or more; download the model again"
+            return f"{name}={value!r} is not a number of 1 or more; download the model again"
     if experts.per_token > experts.count:
         return f"num_experts_per_tok={experts.per_token} of {experts.count} experts; download the model again"
     if experts.per_token == 1 and experts.normalized:

@@ -76,15 +76,15 @@ def _data(config: RunConfig) -> Iterator[str]:
     data = config.data
     for name in ("chat_template_arguments", "system_prompt"):
         if getattr(data, name) and not data.chat_template:
-            why = "a prompt that is not rendered is the text as it is"
+            why = "without it a prompt is used as it is"
             yield f"data.{name} needs data.chat_template=true: {why}"
     for name in ("messages", "tools", "documents", "add_generation_prompt"):
         if name in data.chat_template_arguments:
-            yield f"data.chat_template_arguments.{name}: that is the run's to give; leave it out"
+            yield f"data.chat_template_arguments.{name}: the run sets it; leave it out"
     if data.system_prompt and config.environment.by_url:
         yield (
-            "data.system_prompt has no effect, as environment.agent and verifiers write their messages "
-            "themselves; leave it out, and write it there"
+            "data.system_prompt has no effect, because environment.agent and verifiers write their own "
+            "messages; leave it out, and set it there"
         )
 
 
@@ -110,7 +110,7 @@ def _rollout(config: RunConfig) -> Iterator[str]:
     if config.rollout.replicas_min is not None and config.rollout.replicas_min > config.rollout.fewest:
         yield (
             "@rollout.replicas_min is more than @rollout.replicas: lower it, or leave it at null; more than "
-            "rollout.replicas may join all the same"
+            "rollout.replicas may join anyway"
         )
     notice = config.cluster.preemption_notice
     if notice is not None and not notice.startswith(("/", "http://", "https://")):
@@ -177,7 +177,7 @@ def _environment(config: RunConfig) -> Iterator[str]:
         more = "set environment.tools, factory, agent or verifiers too, or leave it out"
         yield f"@environment.history: a trajectory has one turn; {more}"
     if e.several and not config.data.chat_template:
-        yield f"{key} needs data.chat_template=true: what stands between turns is the model's template's"
+        yield f"{key} needs data.chat_template=true: the model's template writes what is between turns"
     if e.several and config.pipeline.refresh == "interrupt":
         why = "one trajectory keeps its policy over all its turns"
         yield f"{key} needs pipeline.refresh=drained or barrier, not interrupt: {why}"

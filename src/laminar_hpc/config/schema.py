@@ -43,36 +43,36 @@ RENAMED = {  # keys of earlier versions: refused with the new name; read where a
 @dataclass
 class LoraConfig:
     """Low-rank adapters (LoRA, arXiv 2106.09685): two small matrices beside each adapted linear layer are
-    trained in place of the model's weights, which stay as they are; see docs/models.md."""
+    trained instead of the model's weights, which stay fixed; see docs/models.md."""
 
     rank: int = number(0, at_least=0, at_most=LORA_RANK_MAX)
-    """of the adapters; 0 = no adapter, all weights are trained"""
+    """rank of the adapters; 0 = no adapter, all weights are trained"""
     alpha: float = number(32.0, above=0, at_most=100_000)
     """an adapter's product is multiplied by alpha / rank"""
     targets: str = choice("all", "attention", "mlp")
-    """linear layers that have an adapter: attention (q, k, v, o), mlp (gate, up, down) or all seven"""
+    """linear layers with an adapter: attention (q, k, v, o), mlp (gate, up, down) or all seven"""
     init: str = choice("kaiming", "gaussian")
-    """first values of the matrix A; B begins at 0, so that a new adapter changes nothing. kaiming: uniform
-    within 1 / sqrt(inputs); gaussian: of standard deviation 1 / rank"""
+    """initial values of the matrix A; B starts at 0, so a new adapter changes nothing. kaiming: uniform
+    within 1 / sqrt(inputs); gaussian: with standard deviation 1 / rank"""
     path: str = ""
-    """directory of an adapter to go on from, as PEFT writes it; empty = a new one"""
+    """directory of an adapter to continue from, as PEFT writes it; empty = a new one"""
 
 
 @dataclass
 class ModelConfig:
     """The policy: a Hugging Face directory (config.json, *.safetensors, tokenizer.json), or
-    OWNER/NAME[@REVISION] of the hub; see docs/models.md."""
+    OWNER/NAME[@REVISION] on the hub; see docs/models.md."""
 
     path: str = ""
-    """Hugging Face directory of the model to train, or OWNER/NAME[@REVISION] of the hub; see models.md"""
+    """Hugging Face directory of the model to train, or OWNER/NAME[@REVISION] on the hub; see models.md"""
     dtype: str = choice("float32", "bfloat16")
-    """of the weights in trainer and engine; the optimizer keeps its own in float32"""
+    """dtype of the weights in trainer and engine; the optimizer keeps its own in float32"""
     float32_head: bool = True
-    """of bfloat16: trainer and engine do not round the logits to it"""
+    """with bfloat16: trainer and engine keep the logits in float32"""
     lora: LoraConfig = field(default_factory=LoraConfig)
     deterministic: bool = False
-    """trainer and engines give the same bits for the same work, and so the same weights twice with
-    pipeline=sync; see docs/determinism.md for what it costs"""
+    """trainer and engines give the same bits for the same work, so two runs with pipeline=sync have the same
+    weights; see docs/determinism.md for the cost"""
 
 
 @dataclass
@@ -83,26 +83,26 @@ class DataConfig:
     """the training prompts: a JSONL or Parquet file, a folder, or a Hugging Face dataset as
     OWNER/NAME[:SUBSET][@SPLIT]"""
     prompt_field: str = "prompt"
-    """field of a row that holds the prompt; a text or chat messages; `a.b` is a field within a field, `a|b`
+    """field of a row that holds the prompt: a text or chat messages; `a.b` is a field within a field, `a|b`
     the first that a row has"""
     answer_field: str = ""
-    """field of a row that holds the right answer; given to the reward as row["answer"]; empty = rows as they
-    are"""
+    """field of a row that holds the correct answer, passed to the reward as row["answer"]; empty = rows as
+    they are"""
     chat_template: bool = False
-    """render prompts with the model's chat template; false = text as it is"""
+    """render prompts with the model's chat template; false = use the text as it is"""
     chat_template_arguments: dict[str, Any] = field(default_factory=dict)
-    """variables of the chat template, as {enable_thinking: false}; and continue_final_message, true where a
-    prompt's last message is the assistant's and the response goes on from it"""
+    """variables of the chat template, such as {enable_thinking: false}; also continue_final_message: true if
+    the response continues a prompt's final assistant message"""
     system_prompt: str = ""
-    """the system's message before prompts that have none; with the chat template"""
+    """system message for prompts that have none; with the chat template"""
     max_prompt_tokens: int | None = number(None, at_least=1)
-    """longest prompt; null = what fits beside a response"""
+    """maximum prompt length; null = what fits beside a response"""
     too_long: str = choice("refuse", "drop")
-    """a prompt with more tokens: refuse the file, or drop the row and count it"""
+    """for a prompt with more tokens: refuse the file, or drop the row and count it"""
     drop_duplicates: bool = False
     """rows with the same prompt and answer count once"""
     shuffle: bool = True
-    """a new order per pass over the rows, by seed"""
+    """a new order for each epoch, from the seed"""
 
 
 @dataclass
@@ -110,14 +110,14 @@ class RewardFunction:
     """One of `reward.functions`: a Python function or a reward model behind a URL, and its weight."""
 
     function: str = ""
-    """dotted path; or else a url"""
+    """dotted path of a function; or set url"""
     url: str = ""
     """http(s)://HOST:PORT/PATH of a reward model"""
     weight: float = 1.0
     style: str = "laminar"
-    """of a function: laminar | trl | verl; of a URL: laminar | sglang (its /classify)"""
+    """for a function: laminar | trl | verl; for a URL: laminar | sglang (its /classify)"""
     api_key_env: str = ""
-    """of a URL: the environment variable that holds its key, sent as a bearer token"""
+    """for a URL: the environment variable that holds its key, sent as a bearer token"""
 
 
 @dataclass
@@ -129,45 +129,45 @@ class RewardConfig:
     style: str = choice("laminar", "trl", "verl")
     """functions written for the latter two run unchanged"""
     functions: dict[str, Any] = field(default_factory=dict)
-    """several by name, in place of function"""
+    """several functions by name, instead of `function`"""
     workers: int = number(1, at_least=1, at_most=THREADS_MAX)
     """processes per rollout rank; more while calls wait, hang or compute for long"""
     slots: int = number(64, at_least=1)
     """calls in flight per rollout rank; each call of a plain function is in a process of its own"""
     timeout_seconds: float = seconds(10.0)
-    """longest time for one call; then the trajectory gets `reward.score_on_failure`"""
+    """time limit of one call; then the trajectory gets `reward.score_on_failure`"""
     score_on_failure: float = number(0.0, at_least=-1_000_000, at_most=1_000_000)
-    """in place of a reward whose call raised, hung or returned something else"""
+    """the reward if the call raised, hung or returned an invalid value"""
 
 
 @dataclass
 class EnvironmentConfig:
-    """Responses of several turns with tools, called in processes of each rollout rank; see environments.md.
-    `factory`, `tools`, `agent` or `verifiers`, or none of them: one turn."""
+    """Multi-turn responses with tools, called in processes of each rollout rank; see environments.md. Set one
+    of `factory`, `tools`, `agent` or `verifiers`; with none of them a response is one turn."""
 
     factory: Any = ""
     """dotted path of a class (TRL's contract): reset(**row), public methods as tools, get_reward(); or
-    several, written {NAME: PATH}, one of which each row names in its field `environment`"""
+    several as {NAME: PATH}, one of which each row names in its field `environment`"""
     tools: list[str] = field(default_factory=list)
-    """dotted paths of functions that the model may call; the reward is that of `reward`"""
+    """dotted paths of functions that the model may call; the reward comes from `reward`"""
     agent: str = ""
-    """dotted path of run(row, base_url, api_key, model), which talks to the model as to OpenAI's API"""
+    """dotted path of run(row, base_url, api_key, model), which talks to the model through OpenAI's API"""
     verifiers: Any = ""
-    """a taskset of the package verifiers, under environment.python: its id, or verifiers' own [env] table"""
+    """a taskset of the verifiers package, under environment.python: its id, or verifiers' own [env] table"""
     python: str = ""
-    """interpreter of what the four above name, where that cannot live beside our packages, as
+    """interpreter for the four keys above, if their packages conflict with ours, such as
     /path/.venv/bin/python: Python 3.11 or newer with msgspec and pydantic; empty = ours"""
     max_turns: int = number(8, at_least=1)
-    """answers of the model in one trajectory"""
+    """maximum number of the model's answers in one trajectory"""
     max_tool_calls: int = number(16, at_least=1)
-    """in one trajectory"""
+    """maximum number of tool calls in one trajectory"""
     history: str = choice("refuse", "keep", "branch")
-    """where the chat template or an agent rewrites earlier turns: refuse it; keep what was drawn (the
-    template's rewriting only); or branch: what is rewritten begins another sequence of the trajectory"""
+    """when the chat template or an agent rewrites earlier turns: refuse it; keep the sampled tokens (for the
+    template's rewriting only); or branch: the rewritten history starts another sequence of the trajectory"""
     timeout_seconds: float = seconds(30.0)
-    """longest time for one reset, tool call or get_reward, and between two requests of an agent"""
+    """time limit of one reset, tool call or get_reward, and of the pause between two requests of an agent"""
     max_seconds: float = seconds(600.0)
-    """a trajectory that takes longer ends with its turn, and is graded on what is there"""
+    """a trajectory that takes longer ends after its current turn, and is graded as it stands"""
 
     @property
     def factories(self) -> dict[str, str]:
@@ -194,13 +194,13 @@ class EnvironmentConfig:
 
 @dataclass
 class SamplingConfig:
-    """How responses are drawn. Settings after `max_response_tokens` bend the behaviour distribution and are
-    refused for training."""
+    """How responses are sampled. Settings after `max_response_tokens` change the behaviour distribution and
+    are refused for training."""
 
     temperature: float = number(1.0, above=0, at_most=100)
-    """of the softmax over next tokens"""
+    """temperature of the softmax over next tokens"""
     max_response_tokens: int = number(256, at_least=1)
-    """a response is cut here; of all its turns together, with what tools gave"""
+    """maximum response length; covers all turns together, tool results included"""
     top_p: float = number(1.0)
     """refused for training unless 1.0"""
     top_k: int = number(-1)
@@ -220,26 +220,26 @@ class RunConfig:
     run_dir: str = "runs/default"
     """folder of the run: metrics, traces, store, checkpoints, report"""
     seed: int = number(0, at_least=0)
-    """of the order of prompts, the mini-batches and the shuffled rewards; the engines' seeds follow from it
-    """
+    """seed for the order of prompts, the mini-batches and the shuffled rewards; the engines' seeds derive
+    from it"""
     steps: int = number(60, at_least=1)
-    """trainer steps in all, also over a resume"""
+    """total number of trainer steps, including those before a resume"""
     resume: str = choice("auto", "never", default="never")
-    """auto: go on from run_dir's newest checkpoint; never: an earlier run there is moved aside"""
+    """auto: resume from run_dir's newest checkpoint; never: move an earlier run there aside"""
     restarts: int | None = number(None, at_least=0)
-    """times per hour that `laminar train` starts the run again after a death, and launch/controller.sh and
+    """how often per hour `laminar train` restarts the run after a death, and launch/controller.sh and
     launch/trainer.sh their role; 0 = never; null = 0 for `laminar train`, 10 for the scripts"""
     source: str = "rollout"
-    """rollout | replay:RUN_DIR (train again from that run's store)"""
+    """rollout | replay:RUN_DIR (train again on that run's stored trajectories)"""
     store_dir: str = ""
-    """of the SQLite store, on a local disk of the controller's machine; its journal is in run_dir; empty = no
-    journal, and the store is in run_dir"""
+    """folder of the SQLite store, on a local disk of the controller's machine; its journal is in run_dir;
+    empty = no journal, and the store is in run_dir"""
     archive: str = "all"
-    """which trained steps keep their responses, as a Parquet file each: all, last:N or every:N"""
+    """which trained steps keep their responses, in one Parquet file each: all, last:N or every:N"""
     role: str = choice("all", "trainer", "relay", "rollout", "controller")
-    """which role the processes of this start have; all = by their ranks, in one world"""
+    """role of the processes of this start; all = by rank, in one world"""
     first_index: int = number(0, at_least=0, at_most=RANKS_MAX)
-    """of trainers and relays with roles apart: index within the role of its first rank"""
+    """for trainers and relays with roles apart: index of the first rank within its role"""
     dry_run: bool = False
     """print the derived quantities and stop"""
     model: ModelConfig = field(default_factory=ModelConfig)

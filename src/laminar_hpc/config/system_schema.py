@@ -13,37 +13,38 @@ _AUTO_STALENESS_MAX = 8  # of pipeline.max_staleness=auto: more than any setting
 @dataclass
 class TrainerConfig:
     tensor_parallel: int = number(1, at_least=1, at_most=RANKS_MAX)
-    """ranks over which every layer is split; divides the model's heads, key-value heads and feed-forward
+    """ranks over which every layer is split; must divide the model's heads, key-value heads and feed-forward
     width"""
     pipeline_parallel: int = number(1, at_least=1, at_most=RANKS_MAX)
     """stages of consecutive layers; at most the number of layers"""
     context_parallel: int = number(1, at_least=1, at_most=RANKS_MAX)
-    """ranks over which the tokens of every micro-batch are split; with tensor_parallel it divides the model's
-    heads"""
+    """ranks over which the tokens of every micro-batch are split; the product with tensor_parallel must
+    divide the model's heads"""
     virtual_stages: int = number(1, at_least=1, at_most=1024)
-    """chunks of layers of each pipeline stage, run in turns: the pipeline idles so many times less and keeps
-    more activations; with pipeline_parallel they divide the number of layers"""
+    """chunks of layers in each pipeline stage, run in turns: the pipeline idles that many times less and
+    keeps more activations; the product with pipeline_parallel must divide the number of layers"""
     data_parallel: int = number(1, at_least=1, at_most=RANKS_MAX)
     """replicas of the trainer (tensor_parallel x context_parallel x pipeline_parallel ranks); each takes its
     share of every batch"""
     expert_parallel: int = number(1, at_least=1, at_most=RANKS_MAX)
-    """ranks over which whole experts are divided, of the tensor_parallel x context_parallel x data_parallel
-    ranks of a stage; with 1 each expert is split over the tensor-parallel ranks as other layers are"""
+    """ranks, out of the tensor_parallel x context_parallel x data_parallel ranks of a stage, over which whole
+    experts are divided; with 1 each expert is split over the tensor-parallel ranks like other layers"""
     tokens_per_microbatch: int = number(4096, at_least=1)
-    """packed, on each context-parallel rank; a trajectory longer than theirs together is refused at start-up
-    """
+    """packed tokens on each context-parallel rank; a trajectory longer than their sum is refused at
+    start-up"""
     distributed_optimizer: bool = False
-    """Megatron's distributed optimizer; its state is split over the data-parallel ranks"""
+    """Megatron's distributed optimizer; its state is sharded over the data-parallel ranks"""
     devices: list[int] | None = field(default=None, metadata=bounds(at_least=0))
-    """GPUs of each machine that trainer ranks use, one each in order; null = the first ones"""
+    """GPUs of each machine for trainer ranks, one each in order; null = the first ones"""
     recompute_activations: str = choice("auto", "none", "selective", "full")
-    """what is computed anew in the backward pass instead of kept: selective, what norms and activations give,
-    which takes no matrix product, and experts; full, each layer; auto: the least with which the memory
-    estimate fits the GPU, none where its memory is unknown"""
+    """what the backward pass recomputes instead of keeping. selective: outputs of norms and activations,
+    which needs no matrix product, and experts; full: each layer; auto: the least with which the memory
+    estimate fits the GPU, none if its memory is unknown"""
     threads: int = number(1, at_least=1, at_most=THREADS_MAX)
     """CPU threads per rank"""
     gpu_memory_gigabytes: float | None = number(None, above=0, at_most=100_000)
-    """of each GPU, 10^9 bytes; what cannot fit is refused; null = this machine's, if it has any"""
+    """memory of each GPU, in 10^9 bytes; what cannot fit is refused; null = that of this machine's GPUs, if
+    any"""
 
     @property
     def replica_ranks(self) -> int:
@@ -70,66 +71,66 @@ class RelayConfig:
     shm_dir: str = "/dev/shm"
     """folder in memory that holds the slots"""
     publish: str = choice("overlapped", "blocking", "copied")
-    """the trainer goes on while its weights are read, until the next update; copied: through that too, as
-    they are read from a copy on its GPU; blocking: it stands still"""
+    """how the trainer publishes. overlapped: it continues until its next update while its weights are read;
+    copied: it continues through that too, since a copy on its GPU is read; blocking: it waits"""
     chunk_megabytes: int = number(64, at_least=1, at_most=65_536)
-    """size of the pieces in which weights are sent; the trainer's rank 0 has two such buffers on its device
-    """
+    """size of the pieces in which weights are sent; trainer rank 0 has two such buffers on its device"""
     transport: str = choice("auto", "nccl", "host")
-    """from trainer to relay and relay to relay: nccl between GPUs, host through host memory; auto: nccl
-    between machines that both use a GPU, else host"""
+    """between trainer and relay, and relay and relay. nccl: between GPUs; host: through host memory; auto:
+    nccl between machines that both use a GPU, else host"""
     publish_timeout_seconds: float = seconds(60.0)
-    """longest time for one publication to reach a relay"""
+    """time limit for one publication to reach a relay"""
     delta: str = choice("off", "auto")
-    """auto: send only what changed where that is smaller; senders then keep a copy of the weights in host
+    """auto: send only the changes if that is smaller; senders then keep a copy of the weights in host
     memory"""
     full_every: int = number(20, at_least=1)
-    """with delta=auto one publication in so many goes in full, whatever has changed; 1 sends all in full"""
+    """with delta=auto one publication in this many is sent in full, whatever has changed; 1 = all"""
     threads: int = number(1, at_least=1, at_most=THREADS_MAX)
-    """of a relay's process"""
+    """CPU threads of a relay process"""
     gate: str = ""
-    """[HOST:]PORT at which relays of other places reach the trainer's: its firewall lets them in there, and
-    forwards to the relay if HOST is no address of its machine; "": the relay's own address, any port"""
+    """[HOST:]PORT at which relays of other places reach the trainer's: its firewall must pass it, and forward
+    it to the relay if HOST is not an address of its machine; "" = the relay's own address, any port"""
     parked_gigabytes: float | None = number(None, at_least=0, at_most=100_000)
-    """host memory, 10^9 bytes, in which each relay keeps KV caches of replicas that are taken back, until
-    others have room; 0 = none, null = a quarter of what is free then"""
+    """host memory, in 10^9 bytes, in which each relay keeps KV caches of reclaimed replicas until others have
+    room; 0 = none; null = a quarter of the memory free at that time"""
 
 
 @dataclass
 class RolloutConfig:
     replicas: int | str = number(1, at_least=1, at_most=RANKS_MAX, span=True)
-    """rollout ranks, each with an engine of its own; with roles apart more may join at any time. MIN:MAX
-    begins with MIN, and the run starts and ends others by its own measurements"""
+    """rollout ranks, each with its own engine; with roles apart more may join at any time. MIN:MAX starts
+    with MIN, and the run starts and ends others based on its own measurements"""
     replicas_min: int | None = number(None, at_least=1, at_most=RANKS_MAX)
-    """with roles apart: so many are awaited at the start; null = all"""
+    """with roles apart: number of replicas awaited at the start; null = all"""
     tensor_parallel: int = number(1, at_least=1, at_most=RANKS_MAX)
-    """processes per replica that share one copy of the weights; divides the model's heads"""
+    """processes per replica that share one copy of the weights; must divide the model's heads"""
     expert_parallel: int = number(1, at_least=1, at_most=RANKS_MAX)
-    """of these processes, so many divide whole experts; 1: each expert is split over all of them"""
+    """how many of these processes divide whole experts; 1 = each expert is split over all of them"""
     max_concurrent: int = number(256, at_least=1)
-    """requests in flight per replica"""
+    """maximum number of requests in flight per replica"""
     kv_cache_tokens: int = number(65536, at_least=1)
     """size of an engine's KV cache"""
     engine_start_seconds: float = seconds(600.0)
-    """longest time for an engine to be ready; on a GPU it captures CUDA graphs, and may compile kernels"""
+    """time limit for an engine to be ready; on a GPU it captures CUDA graphs, and may compile kernels"""
     request_timeout_seconds: float = seconds(600.0)
-    """longest time for one generation"""
+    """time limit of one generation"""
     threads: int = number(1, at_least=1, at_most=THREADS_MAX)
     """CPU threads per engine"""
     devices: list[int] | None = field(default=None, metadata=bounds(at_least=0))
-    """GPUs of each machine that replicas use, in order; null = those after the trainers', or all"""
+    """GPUs of each machine for replicas, in order; null = those after the trainers', or all"""
     engine_arguments: dict[str, str] = field(default_factory=dict)
     """passed to SGLang's server as --key value"""
     engine: str = choice("sglang", "emulated")
     """emulated: no model at all, see `emulation`"""
     gpu_memory_gigabytes: float | None = number(None, above=0, at_most=100_000)
-    """as trainer.gpu_memory_gigabytes, for the engines' GPUs"""
+    """like trainer.gpu_memory_gigabytes, for the engines' GPUs"""
     increment_tokens: int = number(256, at_least=0)
-    """responses go to the partial-response pool every so many tokens: no more of each is lost with a replica
-    that dies; 0 = never"""
+    """a response is sent to the partial-response pool every so many tokens, so a dying replica loses at most
+    that many of each; 0 = never"""
     speculation: str = choice("off", "ngram", "suffix", "auto")
-    """guesses of the next tokens, verified in one pass, which change no distribution: ngram from a response's
-    own words, suffix from other responses too, auto: that where it is measured to pay; on CPU engines"""
+    """tokens are guessed and verified in one pass, which changes no distribution. ngram: from the response's
+    own text; suffix: from other responses too; auto: suffix if measurements show that it pays; CPU engines
+    only"""
 
     @property
     def scales(self) -> bool:
@@ -163,24 +164,24 @@ class EmulationConfig:
         *("Qwen3-Next-80B-A3B", "Qwen3.5-35B-A3B"),
         default="32B",
     )
-    """whose costs, by conf/simulation/tables and simulator/constants.py"""
+    """model whose costs are emulated, from conf/simulation/tables and simulator/constants.py"""
     gpu: str = choice(
         *("H800", "A100", "H100", "H20", "H200", "B200", "GB200"),
         *("L40S", "L4", "A10", "RTX3090", "RTX4090", "MI300X"),
     )
-    """the same"""
+    """GPU whose costs are emulated"""
     tensor_parallel: int | None = number(None, at_least=1, at_most=64)
     """GPUs of a replica; null = the model's own"""
     median_response_tokens: float = number(1097.0, at_least=1)
-    """lengths are log-normal, similar inside a group, at most sampling.max_response_tokens"""
+    """lengths are log-normal, similar within a group, at most sampling.max_response_tokens"""
     sigma: float = number(1.69, at_least=0, at_most=10)
-    """of the log-lengths"""
+    """standard deviation of the log-lengths"""
     turn_tokens: int = number(0, at_least=0)
-    """a response's turns end at multiples of so many tokens, each but the last with `call`; 0 = one turn"""
+    """a response's turns end at multiples of this many tokens, each but the last with `call`; 0 = one turn"""
     call: str = ""
     """the text of a tool call, in the model's own format"""
     wire_share: float = number(1.0, at_least=0, at_most=1)
-    """of a KV cache's bytes that really cross the socket; all of them are charged"""
+    """share of a KV cache's bytes that really cross the socket; all of them are charged"""
     constants: dict[str, float] = field(default_factory=dict, metadata=bounds(at_least=0))
     """other values for fields of simulator/constants.py"""
 
@@ -190,30 +191,31 @@ class PipelineConfig:
     """A pipeline is a few policy values; `conf/pipeline/*.yaml` are presets of them."""
 
     name: str = "laminar"
-    """shown in logs and reports; decides nothing"""
+    """name in logs and reports; has no effect"""
     refresh: str = choice("drained", "barrier", "interrupt", "versions")
-    """drained: a replica pulls when its local batch is done; barrier: all together; interrupt: at once;
-    versions: it holds several adapters at once, and each trajectory keeps its own (with model.lora.rank)"""
+    """when replicas take new weights. drained: each when its local batch is done; barrier: all together;
+    interrupt: at once; versions: each holds several adapters at once, and each trajectory keeps its own (with
+    model.lora.rank)"""
     max_staleness: int | str | None = number(2, at_least=0, word="auto")
-    """in trainer steps at training time; auto:N = follows who waits, at most N; auto = auto:8; null = no
-    bound, first finished first trained"""
+    """staleness bound in trainer steps at training time; auto:N = adapts to who waits, at most N; auto =
+    auto:8; null = no bound, first finished first trained"""
     consumption: str = choice("batch", "stream")
     """batch: the trainer takes a whole batch; stream: each mini-batch as soon as its groups are finished"""
     local_batch_groups: int | None = number(None, at_least=1)
     """prompt groups per local batch; null = ceil(prompts_per_step / replicas)"""
     dispatch: str = choice("longest_first", "in_order")
-    """of the prompts of a step, which go out first: longest_first: from the second pass over the data on each
-    local batch gets its share of those whose responses were long, and begins with them; in_order: as drawn"""
+    """which prompts of a step go out first. longest_first: from the second epoch on each local batch gets its
+    share of the prompts with long responses, and starts with them; in_order: as drawn"""
     keep_kv: bool = False
-    """of interrupt: go on with the KV cache of the earlier weights; false = prefill again"""
+    """with interrupt: continue with the KV cache of the earlier weights; false = prefill again"""
     repack: str = choice("auto", "off", "reprefill", "kv")
-    """the tail of a local batch moves to other replicas on the same weights. auto: with its KV cache where
-    caches move, when that frees more seconds than it costs; kv, reprefill: with its KV cache or without,
+    """move the tail of a local batch to other replicas on the same weights. auto: with its KV cache, if
+    caches can move and it frees more seconds than it costs; kv, reprefill: with or without its KV cache,
     whenever it fits"""
     repack_seconds: float = seconds(5.0)
-    """between two looks at the replicas; there is one more after each publication"""
+    """interval at which replicas are checked for repack; they are also checked after each publication"""
     repack_requests: int | None = number(None, at_least=1)
-    """maximum number of requests that a replica is filled to; null = from its measured decode curve"""
+    """maximum number of requests to which repack fills a replica; null = from its measured decode curve"""
 
     @property
     def adapts_staleness(self) -> bool:
@@ -239,31 +241,31 @@ class EvaluationConfig:
     local batch on one weight id."""
 
     files: list[str] = field(default_factory=list)
-    """named as data.train; the first is that of accuracy_before and _after; [] = none"""
+    """written like data.train; accuracy_before and _after refer to the first; [] = none"""
     problems: int | None = number(None, at_least=1)
-    """the first so many of each file; null = all"""
+    """number of problems taken from each file; null = all"""
     samples: int = number(1, at_least=0)
     """responses per problem of the sampled evaluation (k); 0 = greedy only"""
     every: int = number(0, at_least=0)
-    """trainer steps between evaluations on the way; 0 = before and after only"""
+    """trainer steps between evaluations during training; 0 = before and after only"""
 
 
 @dataclass
 class CheckpointConfig:
     every: int = number(20, at_least=1)
-    """from one checkpoint to the next; the last step always has one"""
+    """trainer steps between checkpoints; the last step always has one"""
     keep: int = number(2, at_least=1)
-    """the newest so many stay on disk"""
+    """number of newest checkpoints kept on disk"""
     keep_every: int = number(0, at_least=0)
-    """checkpoints of its multiples stay on disk as well; 0 = none"""
+    """checkpoints at multiples of this are kept as well; 0 = none"""
     state_hash: bool = False
-    """a checkpoint has a SHA-256 over all of the trainer's state, which a resume at its layout compares;
-    training waits for it"""
+    """store a SHA-256 over the whole trainer state in each checkpoint, which a resume at the same layout
+    compares; training waits for it"""
     key: str | None = None
-    """file with the key that signs this run's checkpoints, and has signed those that it goes on from; null =
-    run_dir/checkpoint.key, made by the run"""
+    """file with the key that signs this run's checkpoints, and that signed those it resumes from; null =
+    run_dir/checkpoint.key, created by the run"""
     unsigned: bool = False
-    """go on from a checkpoint whoever has written it; loading one may run what its writer wanted"""
+    """resume from a checkpoint whoever wrote it; loading one may run code of whoever wrote it"""
 
 
 @dataclass
@@ -271,47 +273,49 @@ class ClusterConfig:
     host: str = "127.0.0.1"
     """address at which the controller listens and others reach this run"""
     place: str = ""
-    """of this machine, where it shares no trusted network with the trainer: its relays pull weights over an
-    encrypted stream, one copy for all machines that name the same place"""
+    """name of this machine's place, if it shares no trusted network with the trainer: its relays pull weights
+    over an encrypted stream, one copy for all machines with the same place"""
     port: int = number(0, at_least=0, at_most=65_535)
-    """0 = any free port"""
+    """the controller's port; 0 = any free port"""
     storage: str = choice("shared", "stream")
-    """stream: rollouts send their responses to the controller over an encrypted line, and may be where no
-    file system of the run is (laminar join); shared: all roles see run_dir"""
+    """stream: rollouts send their responses to the controller over an encrypted connection, and may be on
+    machines without the run's file system (laminar join); shared: all roles see run_dir"""
     join_port: int = number(0, at_least=0, at_most=65_535)
-    """of storage=stream: where rollouts send and machines join; 0 = any free port"""
+    """with storage=stream: the port to which rollouts send and machines join; 0 = any free port"""
     preemption_notice: str | None = None
-    """a file that appears when this machine will be taken back, or the http address of a cloud's notice: its
-    replicas then hand over what they generate, as at TERM; with roles apart"""
+    """a file that appears when this machine will be reclaimed, or the http address of a cloud's notice: its
+    replicas then hand over their trajectories, as on TERM; with roles apart"""
     scale_command: str = ""
     """with rollout.replicas=MIN:MAX: a program that starts replicas, called with `start N`, `stop ID` and
     `list`, see running.md; empty = `laminar train` starts them on its machine, `laminar submit` on Slurm"""
     join_timeout_seconds: float = seconds(300.0)
-    """for all ranks to be there"""
+    """time limit for all ranks to join"""
     heartbeat_timeout_seconds: float = seconds(30.0)
-    """a process that is silent for so long counts as dead; the network may be cut for nearly so long. With
-    roles apart a rollout's work goes on elsewhere after a third of it; it comes back without a start"""
+    """a process that is silent for this long counts as dead; shorter network cuts are tolerated. With roles
+    apart a rollout's work continues elsewhere after a third of it, and the rollout rejoins without a
+    restart"""
     batch_timeout_seconds: float = seconds(900.0)
-    """a trainer's longest wait for a batch, and the last evaluation's for a rollout"""
+    """a trainer's time limit for a batch, and the last evaluation's for a rollout"""
     stop_timeout_seconds: float = seconds(60.0)
-    """least limit of an orderly stop; where earlier steps and checkpoints took long, twice what they took"""
+    """minimum time limit of a clean stop; twice what earlier steps and checkpoints took, if that is more"""
 
 
 @dataclass
 class ObservabilityConfig:
-    """What a run shows besides its run directory. Everything in docs/observing.md works without it."""
+    """What a run shows outside its run directory. Everything in docs/observing.md works without it."""
 
     profile: int = number(0, at_least=0, at_most=100)
-    """torch's profile of so many steps, after the first one, and of replica 0's engine, in run_dir/profile;
-    0 = none"""
+    """number of steps after the first one for torch's profile in run_dir/profile, which also gets replica 0's
+    engine; 0 = none"""
     show_samples: int = number(0, at_least=0, at_most=100)
-    """responses on the console after each step, with reward and staleness; 0 = none"""
+    """number of responses shown on the console after each step, with reward and staleness; 0 = none"""
     wandb: str = choice("off", "offline", "online")
     """offline: files under run_dir/wandb; online: needs `wandb login` or WANDB_API_KEY"""
     wandb_project: str = "laminar"
     """project on Weights & Biases"""
     prometheus: str = "0"
-    """PORT on loopback, or ADDRESS:PORT, at which Prometheus reads the run's figures; 0 = none; see
+    """PORT on loopback, or ADDRESS:PORT, at which Prometheus reads the run's metrics; 0 = none; see
     docs/observing.md"""
     prometheus_key: str = ""
-    """file of the key that a scrape has to bring; empty = none on loopback, RUN_DIR/prometheus.key beyond"""
+    """file with the key that a scrape must present; empty = none on loopback, RUN_DIR/prometheus.key
+    beyond"""

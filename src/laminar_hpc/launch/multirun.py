@@ -66,7 +66,7 @@ def alternatives(word: str, keys: Keys) -> list[str]:
         return [f"{key}={name}" for name in values]
     if not override.is_discrete_sweep():
         raise LaminarError(
-            f"{word}: its values cannot be counted; write {key}=choice(A,B) or {key}=range(A,B)"
+            f"{word}: its values cannot be listed; write {key}=choice(A,B) or {key}=range(A,B)"
         )
     return [f"{key}={_written(each)}" for each in override.sweep_iterator()]
 

@@ -60,8 +60,8 @@ def _refuse_number_of_another_place(config: RunConfig) -> None:
     """Relays of all places are numbered in one row, and the first is where the trainer is."""
     if config.cluster.place and config.first_index == 0:
         raise LaminarError(
-            "first_index=0: number 0 is a relay's where the trainer is; set first_index=1, or what no other "
-            f"relay of the run has, for this one at cluster.place={config.cluster.place}"
+            "first_index=0: number 0 belongs to a relay at the trainer's place; at "
+            f"cluster.place={config.cluster.place} set first_index=1, or a number that no other relay has"
         )
 
 
@@ -69,11 +69,11 @@ def _refuse_broken_lanes(lanes: int, here: int, first_index: int) -> None:
     """The relays of a machine fill one slot together, each its own part of it."""
     if here != lanes:
         raise LaminarError(
-            f"relay.lanes={lanes}, and {here} relays are started here: start all {lanes} of a machine "
-            f"together, by LANES={lanes} launch/relay.sh or torchrun --nproc-per-node={lanes}"
+            f"relay.lanes={lanes}, but {here} relays start here: start all {lanes} of a machine together, "
+            f"with LANES={lanes} launch/relay.sh or torchrun --nproc-per-node={lanes}"
         )
     if first_index % lanes:
         raise LaminarError(
-            f"first_index={first_index}: with relay.lanes={lanes} the machine number n of those with relays "
-            f"has first_index={lanes}n"
+            f"first_index={first_index}: with relay.lanes={lanes} use {lanes} x n on the n-th machine with "
+            "relays, counted from 0"
         )

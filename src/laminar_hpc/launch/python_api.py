@@ -174,7 +174,7 @@ class LaminarRun:
         if self._process is not None:
             self._process.raise_if_failed()
         elif follower is not None and follower.view.state == "died":
-            raise LaminarError(f"{self.run_dir} died: no end was recorded; resume=auto goes on with it")
+            raise LaminarError(f"{self.run_dir} died: no end was recorded; resume=auto resumes it")
         elif follower is not None and follower.view.reason.startswith("failed"):
             raise LaminarError(follower.view.reason.removeprefix("failed: "))
 

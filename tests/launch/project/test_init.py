@@ -98,7 +98,7 @@ def test_nothing_is_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     (full / ".hidden").write_text("mine")
     file.write_text("mine")
     for target in (full, file):
-        with pytest.raises(LaminarError, match="it is there and not an empty folder; name a new one"):
+        with pytest.raises(LaminarError, match="it exists and is not an empty folder; name a new one"):
             project.make(target)
     monkeypatch.chdir(empty)
     with pytest.raises(LaminarError, match="the current folder"):

@@ -251,7 +251,7 @@ def test_what_is_wrong_is_said_before_anything_is_submitted(
     assert not sbatch.exists()
     (tmp_path / "runs/demo").mkdir(parents=True)
     (tmp_path / "runs/demo/metrics.jsonl").write_text('{"kind":"start","time":1.0}\n')
-    with pytest.raises(LaminarError, match="there is a run; add resume=auto"):
+    with pytest.raises(LaminarError, match="already has a run; add resume=auto"):
         cli.run(["submit", "experiment=demo"])
     monkeypatch.setattr(submit.shutil, "which", lambda name: None)
     with pytest.raises(LaminarError, match="there is no sbatch here"):

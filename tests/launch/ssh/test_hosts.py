@@ -80,8 +80,12 @@ def test_who_runs_where(trainers, replicas, size, gpus, expected) -> None:
 def test_what_has_no_place_is_refused() -> None:
     """One line with the cure."""
     for config, gpus, words in (
-        (config_of((4, 1, 4), 1, 1), (8,), "need 2 machines with GPUs, and 1 are there: name more"),
-        (config_of((1, 1, 8), 2, 8), (8, 8), "2 replicas of 8 GPUs .* do not fit the 1 machines .* hold 1"),
+        (config_of((4, 1, 4), 1, 1), (8,), "need 2 machines with GPUs, but there are 1: name more"),
+        (
+            config_of((1, 1, 8), 2, 8),
+            (8, 8),
+            "2 replicas of 8 GPUs .* do not fit the 1 machines .* room for 1",
+        ),
         (config_of((1, 1, 1), 1, 1), (8,), "for one machine use laminar train"),
         (load_config(["experiment=one_gpu", "dry_run=true"]), (1, 1), "name the same GPUs"),
     ):

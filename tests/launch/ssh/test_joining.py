@@ -23,7 +23,7 @@ JOIN = [sys.executable, "-m", "laminar_hpc.launch.cli", "join", "--key", "-"]
         ("leave\n", 0, "left         before it had joined the run"),
         ("over\n", 0, "left         before it had joined the run"),
         ("", 0, "left         before it had joined the run"),
-        ("{}\n", 2, "what came on the standard input is no run's key (Object missing"),
+        ("{}\n", 2, "the standard input is not a run's key (Object missing"),
     ],
 )
 def test_a_machine_that_waits_for_its_key(given: str, code: int, said: str, tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ def test_an_earlier_runs_key_is_not_handed_over(tmp_path: Path) -> None:
     """Nor one from before the controller that is started: each puts its own in its place. To a run that goes
     on the present one is right, and none will come where there is none."""
     file = tmp_path / JOIN_FILE
-    with pytest.raises(LaminarError, match=r"join.key is not there: the run does not go on, or not with"):
+    with pytest.raises(LaminarError, match=r"join.key is missing: the run has ended, or does not use"):
         RunKey(tmp_path, is_made_anew=False)
     assert RunKey(tmp_path, is_made_anew=True).line() == ""
     write_join_key(file, new_join_key("first", "h")[0])

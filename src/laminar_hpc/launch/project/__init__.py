@@ -36,7 +36,7 @@ def make(target: Path) -> None:
     if target.resolve() == Path.cwd().resolve():
         raise LaminarError(f"laminar init {target}: this is the current folder; name a new one")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise LaminarError(f"laminar init {target}: it is there and not an empty folder; name a new one")
+        raise LaminarError(f"laminar init {target}: it exists and is not an empty folder; name a new one")
     beside: Path | None = None
     try:
         target.parent.mkdir(parents=True, exist_ok=True)

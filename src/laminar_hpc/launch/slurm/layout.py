@@ -54,7 +54,7 @@ def layout(
                 "GPUs; leave both at null"
             )
     if hetjob and replay:
-        raise LaminarError("--hetjob: a replay has no rollouts; leave the option away")
+        raise LaminarError("--hetjob: a replay has no rollouts; drop the option")
     if not by_role and (replay or used <= gpus or not gpus) and (nodes := _nodes(derived, gpus)) == 1:
         return [_single(derived, nodes, min(used, gpus))]
     trainer = _trainer(config, derived, gpus)
@@ -111,7 +111,8 @@ def _rollouts(config: RunConfig, derived: Derived, gpus: int, hetjob: bool) -> S
     size = config.rollout.tensor_parallel
     if gpus and size > gpus:
         raise LaminarError(
-            f"rollout.tensor_parallel={size}: an engine is on one node, and --gpus-per-node={gpus}; lower it"
+            f"rollout.tensor_parallel={size}: an engine needs one node, which has --gpus-per-node={gpus}; "
+            "lower it"
         )
     replicas = config.rollout.fewest
     nodes = math.ceil(replicas / (gpus // size if gpus else 1))

@@ -111,7 +111,7 @@ def look_around(config: RunConfig) -> bool:
     begun = (run_dir / "metrics.jsonl").exists() or bool(checkpoints.present(run_dir))
     if begun and config.resume != "auto":
         raise LaminarError(
-            f"run_dir={run_dir}: there is a run; add resume=auto to go on with it, or choose another run_dir"
+            f"run_dir={run_dir} already has a run; add resume=auto to resume it, or choose another run_dir"
         )
     if supervisor.nothing_to_start(config):
         return False

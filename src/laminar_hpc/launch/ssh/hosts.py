@@ -64,7 +64,7 @@ def read_hosts(path: Path, gpus: int) -> list[Host]:
     if mistakes:
         raise Refused(mistakes)
     if not hosts:
-        raise LaminarError(f"--hosts={path} names no machine: a line for each, NAME or NAME gpus=N")
+        raise LaminarError(f"--hosts={path} names no machine: write one line for each, NAME or NAME gpus=N")
     return hosts
 
 
@@ -106,7 +106,7 @@ def _trainer_hosts(config: RunConfig, derived: Derived, hosts: Sequence[Host]) -
     if len(nodes) * each < derived.trainer_ranks:
         raise LaminarError(
             f"{derived.trainer_ranks} trainers, {each} on each machine, need {derived.trainer_ranks // each} "
-            f"machines with GPUs, and {len(nodes)} are there: name more, or lower trainer.data_parallel"
+            f"machines with GPUs, but there are {len(nodes)}: name more, or lower trainer.data_parallel"
         )
     return nodes
 
@@ -121,8 +121,8 @@ def _replicas(config: RunConfig, derived: Derived, free: Sequence[Host]) -> dict
     if left > sum(room.values()):
         raise LaminarError(
             f"{left} replicas of {size} GPUs (rollout.replicas, rollout.tensor_parallel) do not fit the "
-            f"{len(room)} machines that are left behind the trainers', which hold {sum(room.values())}: name "
-            "more, or lower rollout.replicas; for one machine use laminar train"
+            f"{len(room)} machines after the trainers', which have room for {sum(room.values())}: name more, "
+            "or lower rollout.replicas; for one machine use laminar train"
         )
     found: dict[Host, int] = {}
     for position, (host, most) in enumerate(room.items()):

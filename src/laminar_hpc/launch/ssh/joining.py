@@ -48,7 +48,7 @@ class RunKey:
         self._before = self._written() if is_made_anew else None
         if not is_made_anew and self._written() is None:
             raise LaminarError(
-                f"{self._path} is not there: the run does not go on, or not with cluster.storage=stream"
+                f"{self._path} is missing: the run has ended, or does not use cluster.storage=stream"
             )
 
     def line(self) -> str:
@@ -87,7 +87,7 @@ class JoinInput(Orders):
         try:
             return msgspec.json.decode(self._key, type=JoinKey)
         except msgspec.DecodeError as error:
-            raise LaminarError(f"what came on the standard input is no run's key ({error})") from None
+            raise LaminarError(f"the standard input is not a run's key ({error})") from None
 
     def begin(self) -> None:
         self._interrupts = False
