@@ -132,7 +132,7 @@ def test_models_that_are_not_all_there(tmp_path):
         ({"pretraining_tp": 2}, "pretraining_tp=2 splits each sum"),
         ({"num_key_value_heads": 3}, "num_attention_heads=4 does not go with num_key_value_heads=3"),
         ({"num_attention_heads": 5, "num_key_value_heads": 5, "head_dim": None}, "go with hidden_size="),
-        ({"architectures": None}, 'add "architectures": ["Qwen2ForCausalLM"], or save the model anew'),
+        ({"architectures": None}, 'add "architectures": ["Qwen2ForCausalLM"], or save the model again'),
         ({"architectures": None, "model_type": "phi3"}, "architecture phi3 is not supported"),
     ],
 )

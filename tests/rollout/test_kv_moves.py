@@ -269,7 +269,7 @@ def test_an_idle_engine_answers_in_milliseconds(pair):
         return reserved - begin, time.monotonic() - reserved
 
     reserving, aborting = zip(*(pair.loop.run(reserve(i)) for i in range(3)), strict=True)
-    assert sorted(reserving)[1] < 0.1
+    assert sorted(reserving)[1] < 0.25, "without the wake it is half a second, and on busy cores some 0.1 s"
     assert sorted(aborting)[1] < 0.4, "the room is back when its thread has ended, which looks up every 50 ms"
 
 

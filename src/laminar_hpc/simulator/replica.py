@@ -303,7 +303,17 @@ class SimulatedReplica:
         return taken
 
     def take_all(self, keep_kv: bool) -> list[SimulatedRequest]:
-        """All but parked requests; without `keep_kv` these prefill again too."""
-        while self.parked and not keep_kv:
-            self._evict()
-        return self.take({r.trajectory_id for r in [*self.running.values(), *self.waiting]}, keep_kv)
+        """All but parked requests out of the replica, running first; without `keep_kv` all prefill again."""
+        taken = list(self.running.values())
+        for request in taken:
+            self.stop(request)
+        taken += self.waiting
+        if not keep_kv:
+            for request in taken:
+                request.uncached = request.context
+            while self.parked:
+                self._evict()
+        self.waiting.clear()
+        self.ends.clear()
+        self.prompts.clear()
+        return taken
