@@ -340,6 +340,25 @@ def test_a_segment_that_begins_while_old_ones_are_removed_stays(tmp_path, monkey
     assert begun.exists() and [file.number for file in snapshots(place.folder)] == [3]
 
 
+def test_a_death_between_a_snapshot_and_the_next_transaction_keeps_the_snapshot(tmp_path):
+    """Promise: docs/promises.md#journal. Its segment has no transaction and the one of its successor begins
+    at the same place: what was before them is in the snapshot alone."""
+    place = Place(tmp_path)
+    store = place.start()
+    for number in range(4):
+        transaction(store, number)
+    store._journal._begin_segment(store._db)
+    take_snapshot(place.path(), place.folder, threading.Event(), 1)
+    store.close()
+    assert [(file.era, file.number) for file in segments(place.folder)] == [(1, 4)]
+    place.start().close()
+    assert groups(place.rebuilt()) == [0, 1, 2, 3]
+    place.write(4, machine="b")
+    place.write(5, machine="a")
+    assert groups(place.rebuilt()) == [0, 1, 2, 3, 4, 5]
+    assert not [line for line in place.lines if "begun anew" in line]
+
+
 def test_a_journal_that_gets_a_snapshot_while_it_is_read_is_whole(tmp_path, monkeypatch):
     """Promise: docs/promises.md#journal. What a live run removes because of a newer snapshot is no damage
     to a report on another machine, which has begun with the one before."""

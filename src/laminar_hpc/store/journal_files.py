@@ -254,6 +254,8 @@ def _before(file: File, eras: list[list[File]]) -> list[File]:
     may: list[File] = []
     for of_era in eras:
         leading = [each for each in of_era if each.number < file.number]
+        # one that began there too and died before its first transaction; its snapshots may be all there is
+        leading = leading or [each for each in of_era if each.number == file.number]
         leads = bool(leading) and _leads(leading[-1], file)
         if leads:
             return leading
