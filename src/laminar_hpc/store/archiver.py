@@ -20,6 +20,7 @@ from laminar_hpc.store.archive import files
 from laminar_hpc.store.payload.whole import Whole, wholes
 from laminar_hpc.store.payload.writer import FOLDER as PAYLOADS
 from laminar_hpc.store.rows import Rows, stored_groups
+from laminar_hpc.store.store_layout import connect_read_only
 
 _PART_BYTES = 64 << 20  # of payloads that are in memory at once
 
@@ -64,7 +65,7 @@ class Archiver:
 
     def _run(self, step: int, gone: Callable[[str], bool], future: "Future[Archived]") -> None:
         try:
-            with closing(sqlite3.connect(f"{self._store.resolve().as_uri()}?mode=ro", uri=True)) as db:
+            with closing(connect_read_only(self._store)) as db:
                 remove_empty(db, self._payloads / PAYLOADS, gone)
                 future.set_result(self._archive(db, step))
         except BaseException as error:

@@ -11,14 +11,14 @@ journal's end or one transaction before it, which nobody was told of; after a po
 commit is not synced too. The mark in the table `meta` says where it is.
 """
 
+import contextlib
+import hashlib
 import logging
 import os
 import sqlite3
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +40,12 @@ from laminar_hpc.store.journal_files import (
 )
 from laminar_hpc.store.journal_watch import JournalWatch
 from laminar_hpc.store.recorded import RecordedConnection
-from laminar_hpc.store.store_layout import meta
+from laminar_hpc.store.store_layout import connect_read_only, meta
 
 log = logging.getLogger(__name__)
 FOLDER = "journal"
 MARK = "journal"  # in the table meta: the Position of the store
-RUN_DIR = "run_dir"  # in the table meta: whose store it is
+RUN_DIR = "run_dir"  # in the table meta: the run that wrote it last
 _SEGMENT_BYTES = 64 << 20
 _SNAPSHOT_BYTES = 256 << 20  # of journal since the last snapshot, at least: what a rebuild has to replay
 _SNAPSHOT_PAGES = 2048  # copied at once: 8 MiB
@@ -144,7 +144,7 @@ class Journal:
         self._file = os.open(self._folder / f".{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
         self._segment_bytes = 0
         self._statements = {}
-        header = SegmentHeader(store_id_of(db), self._era, self._position.checksum)
+        header = SegmentHeader(meta(db, "store_id"), self._era, self._position.checksum)
         data, _ = frame(self._position.number, _encode(header), bytes(len(self._position.checksum)))
         self._write(data)
         (self._folder / f".{name}").rename(self._folder / name)
@@ -193,16 +193,6 @@ def position_of(db: sqlite3.Connection) -> Position:
     return Position.parse(text) if text else Position()
 
 
-def store_id_of(db: sqlite3.Connection) -> str:
-    """Empty if it has none."""
-    return meta(db, "store_id")
-
-
-def run_dir_of(db: sqlite3.Connection) -> str:
-    """Returns the folder of the run that wrote it last; empty if it had no journal."""
-    return meta(db, RUN_DIR)
-
-
 def take_snapshot(
     store: Path, folder: Path, closing: threading.Event, era: int, is_sure: Callable[[], bool] = lambda: True
 ) -> int:
@@ -220,18 +210,16 @@ def take_snapshot(
             raise sqlite3.OperationalError("given up")
 
     try:
-        source = sqlite3.connect(f"{store.resolve().as_uri()}?mode=ro", uri=True, isolation_level=None)
         uri = f"{temporary.resolve().as_uri()}?vfs=unix-none"
-        target = sqlite3.connect(uri, uri=True, isolation_level=None)
-        try:
+        with (
+            contextlib.closing(connect_read_only(store)) as source,
+            contextlib.closing(sqlite3.connect(uri, uri=True, isolation_level=None)) as target,
+        ):
             source.execute("BEGIN")
             position = position_of(source)
             target.execute("PRAGMA journal_mode=OFF")
             target.execute("PRAGMA synchronous=OFF")
             source.backup(target, pages=_SNAPSHOT_PAGES, progress=proceed)
-        finally:
-            target.close()
-            source.close()
         with open(temporary, "rb+") as file:
             digest = file_digest(file)
             os.fsync(file.fileno())
@@ -240,7 +228,7 @@ def take_snapshot(
         temporary.rename(folder / snapshot_name(position, digest))
         sync_folder(folder)
     finally:
-        with suppress(OSError):
+        with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
     if is_sure():
         _remove_before(folder, position, era)
@@ -248,11 +236,8 @@ def take_snapshot(
 
 
 def file_digest(file: Any) -> str:
-    """Returns the digest of all that `file` holds from its present position."""
-    digest = blake2b(digest_size=8)
-    while block := file.read(1 << 22):
-        digest.update(block)
-    return digest.hexdigest()
+    """Of all that `file` holds from its present position."""
+    return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=8)).hexdigest()
 
 
 def _remove_before(folder: Path, position: Position, era: int) -> None:

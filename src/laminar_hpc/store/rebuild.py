@@ -7,6 +7,7 @@ import os
 import shutil
 import sqlite3
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,7 @@ def build(folder: Path, target: Path) -> tuple[Position, int, int]:
     size, snapshots = 0, snapshots_of(folder)
     if snapshots:
         size = _copy_snapshot(folder, snapshots[-1], target)
-    db = sqlite3.connect(target, isolation_level=None, cached_statements=512)
-    try:
+    with closing(sqlite3.connect(target, isolation_level=None, cached_statements=512)) as db:
         db.execute("PRAGMA journal_mode=MEMORY")
         db.execute("PRAGMA synchronous=OFF")
         db.execute("BEGIN IMMEDIATE")
@@ -41,8 +41,6 @@ def build(folder: Path, target: Path) -> tuple[Position, int, int]:
             unknown = DamagedJournal(snapshots[-1].path if snapshots else folder, 0, 0)
             raise Refused([refusal(folder, unknown, None)]) from None
         db.execute("COMMIT")
-    finally:
-        db.close()
     with open(target, "rb+") as file:
         os.fsync(file.fileno())
     return end, count, size + read

@@ -16,6 +16,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,10 +25,10 @@ from laminar_hpc.machine.files.durable import sync_folder
 from laminar_hpc.machine.observability import console
 from laminar_hpc.store import journal_files as files
 from laminar_hpc.store.full_disk import is_full_disk
-from laminar_hpc.store.journal import MARK, position_of, run_dir_of, store_id_of, take_snapshot
+from laminar_hpc.store.journal import MARK, RUN_DIR, position_of, take_snapshot
 from laminar_hpc.store.journal_files import DamagedJournal, OtherHistory, Position
 from laminar_hpc.store.rebuild import build, refusal, replay
-from laminar_hpc.store.store_layout import connect_read_only
+from laminar_hpc.store.store_layout import connect_read_only, meta
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,8 @@ def _continue(folder: Path, store: Path, position: Position, say: Callable[[str]
     snapshot = max((file.number for file in files.snapshots(folder)), default=0)
     segments = files.segments(folder)
     if snapshot > position.number:
-        return _rebuild(folder, store, say)
+        _rebuild(folder, store, say)
+        return
     try:
         first = files.since(segments, Position(0, snapshot))
         if first and first[0].number > snapshot:
@@ -87,7 +89,6 @@ def _continue(folder: Path, store: Path, position: Position, say: Callable[[str]
         if not last_writer:
             raise Refused([refusal(folder, error, None)]) from None
         _begin_anew(folder, store, say, f"is whole and its journal is not ({error})", era)
-    return None
 
 
 def retire(folder: Path, store: Path, say: Callable[[str], None], damage: str = "") -> None:
@@ -128,13 +129,10 @@ def identity(store: Path) -> StoreIdentity | None:
     if not store.is_file() or store.stat().st_size == 0:
         return None
     try:
-        db = connect_read_only(store)
-        try:
+        with closing(connect_read_only(store)) as db:
             if not db.execute("SELECT 1 FROM sqlite_master WHERE name = 'meta'").fetchone():
                 return None
-            store_id, position, run_dir = store_id_of(db), position_of(db), run_dir_of(db)
-        finally:
-            db.close()
+            store_id, position, run_dir = meta(db, "store_id"), position_of(db), meta(db, RUN_DIR)
     except sqlite3.DatabaseError as error:
         if is_full_disk(error):
             raise
@@ -145,16 +143,18 @@ def identity(store: Path) -> StoreIdentity | None:
 # ---- the ways to bring them together -----------------------------------------------------------------------
 
 
-def _catch_up(folder: Path, store: Path, start: Position, say: Callable[[str], None]) -> None:
+def _opened(store: Path) -> closing[sqlite3.Connection]:
     db = sqlite3.connect(store, isolation_level=None)
-    try:
-        db.execute("PRAGMA journal_mode=WAL")
-        db.execute("PRAGMA synchronous=FULL")
+    db.execute("PRAGMA journal_mode=WAL")
+    db.execute("PRAGMA synchronous=FULL")
+    return closing(db)
+
+
+def _catch_up(folder: Path, store: Path, start: Position, say: Callable[[str], None]) -> None:
+    with _opened(store) as db:
         db.execute("BEGIN IMMEDIATE")
         count = replay(folder, db, start)[1]
         db.execute("COMMIT" if count else "ROLLBACK")
-    finally:
-        db.close()
     if count:
         say(
             console.line(
@@ -185,10 +185,7 @@ def _rebuild(folder: Path, store: Path, say: Callable[[str], None]) -> None:
 def _begin_anew(folder: Path, store: Path, say: Callable[[str], None], why: str, era: int) -> None:
     """The store is the truth: the journal begins with a snapshot of it, in a new era."""
     begun = time.monotonic()
-    db = sqlite3.connect(store, isolation_level=None)
-    try:
-        db.execute("PRAGMA journal_mode=WAL")
-        db.execute("PRAGMA synchronous=FULL")
+    with _opened(store) as db:
         known = max((f.number for f in (*files.segments(folder), *files.snapshots(folder))), default=0)
         mark = position_of(db)
         era = era or files.claim_era(folder, mark.era)
@@ -196,8 +193,6 @@ def _begin_anew(folder: Path, store: Path, say: Callable[[str], None], why: str,
         db.execute("INSERT OR IGNORE INTO meta VALUES('store_id', ?)", (secrets.token_hex(8),))
         db.execute("INSERT OR REPLACE INTO meta VALUES(?, ?)", (MARK, str(position)))
         size = take_snapshot(store, folder, threading.Event(), position.era)
-    finally:
-        db.close()
     seconds = console.duration(time.monotonic() - begun)
     text = f"{store} {why}: the journal begins with a snapshot, {console.size(size)} in {seconds}"
     say(console.line("set-up", text))
@@ -209,8 +204,13 @@ def move_aside(store: Path) -> Path | None:
         return None
     names = (store.with_name(f"{store.stem}.{number}{store.suffix}") for number in range(1, 100_000))
     aside = next(name for name in names if not name.exists())
+    rename(store, aside)
+    return aside
+
+
+def rename(store: Path, target: Path) -> None:
+    """With its write-ahead log, if there is a store."""
     for suffix in ("-wal", "-shm", ""):  # what was committed last is in the first
         part = store.with_name(store.name + suffix)
         if part.exists():
-            part.rename(aside.with_name(aside.name + suffix))
-    return aside
+            part.rename(target.with_name(target.name + suffix))

@@ -22,7 +22,7 @@ from laminar_hpc.machine.processes import parent_process
 from laminar_hpc.store import checkpoints
 from laminar_hpc.store.full_disk import NO_ROOM, is_full_disk
 from laminar_hpc.store.journal import FOLDER as JOURNAL
-from laminar_hpc.store.recovery import identity, journal_id, mixed_up, move_aside
+from laminar_hpc.store.recovery import identity, journal_id, mixed_up, move_aside, rename
 
 _STORE = "store.sqlite"
 _SHOWN_ROLES = 4
@@ -104,9 +104,7 @@ def _move_aside(run_dir: Path, store: Path) -> Path:
 
     number = next(n for n in range(1, 100_000) if free(n))
     if store != run_dir:
-        for suffix in ("-wal", "-shm", ""):  # what was committed last is in the first
-            if (store / (_STORE + suffix)).exists():
-                (store / (_STORE + suffix)).rename(store / f"store.{number}.sqlite{suffix}")
+        rename(store / _STORE, store / f"store.{number}.sqlite")
     return run_dir.rename(run_dir.with_name(f"{run_dir.name}.{number}"))
 
 

@@ -6,6 +6,7 @@ sign.
 
 import sqlite3
 import threading
+from contextlib import closing
 from pathlib import Path
 
 from laminar_hpc.config.errors import Refused
@@ -46,15 +47,12 @@ def damage_of(path: Path, seconds: float) -> str:
 def _read(path: Path, seconds: float) -> tuple[str, int, str]:
     """(damage, the last step whose batch is on record, store id)."""
     try:
-        connection = connect_read_only(path)
-        try:
+        with closing(connect_read_only(path)) as connection:
             damage = _quick_check(connection, seconds) if seconds else ""
             if damage:
                 return damage, 0, ""
             store_id = meta(connection, "store_id") if _has_table(connection, "meta") else ""
             return "", _last_step(connection), store_id
-        finally:
-            connection.close()
     except sqlite3.DatabaseError as error:
         if is_full_disk(error):
             raise

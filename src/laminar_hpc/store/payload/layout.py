@@ -27,8 +27,8 @@ from laminar_hpc.line.messages.data import VersionSpan
 
 _MAGIC = b"LJP1"
 _COUNTS = struct.Struct("<4sIqIII4x")
-_DIGEST_BYTES = 16
-HEADER_BYTES = _COUNTS.size + _DIGEST_BYTES
+DIGEST_BYTES = 16
+HEADER_BYTES = _COUNTS.size + DIGEST_BYTES
 _SPAN = struct.Struct("<qII")
 _TOKEN, _LOGPROB, _RUN = np.dtype("<i4"), np.dtype("<f4"), np.dtype("<u4")
 
@@ -131,7 +131,7 @@ def pack(response: Response) -> bytes:
             np.ascontiguousarray(response.mask_runs, _RUN).data,
         )
     )
-    return b"".join((head, _digest(head, body), body))
+    return b"".join((head, digest_of(head, body), body))
 
 
 def packed_digest(packed: bytes) -> str:
@@ -152,7 +152,7 @@ def unpack(
     if magic != _MAGIC or len(view) != tokens_at + 8 * count + 4 * runs:
         raise DamagedResponse("it is no response, or is cut off")
     digest = bytes(view[_COUNTS.size : HEADER_BYTES])
-    if check and digest != _digest(view[: _COUNTS.size], view[HEADER_BYTES:]):
+    if check and digest != digest_of(view[: _COUNTS.size], view[HEADER_BYTES:]):
         raise DamagedResponse("it has not the digest that it was generated with")
     if due not in (None, trajectory_id):
         raise DamagedResponse(f"there is trajectory {trajectory_id}")
@@ -170,7 +170,8 @@ def unpack(
     )
 
 
-def _digest(head: bytes | memoryview, body: bytes | memoryview) -> bytes:
+def digest_of(head: bytes | memoryview, body: bytes | memoryview) -> bytes:
+    """Half a SHA-256."""
     digest = hashlib.sha256(head)
     digest.update(body)  # without the interpreter's lock, where it is large
-    return digest.digest()[:_DIGEST_BYTES]
+    return digest.digest()[:DIGEST_BYTES]

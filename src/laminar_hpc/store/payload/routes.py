@@ -10,19 +10,17 @@ reads nothing of it. The trainer reads it once; it is not archived.
 The digest is half a SHA-256 over all the rest.
 """
 
-import hashlib
 import struct
 from typing import Any
 
 import numpy as np
 
 from laminar_hpc.config.routing import RouteShape
-from laminar_hpc.store.payload.layout import DamagedResponse, Routes
+from laminar_hpc.store.payload.layout import DIGEST_BYTES, DamagedResponse, Routes, digest_of
 
 _MAGIC = b"LJR1"
 _HEAD = struct.Struct("<4sIqIIII")
-_DIGEST_BYTES = 16
-_HEADER_BYTES = _HEAD.size + _DIGEST_BYTES
+_HEADER_BYTES = _HEAD.size + DIGEST_BYTES
 _DTYPES: dict[int, np.dtype[Any]] = {1: np.dtype("u1"), 2: np.dtype("<i2")}
 
 
@@ -31,7 +29,7 @@ def pack_routes(trajectory_id: int, attempt: int, routes: Routes) -> bytes:
     head = _HEAD.pack(_MAGIC, attempt, trajectory_id, *routes.shape, routes.itemsize)
     body = np.ascontiguousarray(routes, _DTYPES[routes.itemsize]).tobytes()
     body += bytes(-len(body) % 4)
-    return b"".join((head, _digest(head, body), body))
+    return b"".join((head, digest_of(head, body), body))
 
 
 def packed_bytes(tokens: int, shape: RouteShape) -> int:
@@ -54,14 +52,8 @@ def unpack_routes(buffer: np.ndarray, trajectory_id: int, tokens: int, shape: Ro
         what = f"[{', '.join(map(str, found))}] in {width} bytes each"
         raise DamagedResponse(f"its routes are {what}, and {due} in {dtype.itemsize} are due")
     digest = bytes(view[_HEAD.size : _HEADER_BYTES])
-    if digest != _digest(view[: _HEAD.size], view[_HEADER_BYTES:]):
+    if digest != digest_of(view[: _HEAD.size], view[_HEADER_BYTES:]):
         raise DamagedResponse("its routes have not the digest that they were generated with")
     return np.frombuffer(view, _DTYPES[width], tokens * shape.token_bytes // width, _HEADER_BYTES).reshape(
         due
     )
-
-
-def _digest(head: bytes | memoryview, body: bytes | memoryview) -> bytes:
-    digest = hashlib.sha256(head)
-    digest.update(body)
-    return digest.digest()[:_DIGEST_BYTES]
