@@ -57,7 +57,7 @@ class Run:
         for line in self.process.stdout:
             self.lines.append(line.rstrip())
 
-    def read_until(self, words: str, seconds: float = 280) -> str:
+    def read_until(self, words: str, seconds: float = 150) -> str:
         """The next line that holds `words`. Fails with all lines when the run ends or time runs out
         before."""
         deadline = time.monotonic() + seconds
@@ -72,7 +72,7 @@ class Run:
             time.sleep(0.02)
         raise AssertionError(f"'{words}' did not come within {seconds} s:\n" + "\n".join(self.lines))
 
-    def read_next(self, words: str, seconds: float = 280) -> str:
+    def read_next(self, words: str, seconds: float = 150) -> str:
         """As `read_until`, of what comes from now on."""
         self._seen = len(self.lines)
         return self.read_until(words, seconds)

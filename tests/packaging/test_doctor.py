@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -17,14 +18,18 @@ TOPICS = (
 
 
 def test_every_line_says_how_it_stands_and_it_is_quick() -> None:
-    """One line per topic, `ok|warn|FAIL  what: value  (cure)`, within 3 s of a processor: it reads
-    metadata and imports nothing heavy."""
-    before = children_seconds()
+    """One line per topic, `ok|warn|FAIL  what: value  (cure)`, within 3 s, and of a processor
+    within 3 s each time: it reads metadata and imports nothing heavy."""
     program = "import sys; from laminar_hpc.launch import cli; sys.exit(cli.run(['doctor']))"
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=False
-    )
-    assert children_seconds() - before < 3
+    seconds = list[float]()
+    while not seconds or (min(seconds) >= 3 and len(seconds) < 3):  # other tests may have the processors
+        spent, start = children_seconds(), time.monotonic()
+        done = subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=False
+        )
+        seconds.append(time.monotonic() - start)
+        assert children_seconds() - spent < 3
+    assert min(seconds) < 3
     lines = done.stdout.splitlines()
     assert [re.match(rf"(?:ok  |warn|FAIL)  ({TOPICS}): \S", line)[1] for line in lines] == TOPICS.split("|")
     assert done.returncode == int(any(line.startswith("FAIL") for line in lines))

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -26,12 +27,16 @@ def setup(tree: Path, **environment: str) -> subprocess.CompletedProcess[str]:
 )
 def test_a_second_setup_installs_nothing() -> None:
     """`make demo` after `make test` starts at once: no word, no touched file, under 1 s of a processor."""
-    log = ROOT / ".venv/setup.log"
-    before, spent = log.stat().st_mtime_ns, children_seconds()
-    done = setup(ROOT)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    log, seconds = ROOT / ".venv/setup.log", list[float]()
+    before = log.stat().st_mtime_ns
+    while not seconds or (min(seconds) >= 5 and len(seconds) < 3):  # other tests may have the processors
+        spent, start = children_seconds(), time.monotonic()
+        done = setup(ROOT)
+        seconds.append(time.monotonic() - start)
+        assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+        assert children_seconds() - spent < 1
+    assert min(seconds) < 5
     assert log.stat().st_mtime_ns == before
-    assert children_seconds() - spent < 1
 
 
 @pytest.mark.parametrize(

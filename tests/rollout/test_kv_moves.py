@@ -268,9 +268,10 @@ def test_an_idle_engine_answers_in_milliseconds(pair):
         await pair.engines[1].kv_abort(f"idle-{number}")
         return reserved - begin, time.monotonic() - reserved
 
-    reserving, aborting = zip(*(pair.loop.run(reserve(i)) for i in range(3)), strict=True)
-    assert sorted(reserving)[1] < 0.25, "without the wake it is half a second, and on busy cores some 0.1 s"
-    assert sorted(aborting)[1] < 0.4, "the room is back when its thread has ended, which looks up every 50 ms"
+    # without the wake each waits for up to a second: three of seven below 0.1 s come once in 40 times
+    reserving, aborting = zip(*(pair.loop.run(reserve(i)) for i in range(7)), strict=True)
+    assert sorted(reserving)[2] < 0.1
+    assert sorted(aborting)[3] < 0.4, "the room is back when its thread has ended, which looks up every 50 ms"
 
 
 def test_the_logs_tell_of_no_leak(pair, logs):

@@ -2,16 +2,19 @@
 one trains."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
-from helpers.trainer import rank
-from helpers.trainer.ranks import fork
+from helpers.paths import HELPERS, environment
 from laminar_hpc.machine.observability.trace import read_spans
 from laminar_hpc.store.checkpoints import checkpoint_path, read_state, steps
 
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() == 1, reason="two ranks of NCCL need two GPUs")
 SETTINGS = {
     "steps": 4,
     "algorithm__minibatches_per_step": 2,
@@ -57,16 +60,24 @@ def run(
         "leave_after": leave_after,
     }
     job["settings"] = {**SETTINGS, "trainer__data_parallel": ranks, **settings}
-    processes = [fork(rank.main, job, number, ranks) for number in range(ranks)]
+    (run_dir / "job.json").write_text(json.dumps(job))
+    here = environment(WORLD_SIZE=str(ranks), OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
+    processes = [
+        subprocess.Popen(
+            [sys.executable, HELPERS / "trainer/rank.py", run_dir / "job.json"],
+            env={**here, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
     try:
-        for process in processes:
-            process.join(180)
+        outputs = [p.communicate(timeout=180)[0] for p in processes]
     finally:
-        for process in processes:
-            process.kill()
-            process.join()
-    said = "\n".join(log.read_text()[-2000:] for log in run_dir.glob("rank*.log"))
-    assert [process.exitcode for process in processes] == [0] * ranks, said
+        for p in processes:
+            p.kill()
+    assert [p.returncode for p in processes] == [0] * ranks, "\n".join(outputs)[-4000:]
     return Finished(run_dir)
 
 

@@ -20,7 +20,7 @@ from laminar_hpc.config.models import first_stage_layers
 from laminar_hpc.store.checkpoints import checkpoint_path
 from laminar_hpc.trainer.canonical.plan import HeldSlice, plan
 
-STEPS = 8
+STEPS = 20
 LENGTHS = (13, 40, 7, 4, 7, 29)
 # name -> tensor, pipeline, data parallel, distributed optimizer
 LAYOUTS = {
@@ -162,7 +162,7 @@ def check_layout(
 def test_layouts_train_as_transformers(
     family: str, layout: str, ranks: Ranks, models, reference, tmp_path: Path
 ) -> None:
-    """8 steps of GRPO: losses and gradient norms to 1e-5, logits to 1e-4 before and after, also of the
+    """20 steps of GRPO: losses and gradient norms to 1e-5, logits to 1e-4 before and after, also of the
     directory that is written."""
     check_layout(family, layout, ranks, models, reference, tmp_path)
 

@@ -92,7 +92,8 @@ class ControllerWatch:
             self._heard = now
         self._asked = now
         silent = now - self._heard
-        died = silent > _SILENT_SECONDS and self._neighbour_died()
+        suspect = self.neighbour if silent > _SILENT_SECONDS else None
+        died = suspect is not None and not process_is_alive(suspect)
         if not died and silent <= min(_LOOK_SECONDS, self._heartbeat):
             return None
         if self.patience:
@@ -111,9 +112,6 @@ class ControllerWatch:
             text = "the controller %s; this %s goes on, and waits up to %.0f s for it or another"
             log.warning(text, how, self._hello.role, self.patience)
         return self._another()
-
-    def _neighbour_died(self) -> bool:
-        return self.neighbour is not None and not process_is_alive(self.neighbour)
 
     def _another(self) -> ControllerAddress | Exception | None:
         try:

@@ -2,7 +2,6 @@
 its event loop turns."""
 
 import asyncio
-import gc
 import os
 
 from laminar_hpc.engine.factory import engine_factory
@@ -24,9 +23,7 @@ def run(context: RoleContext) -> None:
     LaminarError when the replica cannot go on."""
     allow_files(_FILES)
     new_engine = engine_factory(context.config, context.index, context.run_dir)
-    worker = RolloutWorker(context, new_engine)
-    gc.freeze()  # modules above all: no collection looks at them again
-    event_loop.run(watched(worker))
+    event_loop.run(watched(RolloutWorker(context, new_engine)))
 
 
 async def watched(worker: RolloutWorker) -> None:

@@ -1,11 +1,13 @@
-"""One rank of a real trainer world, a process that test_data_parallel.py starts, with torchrun's environment
-variables.
+"""One rank of a real two-rank trainer world, started by test_data_parallel.py: `rank.py JOB.json`, with
+torchrun's environment variables.
 
 Runs trainer/loop.py as in a run, but rank 0's controller is a script: it hands out the job's batches and
 notes what it is told.
 """
 
+import json
 import os
+import sys
 import time
 from collections import deque
 from pathlib import Path
@@ -89,13 +91,9 @@ class TrainersPlace:
         return None
 
 
-def main(job: dict, rank: int, ranks: int) -> None:
-    """Prints to run_dir/rank<RANK>.log."""
-    run_dir = Path(job["run_dir"])
-    log = os.open(run_dir / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+def main() -> None:
+    job = json.loads(Path(sys.argv[1]).read_text())
+    rank, run_dir = int(os.environ["RANK"]), Path(job["run_dir"])
     config = tiny.make_config(
         Path(job["model"]), source="replay:none", run_dir=str(run_dir), **job["settings"]
     )
@@ -107,3 +105,7 @@ def main(job: dict, rank: int, ranks: int) -> None:
             config, "trainer", rank, "here", run_dir, channel, welcome, Trace(run_dir, "trainer", rank)
         )
     )
+
+
+if __name__ == "__main__":
+    main()

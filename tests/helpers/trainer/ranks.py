@@ -14,9 +14,7 @@ import os
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
 from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from unittest.mock import patch
 
@@ -27,18 +25,7 @@ _SECONDS = 280.0  # of one case, the start of its processes included; pytest's o
 # of one set of processes: a gloo group that is destroyed leaves a thread behind that wakes 100 times a second
 _CASES = 16
 _FORKS = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload(
-    ["laminar_hpc.trainer.loop", "helpers.trainer.cases", "helpers.trainer.checkpointing"]
-)
-
-
-def fork(function: Callable[..., None], *arguments: object) -> BaseProcess:
-    """A process of its own that calls the function, of a module that it imports."""
-    process = _FORKS.Process(target=function, args=arguments)
-    here = environment(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", GLOO_SOCKET_IFNAME="lo")
-    with patch.dict(os.environ, here):  # the first start is also that of the process which is forked
-        process.start()
-    return process
+_IMPORTED = ["laminar_hpc.trainer", "helpers.trainer.cases", "helpers.trainer.checkpointing"]
 
 
 class Ranks:
@@ -46,13 +33,18 @@ class Ranks:
     case starts new ones."""
 
     def __init__(self) -> None:
-        self._processes: list[tuple[BaseProcess, Connection]] = []
+        self._processes: list[tuple[multiprocessing.process.BaseProcess, Connection]] = []
         self._folder = tempfile.TemporaryDirectory(prefix="laminar-ranks-")
         self._jobs = 0
+        _FORKS.set_forkserver_preload(_IMPORTED)
 
     def _start(self) -> None:
         ours, theirs = _FORKS.Pipe()
-        self._processes.append((fork(_serve, theirs), ours))
+        process = _FORKS.Process(target=_serve, args=(theirs,))
+        here = environment(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", GLOO_SOCKET_IFNAME="lo")
+        with patch.dict(os.environ, here):  # the first start is also that of the process which is forked
+            process.start()
+        self._processes.append((process, ours))
         theirs.close()
 
     def run(self, world: int, function: str, seconds: float = _SECONDS, **arguments: object) -> list:
