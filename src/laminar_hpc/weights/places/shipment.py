@@ -169,7 +169,7 @@ class PlaceFeed:
     def _changes(self, data: torch.Tensor, first: int, width: int) -> Iterator[memoryview]:
         image = self._image[first : first + data.numel()]
         before = image.clone()
-        head, payload = pack(encode(data.clone(), image, width), before, width)
+        head, payload = pack(encode(data.clone(), image, width), before, image, width)
         yield head.numpy().data.cast("B")
         inside = payload.data_ptr() == image.data_ptr()  # in full
         yield payload.numpy().data if inside else memoryview(payload.numpy().tobytes())
