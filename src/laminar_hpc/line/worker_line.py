@@ -40,6 +40,7 @@ from laminar_hpc.line.messages.membership import (
     Welcome,
 )
 from laminar_hpc.line.messages.wire import AnyMessage, decode, encode
+from laminar_hpc.line.parcel import next_parcel, unpack
 from laminar_hpc.line.spool import Spool, SpoolFull
 
 log = logging.getLogger(__name__)
@@ -165,7 +166,7 @@ class WorkerLine:
 
     def _first_answer(self) -> Welcome | None:
         try:
-            header, answer = _read(self._dealer.recv_multipart())
+            header, (answer, *_) = _read(self._dealer.recv_multipart())
         except (DeliveryError, msgspec.DecodeError) as error:
             raise MessageRefused(error) from None
         if isinstance(answer, Welcome):
@@ -248,13 +249,15 @@ class WorkerLine:
             self.watch.heard(now, self._joining)
             try:
                 header = decode_header(frames[0])
-                if self._is_new(header, now) and (len(frames) != 2 or frames[1]):
-                    self._take(*_read(frames))
+                new = self._new(header, now)
+                if new and (len(frames) != 2 or frames[1]):
+                    for message in _read(frames)[1][-new:]:
+                        self._take(header, message)
             except (DeliveryError, msgspec.DecodeError) as error:
                 self._end(MessageRefused(error))
 
-    def _is_new(self, header: Header, now: float) -> bool:
-        """Whether what comes with this header is to be taken."""
+    def _new(self, header: Header, now: float) -> int:
+        """How many of the messages that come with this header are to be taken, the last ones."""
         self._sender.acknowledged(header.ack)
         if header.again:
             self._sender.rewind()
@@ -264,14 +267,14 @@ class WorkerLine:
             if header.session and not here and not self._joining:  # its Welcome was lost
                 self._joining = True
                 self._said_hello = 0.0
-            return True
+            return 1
         if not here:
-            return False
+            return 0
         self._answer_due = True
-        if self._receiver.take(header.seq):
-            return True
+        if new := self._receiver.take(header.seq, max(1, header.packed)):
+            return new
         self._again_due |= self._receiver.misses(header.seq, now)
-        return False
+        return 0
 
     def _take(self, header: Header, message: AnyMessage) -> None:
         if isinstance(message, Stop):
@@ -306,19 +309,19 @@ class WorkerLine:
     def _transmit(self) -> None:
         """As much as the window and the socket take; what is received is acknowledged with it."""
         self._stuck = False
-        while not self._joining and not self._stuck and (due := self._sender.peek()) is not None:
-            number, frame = due
-            if self._send(number, frame):
-                self._sender.advance()
+        packs = bool(self._hello.place)
+        while not self._joining and not self._stuck and (due := next_parcel(self._sender, packs)) is not None:
+            if self._send(due.last, due.payload, packed=due.packed):
+                self._sender.advance(due.count)
             else:
                 self._stuck = True
         if self._again_due or self._answer_due:
             self._send(0, b"", self._again_due)
 
-    def _send(self, number: int, frame: bytes, again: bool = False) -> bool:
+    def _send(self, number: int, frame: bytes, again: bool = False, packed: int = 0) -> bool:
         """Whether the socket has taken it."""
         sent = max(number, self._sender.sent)
-        header = encode_header(Header(self._session, number, sent, self._receiver.received, again))
+        header = encode_header(Header(self._session, number, sent, self._receiver.received, again, packed))
         try:
             self._dealer.send(header, zmq.NOBLOCK | zmq.SNDMORE)
             self._dealer.send(frame, zmq.NOBLOCK)
@@ -356,8 +359,9 @@ class WorkerLine:
             self._deliver(error)
 
 
-def _read(frames: list[bytes]) -> tuple[Header, AnyMessage]:
-    """Raises DeliveryError or msgspec.DecodeError on what is no header with a message."""
+def _read(frames: list[bytes]) -> tuple[Header, list[AnyMessage]]:
+    """Raises DeliveryError or msgspec.DecodeError on what is no header with messages."""
     if len(frames) != 2:
         raise DeliveryError(f"it has {len(frames)} parts, not a header and a message")
-    return decode_header(frames[0]), decode(frames[1])
+    header = decode_header(frames[0])
+    return header, [decode(frame) for frame in unpack(header, frames[1])]

@@ -8,9 +8,9 @@ payload, whichever is the smallest of
     MASK       the changed units | a bit for every unit, 32 to a word
     OFFSETS    the changed units | 32 bits per block of BLOCK units: how many changed in it
                | of each its place in the block, 16 bits
-    PACKED     for slow links, deflated; the payload's size stands above the kind's low byte. OFFSETS of 2 bytes:
-               the distance of each changed unit to the one before, 16 bits, and what was added to it. FULL and
-               MASK of 4 bytes: what was added to each unit, 0, -1, 1, -2, ... as 0, 1, 2, 3, ...
+    PACKED     for slow links, deflated; the payload's size stands above the kind's low byte. OFFSETS of 2
+               bytes: the distance of each changed unit to the one before, 16 bits, and what was added to it.
+               FULL and MASK of 4 bytes: what was added to each unit, 0, -1, 1, -2, ... as 0, 1, 2, 3, ...
 
 Units have 2 bytes, or 4 where all tensors are float32, and are compared bit by bit. The changed ones ascend
 and are padded to whole words. MASK costs 1/8 byte per unit and OFFSETS 2 per changed one, so the latter is

@@ -1,7 +1,7 @@
 """What a relay at another place and a gate say to each other, over CURVE sockets:
 
-    Next(place, held, piece)     -> FetchedPiece and its bytes as soon as there is a shipment; Nothing: ask again
-    Fetch(shipment, piece)       -> FetchedPiece and its bytes, or Gone
+    Next(place, held, piece) -> FetchedPiece and its bytes as soon as there is a shipment; Nothing: ask again
+    Fetch(shipment, piece)   -> FetchedPiece and its bytes, or Gone
 
 A shipment is a stream of weights/stream.py, encoded for the weights that the place holds. It is cut into
 pieces, each fetched by itself over any of STREAMS connections: what a cut takes away is asked for again, and
