@@ -12,20 +12,29 @@ from laminar_hpc.line.messages.rollouts import RequestWork
 from laminar_hpc.rollout.batch import LocalBatch
 from laminar_hpc.rollout.grants import Grants
 
+# the shortest time that an answer took, and a share of the local batch, as the ends of trajectories come in
+# bursts; where that is a lull, at most so many times as early: the answer may bring older weights
+_MARGIN, _SHARE, _EARLY = 1.5, 0.1, 2.0
+
 
 def asks_ahead(config: RunConfig) -> bool:
     """Whether a grant may come on newer weights than are open, to a replica that is still draining."""
     return bool(config.cluster.place) and config.pipeline.refresh == "drained"
 
 
-def left_when_due(ends: Sequence[float], seconds: float) -> int:
-    """`ends`: when the trajectories of a local batch had their last token, ascending. How many were left
-    about `seconds` before the last one; 0 where all others were long done.
+def left_when_due(ends: Sequence[float], answer: float) -> int:
+    """`ends`: when the trajectories of a local batch had their last token, ascending; `answer`: seconds. How
+    many were left when it was time to ask for the next one.
 
-    >>> left_when_due([1.0, 2.0, 2.9, 2.95, 3.0], seconds=0.2), left_when_due([1.0, 3.0], seconds=0.2)
-    (2, 0)
+    >>> left_when_due([1.0, 2.4, 2.95, 3.0], 0.2), left_when_due([1.0, 1.7, 2.95, 3.0], 0.2)
+    (2, 1)
     """
-    return sum(end > ends[-1] - seconds for end in ends) - 1 if ends else 0
+    if not ends:
+        return 0
+    seconds = _MARGIN * answer + _SHARE * (ends[-1] - ends[0])
+    left = sum(end > ends[-1] - seconds for end in ends)
+    is_near = left < len(ends) and ends[-1] - ends[-1 - left] <= _EARLY * seconds
+    return left if is_near else left - 1
 
 
 class Asking:
