@@ -164,12 +164,12 @@ class World:
             self.up.append((self.head_up(0), b"hello"))
         else:
             while due := next_parcel(self.worker_out, packs):
-                self.worker_out.advance(due.count)
+                self.worker_out.advance(due.messages)
                 self.up.append((replace(self.head_up(due.last), packed=due.packed), due.payload))
         self.up.append((self.head_up(0), b""))
         if self.control_out is not None:
             while due := next_parcel(self.control_out, packs):
-                self.control_out.advance(due.count)
+                self.control_out.advance(due.messages)
                 self.down.append((replace(self.head_down(due.last), packed=due.packed), due.payload))
             self.down.append((self.head_down(0), b""))
 
@@ -332,7 +332,7 @@ def test_a_parcel_holds_what_waits_in_a_fraction_of_the_bytes() -> None:
     assert next_parcel(sender, packs=False) == (1, 1, 0, scored[0])
     parcel = next_parcel(sender, packs=True)
     header = Header("s", parcel.last, parcel.last, 0, packed=parcel.packed)
-    assert (parcel.last, parcel.count, unpack(header, parcel.payload)) == (99, 99, scored)
+    assert (parcel.last, parcel.messages, unpack(header, parcel.payload)) == (99, 99, scored)
     assert len(parcel.payload) < sum(map(len, scored)) / 4
     sender.advance(98)
     assert next_parcel(sender, packs=True) == (99, 1, 0, scored[98])

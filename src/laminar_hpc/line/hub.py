@@ -280,7 +280,7 @@ class Hub:
 
     def _transmit(self, peer: Peer, session: _Session) -> None:
         while (due := next_parcel(session.sender, peer.packs)) is not None:
-            session.sender.advance(due.count)
+            session.sender.advance(due.messages)
             self._put(peer, due.last, due.payload, packed=due.packed)
 
     def _put(self, peer: Peer, number: int, frame: bytes, again: bool = False, packed: int = 0) -> None:

@@ -17,10 +17,10 @@ _decoder = msgspec.msgpack.Decoder(list[bytes])
 
 
 class Parcel(NamedTuple):
-    """`count` messages, the last of which has number `last`. `packed`: as in Header."""
+    """`messages` of them, the last of which has number `last`. `packed`: as in Header."""
 
     last: int
-    count: int
+    messages: int
     packed: int
     payload: bytes
 

@@ -312,7 +312,7 @@ class WorkerLine:
         packs = bool(self._hello.place)
         while not self._joining and not self._stuck and (due := next_parcel(self._sender, packs)) is not None:
             if self._send(due.last, due.payload, packed=due.packed):
-                self._sender.advance(due.count)
+                self._sender.advance(due.messages)
             else:
                 self._stuck = True
         if self._again_due or self._answer_due:
