@@ -48,6 +48,9 @@ _HELLO_SECONDS = 2.0  # between two Hellos, until Welcome
 _FLUSH_SECONDS = 5.0  # for the last messages to be acknowledged
 _STUCK_SECONDS = 0.02  # until the socket is asked again whether it has room
 _TURN_MESSAGES = 1000
+# over a long line an empty frame so often, for so long, behind what is not acknowledged: TCP hears of a lost
+# packet by those behind it, and else waits for a timeout that doubles
+_PROBE_SECONDS, _PROBED_SECONDS = 0.1, 2.0
 
 
 class WorkerLine:
@@ -84,6 +87,7 @@ class WorkerLine:
         self._session = ""
         self._joining = False  # from a Rejoin or a new controller to its Welcome
         self._said_hello = self._pinged = 0.0
+        self._transmitted = self._probed = 0.0  # when something numbered was sent last, and anything
         self._answer_due = self._again_due = self._ended = self._stuck = False
         self.leaves_unsaid = self._is_left = False  # at its end, for the next controller
         self._close_by: float | None = None
@@ -214,7 +218,7 @@ class WorkerLine:
         return not may_come and (now > self._close_by or self.watch.detached or self.watch.has_left())
 
     def _turn(self) -> None:
-        wait = PING_SECONDS if self._close_by is None else 0.1
+        wait = PING_SECONDS if self._close_by is None and not self._probes(time.monotonic()) else 0.1
         self._poller.poll(int(1000 * (_STUCK_SECONDS if self._stuck else wait)))
         now = time.monotonic()
         self._read_queue()
@@ -228,6 +232,12 @@ class WorkerLine:
         if not self._ended:
             self._watch_controller(now)
         self._transmit()
+        if self._probes(now) and now - self._probed >= _PROBE_SECONDS:
+            self._send(0, b"")
+
+    def _probes(self, now: float) -> bool:
+        recent = now - self._transmitted < _PROBED_SECONDS
+        return recent and bool(self._hello.place) and not (self._joining or self._sender.idle)
 
     def _read_queue(self) -> None:
         try:
@@ -329,6 +339,8 @@ class WorkerLine:
             return False
         self._answer_due = False
         self._again_due = self._again_due and not again
+        self._probed = time.monotonic()
+        self._transmitted = self._probed if number else self._transmitted
         return True
 
     def _watch_controller(self, now: float) -> None:
