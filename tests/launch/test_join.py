@@ -2,6 +2,8 @@
 
 import os
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import msgspec
@@ -27,6 +29,7 @@ class JoinableRun:
         self.run_dir = folder / "run"
         self.run_dir.mkdir()
         settings = [f"run_dir={self.run_dir}", "cluster.storage=stream", "role=controller"]
+        settings.append(f"relay.shm_dir={folder}")
         self.config: RunConfig = load_config(["experiment=demo", *settings, *words])
         self.address, _ = new_address("run-1", "127.0.0.1", "there")
         self.door = BulkDoor(self.config, "store", self.address, "no-such-slots")
@@ -144,8 +147,39 @@ def test_a_relay_is_started_where_the_run_has_none(run, tmp_path, monkeypatch):
     assert (places[3], places[5]) == ("paris", "")
     del made[3:]
     monkeypatch.setattr(join, "machine_name", lambda _: "there")
-    join._groups(tmp_path / "away", granted, settings, 1)
-    assert made[3:] == [("rollout", 0)]
+    _, relays = join._groups(tmp_path / "away", granted, settings, 1)
+    assert (made[3:], relays) == ([("rollout", 0)], None)
+
+
+OTHER_JOIN = """
+import sys
+from laminar_hpc.launch.machine_relays import MachineRelays
+MachineRelays(sys.argv[1], sys.argv[2], lambda: print("started", flush=True) or []).look()
+sys.stdin.read()
+"""
+
+
+def test_the_relays_of_a_join_that_has_left_are_taken_over(run, tmp_path, monkeypatch):
+    """Two joins on one machine share the relays of the first, until it ends, however it does."""
+    run.shows("relay", "trainer")
+    client = BulkClient(run.door.key, 20.0)
+    granted, _ = client.ask(AskToJoin(__version__))
+    client.close()
+    made = list[str]()
+    monkeypatch.setattr(join, "JoinedGroup", lambda config, *_, **__: made.append(config.role))
+    monkeypatch.setattr(join, "machine_name", lambda _: "there")
+    settings, config = run.prepared(tmp_path / "away")
+    command = [sys.executable, "-c", OTHER_JOIN, granted.slots, config.relay.shm_dir]
+    other = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert other.stdout and other.stdout.readline() == "started\n"
+    _, relays = join._groups(tmp_path / "away", granted, settings, 1)
+    assert relays.look() == [] and made == ["rollout"]
+    other.kill()
+    other.communicate()
+    relays.look()
+    relays.look()
+    assert made == ["rollout", "relay"]
+    relays.close()
 
 
 @pytest.mark.parametrize(

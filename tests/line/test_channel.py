@@ -203,6 +203,26 @@ def test_nobody_gets_in_without_the_runs_key(tmp_path, served):
     context.term()
 
 
+def test_behind_what_is_not_acknowledged_a_long_line_is_kept_busy(tmp_path, served):
+    """So that TCP hears of a lost packet by those that come after it; nearby nothing is sent for that."""
+    far = Channel(tmp_path, Hello("rollout", 0, "i", os.getpid(), "there", place="paris"), 10, 10.0)
+    near = connect(tmp_path)
+    committed, served.hub.committed = served.hub.committed, lambda: None
+    before = served.hub._frames
+    for channel in (far, near):
+        channel.send(Scored(1, 0, 0.5, {}, "", 0.0))
+    deadline = time.monotonic() + 20
+    while served.hub._frames < before + 10 and time.monotonic() < deadline:  # pings come once a second
+        time.sleep(0.02)
+    assert served.hub._frames >= before + 10
+    assert not near._line.idle and not near._line._probes(time.monotonic())
+    served.hub.committed = committed
+    far.flush()
+    assert not far._line._probes(time.monotonic())
+    for channel in (far, near):
+        channel.close()
+
+
 GARBAGE = (
     b"",
     b"\xff\x00garbage",

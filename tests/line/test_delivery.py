@@ -3,12 +3,14 @@ each kind is taken once and in order."""
 
 import random
 import typing
+import zlib
 from collections import deque
 
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from laminar_hpc.line.delivery import (
     WINDOW_BYTES,
@@ -21,7 +23,9 @@ from laminar_hpc.line.delivery import (
     encode_header,
 )
 from laminar_hpc.line.messages.membership import Hello, Ping, Pong, Rejoin, Welcome
+from laminar_hpc.line.messages.rollouts import Scored
 from laminar_hpc.line.messages.wire import MESSAGES, decode, encode
+from laminar_hpc.line.parcel import next_parcel, unpack
 from laminar_hpc.line.spool import Spool, SpoolFull
 
 OUTSIDE = (Hello, Welcome, Ping, Pong, Rejoin)  # travel in no stream
@@ -97,8 +101,8 @@ class World:
             self.control_out.acknowledged(header.ack)
             if header.again:
                 self.control_out.rewind()
-        if header.seq and self.control_in.take(header.seq):
-            self.fresh.append(frame)
+        if header.seq and (new := self.control_in.take(header.seq, max(1, header.packed))):
+            self.fresh += unpack(header, frame)[-new:]
         elif self.control_in.misses(max(header.seq, header.sent if not header.seq else 0), self.now):
             self.down.append((self.head_down(0, True), b""))
 
@@ -145,33 +149,35 @@ class World:
             self.worker_out.rewind()
         if header.session != self.session:
             return
-        if header.seq and self.worker_in.take(header.seq):
-            self.heard_down[self.session].append(frame)
+        if header.seq and (new := self.worker_in.take(header.seq, max(1, header.packed))):
+            self.heard_down[self.session] += unpack(header, frame)[-new:]
         elif self.worker_in.misses(max(header.seq, header.sent if not header.seq else 0), self.now):
             self.up.append((self.head_up(0, True), b""))
 
     # ---- time and the network
 
     def tick(self) -> None:
-        """Both put on the wire what they may, and ping."""
+        """Both put on the wire what they may, every other time in parcels, and ping."""
         self.now += 1.0
+        packs = self.now % 2 == 1.0
         if self.joining:
             self.up.append((self.head_up(0), b"hello"))
         else:
-            while due := self.worker_out.peek():
-                self.worker_out.advance()
-                self.up.append((self.head_up(due[0]), due[1]))
+            while due := next_parcel(self.worker_out, packs):
+                self.worker_out.advance(due.messages)
+                self.up.append((replace(self.head_up(due.last), packed=due.packed), due.payload))
         self.up.append((self.head_up(0), b""))
         if self.control_out is not None:
-            while due := self.control_out.peek():
-                self.control_out.advance()
-                self.down.append((self.head_down(due[0]), due[1]))
+            while due := next_parcel(self.control_out, packs):
+                self.control_out.advance(due.messages)
+                self.down.append((replace(self.head_down(due.last), packed=due.packed), due.payload))
             self.down.append((self.head_down(0), b""))
 
     def deliver(self, which: str, place: int, keep: bool = False) -> None:
         queue = self.up if which == "up" else self.down
         if queue:
-            place %= len(queue)
+            welcomes = (i for i, (_, frame) in enumerate(queue) if frame.startswith(b"welcome"))
+            place = min(place % len(queue), next(welcomes, len(queue)))  # which nothing overtakes
             header, frame = queue[place] if keep else queue.pop(place)
             header = decode_header(encode_header(header))
             (self.controller_hears if which == "up" else self.worker_hears)(header, frame)
@@ -313,6 +319,28 @@ def test_what_no_sender_could_say_is_refused() -> None:
     for frame in (b"", b"\xff", b"\xc0", encode(Ping()), deep, encode_header(Header("s", -1, 0, 0))):
         with pytest.raises(DeliveryError, match="header"):
             decode_header(frame)
+
+
+def test_a_parcel_holds_what_waits_in_a_fraction_of_the_bytes() -> None:
+    """As many messages as it says; a small one goes as it is, and so does each for who is near."""
+    sender, scored = (
+        Sender(Spool()),
+        [encode(Scored(i, 1, 0.5, {}, "", 1e9)) for i in range(99)],
+    )
+    for frame in scored:
+        sender.push(frame)
+    assert next_parcel(sender, packs=False) == (1, 1, 0, scored[0])
+    parcel = next_parcel(sender, packs=True)
+    header = Header("s", parcel.last, parcel.last, 0, packed=parcel.packed)
+    assert (parcel.last, parcel.messages, unpack(header, parcel.payload)) == (99, 99, scored)
+    assert len(parcel.payload) < sum(map(len, scored)) / 4
+    sender.advance(98)
+    assert next_parcel(sender, packs=True) == (99, 1, 0, scored[98])
+    sender.advance()
+    assert next_parcel(sender, packs=True) is None
+    for payload in (b"", b"nonsense", parcel.payload[:-9], zlib.compress(b"\x91\xc4\x00")):
+        with pytest.raises(DeliveryError, match=r"99 messages that cannot be unpacked|1 messages, not 99"):
+            unpack(header, payload)
 
 
 @given(st.lists(st.one_of(st.none(), st.binary(max_size=60)), max_size=80))

@@ -130,8 +130,9 @@ def test_depth_is_bounded(depth: int, opening: bytes) -> None:
 
 def test_a_message_that_is_too_large_ends_its_connection(tmp_path: Path) -> None:
     """The size of a message has a limit at the controller."""
-    from laminar_hpc.line.hub import _MESSAGE_BYTES_MAX, Hub
+    from laminar_hpc.line.hub import Hub
+    from laminar_hpc.line.parcel import MESSAGE_BYTES_MAX
 
     hub = Hub(tmp_path, "test", "127.0.0.1", 0, "here")
-    assert hub._router.getsockopt(zmq.MAXMSGSIZE) == _MESSAGE_BYTES_MAX
+    assert hub._router.getsockopt(zmq.MAXMSGSIZE) == MESSAGE_BYTES_MAX
     hub.close()

@@ -69,7 +69,7 @@ def test_older_weights_are_held(grants: Grants) -> None:
     grants.add(grant(2, 5, 20, parts=True))
     assert not loader.held, "those are open"  # type: ignore[attr-defined]
     grants.add(back)
-    assert grants.goes_back(back) and loader.held == [3]  # type: ignore[attr-defined]
+    assert grants.loads(back) and loader.held == [3]  # type: ignore[attr-defined]
     with pytest.raises(SlotGone):
         grants.add(grant(4, 9, 40, parts=True))
     assert grants.newest_batch == 4 and known(grants) == [20, 10]

@@ -128,30 +128,48 @@ def test_what_no_sender_makes_is_refused(
 @given(
     seed=st.integers(0, 1 << 30),
     units=st.sampled_from([*LENGTHS, 9 * BLOCK]),
+    width=st.sampled_from([2, 4]),
     fraction=st.sampled_from([0.0, 2e-5, 1e-3, 0.01, 0.06, 0.5, 1.0]),
 )
-def test_packed_changes_are_the_same_changes(seed: int, units: int, fraction: float) -> None:
+def test_packed_changes_are_the_same_changes(seed: int, units: int, width: int, fraction: float) -> None:
     """Bit-exact, smaller or as it was, and of the size that its head says."""
-    old, new = images(seed, units, 2, fraction)
-    plain = encode(new.clone(), old.clone(), 2)
-    frame = pack(Frame(plain.head, plain.payload.clone()), old, 2)
+    old, new = images(seed, units, width, fraction)
+    plain = encode(new.clone(), old.clone(), width)
+    frame = pack(Frame(plain.head, plain.payload.clone()), old, new, width)
     target = torch.full_like(old, 0xA5)
-    apply(frame, old, target, 2)
+    apply(frame, old, target, width)
     assert torch.equal(target, new)
     kind, changed = frame.head.tolist()
-    assert frame.payload.numel() == payload_bytes(kind, changed, units, 2)
+    assert frame.payload.numel() == payload_bytes(kind, changed, units, width)
     assert frame is not plain and (kind & 0xFF) in (FULL, MASK, OFFSETS, PACKED)
     if kind & 0xFF == PACKED:
         assert frame.payload.numel() < plain.payload.numel()
-    elif units > 2 * BLOCK and 1e-3 <= fraction <= 0.01:
+    elif units > 2 * BLOCK and width == 2 and 1e-3 <= fraction <= 0.01:
         pytest.fail("thousands of changes were not packed")
+
+
+@pytest.mark.parametrize(("rate", "share"), [(1e-4, 0.6), (1e-6, 0.4)])
+def test_a_step_of_float32_weights_is_packed(rate: float, share: float) -> None:
+    """All of them change, each by little."""
+    generator = torch.Generator().manual_seed(0)
+    before = torch.randn(BLOCK, generator=generator) * 0.05
+    after = before + rate * torch.randn(BLOCK, generator=generator).clamp(-1, 1)
+    after[7], after[8] = float("nan"), -0.0
+    old, new = before.view(torch.uint8), after.view(torch.uint8)
+    frame = pack(encode(new.clone(), old.clone(), 4), old, new, 4)
+    assert int(frame.head[0]) & 0xFF == PACKED and len(frame.payload) < share * len(new)
+    target = torch.empty_like(old)
+    apply(frame, old, target, 4)
+    assert torch.equal(target, new)
+    with pytest.raises(FrameWrong, match="cannot be unpacked"):
+        apply(Frame(frame.head, frame.payload[: len(frame.payload) // 2]), old, target, 4)
 
 
 def test_packed_changes_that_no_sender_makes_are_refused() -> None:
     """No place behind the chunk's end, no bytes without end, no size above the chunk's."""
     units = 4 * BLOCK
     old, new = images(3, units, 2, 0.01)
-    head, payload = pack(encode(new, old.clone(), 2), old, 2)
+    head, payload = pack(encode(new.clone(), old.clone(), 2), old, new, 2)
     changed = int(head[1])
     assert int(head[0]) & 0xFF == PACKED
     with pytest.raises(FrameWrong, match="changes behind its end"):

@@ -17,7 +17,6 @@ import time
 from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import closing, nullcontext
-from functools import partial
 from pathlib import Path
 
 from laminar_hpc import __version__
@@ -28,6 +27,7 @@ from laminar_hpc.config.system_schema import RANKS_MAX
 from laminar_hpc.config.yaml_text import load_yaml
 from laminar_hpc.launch.launch import NodeAgent, WorkerGroup
 from laminar_hpc.launch.launch_role import PER_HOUR, RoleGroup
+from laminar_hpc.launch.machine_relays import MachineRelays
 from laminar_hpc.launch.ranks import Ranks
 from laminar_hpc.launch.ssh.host import HostOutput
 from laminar_hpc.launch.ssh.joining import JoinInput
@@ -106,7 +106,7 @@ def _join(key: JoinKey, words: Sequence[str], replicas: int, orders: JoinInput |
         orders.begin()
     with closing(HostOutput(folder)) if orders else nullcontext():
         try:
-            return _run(folder, _groups(folder, granted, settings, replicas), orders)
+            return _run(folder, *_groups(folder, granted, settings, replicas), orders)
         except LaminarError as error:
             print_lines(error)  # while somebody reads it
             return REFUSED
@@ -200,39 +200,61 @@ def _is_here(folder: Path, sizes: dict[str, int]) -> bool:
     return all(file.is_file() and file.stat().st_size == size for file, size in files.items())
 
 
-def _groups(folder: Path, granted: JoinGranted, settings: Sequence[str], replicas: int) -> list[WorkerGroup]:
-    """Rollouts, with relays where none of the run is on this machine."""
+def _groups(
+    folder: Path, granted: JoinGranted, settings: Sequence[str], replicas: int
+) -> tuple[list[WorkerGroup], MachineRelays | None]:
+    """Rollouts, with relays where none of the run is on this machine; those that are started here once the
+    join that has them here has ended, None where the run's own are here."""
     config = load_config([*settings, "role=rollout"])
     found, lanes = list[WorkerGroup](), max(1, config.relay.lanes)
     advice = f"; see {folder / 'logs'}"
     shm_dir = config.relay.shm_dir
     here = machine_name(shm_dir) in (granted.relays or ()) or slots_root(shm_dir, granted.slots).exists()
-    if not here:
-        settings = [*_place(config, granted), *settings]
+
+    def start() -> list[WorkerGroup]:
         words = [*settings, "role=relay", f"first_index={granted.machine * lanes}"]
-        relays = Ranks(range(lanes), lanes)
-        found.append(JoinedGroup(load_config(words), words, relays, Restarts(PER_HOUR), advice=advice))
+        ranks = Ranks(range(lanes), lanes)
+        return [JoinedGroup(load_config(words), words, ranks, Restarts(PER_HOUR), advice=advice)]
+
+    relays = MachineRelays(granted.slots, shm_dir, start)
+    if here and not relays.are_another_jobs():
+        relays = None
+    else:
+        settings = [*_place(config, granted), *settings]
+        found += relays.look()
     words = [*settings, "role=rollout"]
     for number in range(replicas):
         ranks = Ranks([number], replicas)
         found.append(JoinedGroup(config, words, ranks, Restarts(PER_HOUR), advice=advice))
-    return found
+    return found, relays
 
 
 def _place(config: RunConfig, granted: JoinGranted) -> list[str]:
     """Weights come encrypted, over connections of this machine's, where a relay of the run is there."""
-    encrypted = granted.relays and config.relay.lanes == 1 and not config.cluster.place
+    elsewhere = set(granted.relays or ()) - {machine_name(config.relay.shm_dir)}
+    encrypted = elsewhere and config.relay.lanes == 1 and not config.cluster.place
     return [f"cluster.place={socket.gethostname()}"] if encrypted else []
 
 
-def _run(folder: Path, groups: Sequence[WorkerGroup], orders: JoinInput | None) -> int:
+def _run(
+    folder: Path, groups: list[WorkerGroup], relays: MachineRelays | None, orders: JoinInput | None
+) -> int:
     roles = ", ".join(group.role for group in groups)
     print(console.line("joined", f"{roles}; logs in {folder / 'logs'}"), flush=True)
-    agent = NodeAgent(folder, groups)
-    if orders is not None:
-        return agent.run(partial(orders.obey, agent))
-    on_stop_signals(agent.on_signal)
-    return agent.run()
+    agent, look_at = NodeAgent(folder, groups), 0.0
+
+    def look() -> None:
+        nonlocal look_at
+        if orders is not None:
+            orders.obey(agent)
+        if relays is not None and time.monotonic() > look_at and not any(each.is_told for each in groups):
+            look_at = time.monotonic() + _LOOK_SECONDS
+            groups.extend(relays.look())
+
+    if orders is None:
+        on_stop_signals(agent.on_signal)
+    with closing(relays) if relays is not None else nullcontext():
+        return agent.run(look)
 
 
 def _leave(folder: Path) -> None:

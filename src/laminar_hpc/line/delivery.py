@@ -27,13 +27,15 @@ AGAIN_SECONDS = 2.0  # between two requests to send the same number again
 class Header(msgspec.Struct, array_like=True, gc=False, frozen=True):
     """Before every message. `seq`: its number, 0 = in no stream. `sent`: the newest number that is on the
     wire before or with it. `ack`: the newest number that was taken from the other side. `again`: send all
-    behind `ack` once more."""
+    behind `ack` once more. `packed`: so many messages, the last of which has number `seq`, are in its payload
+    (line/parcel.py); 0: it is one."""
 
     session: str
     seq: int
     sent: int
     ack: int
     again: bool = False
+    packed: int = 0
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -51,7 +53,7 @@ def decode_header(frame: bytes) -> Header:
         header = _decoder.decode(frame)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise DeliveryError(f"it has no header ({error})") from None
-    if min(header.seq, header.sent, header.ack) < 0 or header.sent < header.seq:
+    if not 0 <= header.packed <= header.seq <= header.sent or header.ack < 0:
         raise DeliveryError(f"its header makes no sense ({header})")
     return header
 
@@ -85,9 +87,10 @@ class Sender:
         while self._backlog:
             yield self._backlog.popleft()
 
-    def peek(self) -> tuple[int, bytes] | None:
-        """What goes on the wire next, with its number; None while the window is full or nothing waits."""
-        number = self.sent + 1
+    def peek(self, ahead: int = 0) -> tuple[int, bytes] | None:
+        """What goes on the wire next, or the message `ahead` of it, with its number; None while the window is
+        full or nothing waits."""
+        number = self.sent + 1 + ahead
         if number > self._numbered:
             full = len(self._kept) >= WINDOW_FRAMES or self._kept_bytes >= WINDOW_BYTES
             if full or not self._backlog:
@@ -98,9 +101,9 @@ class Sender:
             self._kept_bytes += len(frame)
         return number, self._kept[number]
 
-    def advance(self) -> None:
+    def advance(self, count: int = 1) -> None:
         """What `peek` gave is on the wire."""
-        self.sent += 1
+        self.sent += count
 
     def acknowledged(self, number: int) -> None:
         """Raises DeliveryError for a number that was never sent."""
@@ -140,15 +143,17 @@ class Receiver:
         self._asked = 0
         self._asked_at = -math.inf
 
-    def take(self, number: int) -> bool:
-        """Whether the message of this number is the next one, and now counts as taken. Raises DeliveryError
-        for a number that no sender could have reached."""
+    def take(self, number: int, count: int = 1) -> int:
+        """How many of the `count` messages up to this number are the next ones, and now count as taken; 0
+        where one before them is missing. Raises DeliveryError for a number that no sender could have
+        reached."""
         if number > self.received + WINDOW_FRAMES:
             raise DeliveryError(f"it is message {number} where {self.received + 1} is due")
-        if number != self.received + 1:
-            return False
+        new = number - self.received
+        if not 0 < new <= count:
+            return 0
         self.received = number
-        return True
+        return new
 
     def misses(self, sent: int, now: float) -> bool:
         """Whether to ask again for all behind `received`: the sender has put `sent` on the wire, in order."""

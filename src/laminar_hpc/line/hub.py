@@ -27,13 +27,13 @@ from laminar_hpc.line.delivery import DeliveryError, Header, Receiver, Sender, d
 from laminar_hpc.line.messages.data import Message
 from laminar_hpc.line.messages.membership import Hello, Ping, Pong, Rejoin, StopRequest, Welcome
 from laminar_hpc.line.messages.wire import AnyMessage, decode, encode
+from laminar_hpc.line.parcel import MESSAGE_BYTES_MAX, next_parcel, unpack
 from laminar_hpc.line.spool import Spool, SpoolFull
 
 log = logging.getLogger(__name__)
 _FRAMES_AT_ONCE = 100  # between two looks at who asks for admission
 # that a turn takes, behind which no ping waits longer than it takes to store so much; one frame may be larger
 _BYTES_AT_ONCE = 4 << 20
-_MESSAGE_BYTES_MAX = 1 << 30  # a peer that sends a larger one is cut off
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,15 @@ class Peer:
     arrived: int = 0  # the newest number since the last commit, 0 = none
     asks_again: bool = False  # with the next answer: for what is missing
     speaks: bool = False  # a member, or somebody with something new to say
+    packs: bool = False  # it is at another place
     session: _Session | None = None  # of a member
+
+
+def _read(frame: bytes) -> AnyMessage | UnreadableMessage:
+    try:
+        return decode(frame)
+    except msgspec.DecodeError as error:
+        return UnreadableMessage(str(error))
 
 
 Arrived = list[tuple[str, AnyMessage | UnreadableMessage]]
@@ -76,7 +84,7 @@ class Hub:
         self._run_dir = run_dir
         self._address, secret = new_address(run_id, host, machine)
         self._admission = CurveAuthenticator(self._context, self._address.client_public)
-        self._router = secured_router(self._context, secret, _MESSAGE_BYTES_MAX)
+        self._router = secured_router(self._context, secret, MESSAGE_BYTES_MAX)
         try:
             self._address.port = listen(self._router, host, port or "*")
         except OSError as error:
@@ -128,7 +136,7 @@ class Hub:
         most about `limit` frames that are there, and about _BYTES_AT_ONCE."""
         messages: Arrived = []
         timeout, taken, size = int(seconds * 1000), self._frames, self._bytes
-        while self._frames - taken < limit and self._bytes - size < _BYTES_AT_ONCE:
+        while max(self._frames - taken, len(messages)) < limit and self._bytes - size < _BYTES_AT_ONCE:
             events = dict(self._poller.poll(timeout))
             if not events:
                 self._note_heard(all_of_it=True)
@@ -163,16 +171,15 @@ class Hub:
             self._bytes += sum(map(len, frames))
             name = identity.decode(errors="backslashreplace")
             try:
-                message = self._take(name, frames, now)
+                found = self._take(name, frames, now)
             except (DeliveryError, msgspec.DecodeError) as error:
                 messages.append((name, UnreadableMessage(str(error))))
                 continue
-            if message is not None:
-                messages.append((name, message))
+            messages += [(name, message) for message in found]
             if self._bytes >= bytes_max:
                 return
 
-    def _take(self, name: str, frames: list[bytes], now: float) -> AnyMessage | None:
+    def _take(self, name: str, frames: list[bytes], now: float) -> list[AnyMessage | UnreadableMessage]:
         if len(frames) != 2:
             raise DeliveryError(f"it has {len(frames)} parts, not a header and a message")
         header, payload = decode_header(frames[0]), frames[1]
@@ -181,15 +188,18 @@ class Hub:
         if session is not None and header.session == session.name:
             self._hear(peer, session, header)
         if header.seq:
-            return decode(payload) if self._is_next(peer, header.seq, now) else None
+            new = self._new(peer, header, now)
+            return [_read(frame) for frame in unpack(header, payload)[-new:]] if new else []
         if session is not None and session.receiver.misses(header.sent, now):
             self._answer(peer, again=True)
         if not payload:
-            return None
+            return []
         message = decode(payload)
         if not isinstance(message, Hello | Ping | StopRequest):
             raise DeliveryError(f"a {type(message).__name__} without a number")
-        return message
+        if isinstance(message, Hello):
+            peer.packs = bool(message.place)
+        return [message]
 
     def _peer(self, identity: str) -> Peer:
         if (peer := self._peers.get(identity)) is None:
@@ -202,21 +212,22 @@ class Hub:
             session.sender.rewind()
         self._transmit(peer, session)
 
-    def _is_next(self, peer: Peer, seq: int, now: float) -> bool:
-        """Whether a numbered message is to be taken."""
+    def _new(self, peer: Peer, header: Header, now: float) -> int:
+        """How many of the numbered messages that come with it are to be taken, the last ones."""
+        seq = header.seq
         if peer.session is None:
             if seq <= peer.received:  # its Goodbye, most likely
                 self._answer(peer)
             else:
                 peer.speaks = True
-            return False
+            return 0
         receiver = peer.session.receiver
-        if receiver.take(seq):
+        if new := receiver.take(seq, max(1, header.packed)):
             peer.arrived = seq
             self._answer(peer)
-            return True
+            return new
         self._answer(peer, receiver.misses(seq, now))
-        return False
+        return 0
 
     def _answer(self, peer: Peer, again: bool = False) -> None:
         """With the next commit."""
@@ -268,14 +279,13 @@ class Hub:
         peer.speaks = False
 
     def _transmit(self, peer: Peer, session: _Session) -> None:
-        while (due := session.sender.peek()) is not None:
-            number, frame = due
-            session.sender.advance()
-            self._put(peer, number, frame)
+        while (due := next_parcel(session.sender, peer.packs)) is not None:
+            session.sender.advance(due.messages)
+            self._put(peer, due.last, due.payload, packed=due.packed)
 
-    def _put(self, peer: Peer, number: int, frame: bytes, again: bool = False) -> None:
+    def _put(self, peer: Peer, number: int, frame: bytes, again: bool = False, packed: int = 0) -> None:
         name, sent = (peer.session.name, peer.session.sender.sent) if peer.session else ("", 0)
-        header = Header(name, number, sent, peer.received, again)
+        header = Header(name, number, sent, peer.received, again, packed)
         self._router.send_multipart([peer.identity.encode(), encode_header(header), frame], zmq.NOBLOCK)
 
     def close(self) -> None:

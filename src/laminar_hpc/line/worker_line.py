@@ -40,6 +40,7 @@ from laminar_hpc.line.messages.membership import (
     Welcome,
 )
 from laminar_hpc.line.messages.wire import AnyMessage, decode, encode
+from laminar_hpc.line.parcel import next_parcel, unpack
 from laminar_hpc.line.spool import Spool, SpoolFull
 
 log = logging.getLogger(__name__)
@@ -47,6 +48,9 @@ _HELLO_SECONDS = 2.0  # between two Hellos, until Welcome
 _FLUSH_SECONDS = 5.0  # for the last messages to be acknowledged
 _STUCK_SECONDS = 0.02  # until the socket is asked again whether it has room
 _TURN_MESSAGES = 1000
+# over a long line an empty frame so often, for so long, behind what is not acknowledged: TCP hears of a lost
+# packet by those behind it, and else waits for a timeout that doubles
+_PROBE_SECONDS, _PROBED_SECONDS = 0.1, 2.0
 
 
 class WorkerLine:
@@ -83,6 +87,7 @@ class WorkerLine:
         self._session = ""
         self._joining = False  # from a Rejoin or a new controller to its Welcome
         self._said_hello = self._pinged = 0.0
+        self._transmitted = self._probed = 0.0  # when something numbered was sent last, and anything
         self._answer_due = self._again_due = self._ended = self._stuck = False
         self.leaves_unsaid = self._is_left = False  # at its end, for the next controller
         self._close_by: float | None = None
@@ -165,7 +170,7 @@ class WorkerLine:
 
     def _first_answer(self) -> Welcome | None:
         try:
-            header, answer = _read(self._dealer.recv_multipart())
+            header, (answer, *_) = _read(self._dealer.recv_multipart())
         except (DeliveryError, msgspec.DecodeError) as error:
             raise MessageRefused(error) from None
         if isinstance(answer, Welcome):
@@ -213,7 +218,7 @@ class WorkerLine:
         return not may_come and (now > self._close_by or self.watch.detached or self.watch.has_left())
 
     def _turn(self) -> None:
-        wait = PING_SECONDS if self._close_by is None else 0.1
+        wait = PING_SECONDS if self._close_by is None and not self._probes(time.monotonic()) else 0.1
         self._poller.poll(int(1000 * (_STUCK_SECONDS if self._stuck else wait)))
         now = time.monotonic()
         self._read_queue()
@@ -227,6 +232,12 @@ class WorkerLine:
         if not self._ended:
             self._watch_controller(now)
         self._transmit()
+        if self._probes(now) and now - self._probed >= _PROBE_SECONDS:
+            self._send(0, b"")
+
+    def _probes(self, now: float) -> bool:
+        recent = now - self._transmitted < _PROBED_SECONDS
+        return recent and bool(self._hello.place) and not (self._joining or self._sender.idle)
 
     def _read_queue(self) -> None:
         try:
@@ -248,13 +259,15 @@ class WorkerLine:
             self.watch.heard(now, self._joining)
             try:
                 header = decode_header(frames[0])
-                if self._is_new(header, now) and (len(frames) != 2 or frames[1]):
-                    self._take(*_read(frames))
+                new = self._new(header, now)
+                if new and (len(frames) != 2 or frames[1]):
+                    for message in _read(frames)[1][-new:]:
+                        self._take(header, message)
             except (DeliveryError, msgspec.DecodeError) as error:
                 self._end(MessageRefused(error))
 
-    def _is_new(self, header: Header, now: float) -> bool:
-        """Whether what comes with this header is to be taken."""
+    def _new(self, header: Header, now: float) -> int:
+        """How many of the messages that come with this header are to be taken, the last ones."""
         self._sender.acknowledged(header.ack)
         if header.again:
             self._sender.rewind()
@@ -264,14 +277,14 @@ class WorkerLine:
             if header.session and not here and not self._joining:  # its Welcome was lost
                 self._joining = True
                 self._said_hello = 0.0
-            return True
+            return 1
         if not here:
-            return False
+            return 0
         self._answer_due = True
-        if self._receiver.take(header.seq):
-            return True
+        if new := self._receiver.take(header.seq, max(1, header.packed)):
+            return new
         self._again_due |= self._receiver.misses(header.seq, now)
-        return False
+        return 0
 
     def _take(self, header: Header, message: AnyMessage) -> None:
         if isinstance(message, Stop):
@@ -306,19 +319,19 @@ class WorkerLine:
     def _transmit(self) -> None:
         """As much as the window and the socket take; what is received is acknowledged with it."""
         self._stuck = False
-        while not self._joining and not self._stuck and (due := self._sender.peek()) is not None:
-            number, frame = due
-            if self._send(number, frame):
-                self._sender.advance()
+        packs = bool(self._hello.place)
+        while not self._joining and not self._stuck and (due := next_parcel(self._sender, packs)) is not None:
+            if self._send(due.last, due.payload, packed=due.packed):
+                self._sender.advance(due.messages)
             else:
                 self._stuck = True
         if self._again_due or self._answer_due:
             self._send(0, b"", self._again_due)
 
-    def _send(self, number: int, frame: bytes, again: bool = False) -> bool:
+    def _send(self, number: int, frame: bytes, again: bool = False, packed: int = 0) -> bool:
         """Whether the socket has taken it."""
         sent = max(number, self._sender.sent)
-        header = encode_header(Header(self._session, number, sent, self._receiver.received, again))
+        header = encode_header(Header(self._session, number, sent, self._receiver.received, again, packed))
         try:
             self._dealer.send(header, zmq.NOBLOCK | zmq.SNDMORE)
             self._dealer.send(frame, zmq.NOBLOCK)
@@ -326,6 +339,8 @@ class WorkerLine:
             return False
         self._answer_due = False
         self._again_due = self._again_due and not again
+        self._probed = time.monotonic()
+        self._transmitted = self._probed if number else self._transmitted
         return True
 
     def _watch_controller(self, now: float) -> None:
@@ -356,8 +371,9 @@ class WorkerLine:
             self._deliver(error)
 
 
-def _read(frames: list[bytes]) -> tuple[Header, AnyMessage]:
-    """Raises DeliveryError or msgspec.DecodeError on what is no header with a message."""
+def _read(frames: list[bytes]) -> tuple[Header, list[AnyMessage]]:
+    """Raises DeliveryError or msgspec.DecodeError on what is no header with messages."""
     if len(frames) != 2:
         raise DeliveryError(f"it has {len(frames)} parts, not a header and a message")
-    return decode_header(frames[0]), decode(frames[1])
+    header = decode_header(frames[0])
+    return header, [decode(frame) for frame in unpack(header, frames[1])]

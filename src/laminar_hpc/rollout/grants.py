@@ -1,7 +1,7 @@
 """What the controller has granted to a replica, until its local batch begins: grants that wait, in order, and
 the trajectories of the one whose weights are being loaded. Owned by worker.py.
 
-Older weights are held from the arrival of a grant that needs them: the engine may have to start first, while
+Other weights are held from the arrival of a grant that needs them: the engine may have to start first, while
 newer weights come and take slots.
 """
 
@@ -16,14 +16,19 @@ from laminar_hpc.rollout.weight_loader import WeightLoader
 
 
 class Grants:
-    """`newest_batch`: of all that came; `route_shape`: as `granted` takes it."""
+    """`newest_batch`: of all that came; `route_shape`: as `granted` takes it; `ahead`: asking.py."""
 
     def __init__(
-        self, state: ReplicaState, weight_loader: WeightLoader, route_shape: RouteShape | None = None
+        self,
+        state: ReplicaState,
+        weight_loader: WeightLoader,
+        route_shape: RouteShape | None = None,
+        ahead: bool = False,
     ) -> None:
         self._state = state
         self._weight_loader = weight_loader
         self._route_shape = route_shape
+        self._ahead = ahead
         self.newest_batch: int | None = None
         self._waiting: deque[Grant] = deque()
         self._beginning: list[TrajectoryInFlight] = []
@@ -33,15 +38,16 @@ class Grants:
         return bool(self._waiting)
 
     def add(self, grant: Grant) -> None:
-        """Raises SlotGone where the older weights that it needs are not there."""
+        """Raises SlotGone where the weights that it needs are not there."""
         self.newest_batch = grant.batch_id
-        if self.goes_back(grant):
+        if self.loads(grant):
             self._weight_loader.hold(grant.weight_id)
         self._waiting.append(grant)
 
-    def goes_back(self, grant: Grant) -> bool:
-        """It needs other weights than are open, for trajectories that began with them elsewhere."""
-        return bool(grant.parts) and not self._state.serves(grant.weight_id)
+    def loads(self, grant: Grant) -> bool:
+        """It needs other weights than are open: for trajectories that began with them elsewhere, or as it
+        was asked for ahead."""
+        return (self._ahead or bool(grant.parts)) and not self._state.serves(grant.weight_id)
 
     def take(self) -> Grant:
         """The next one."""
@@ -55,7 +61,7 @@ class Grants:
     def begun(self, grant: Grant) -> None:
         """The local batch has its trajectories, or nobody has: its weights are loaded, or will not be."""
         self._beginning = []
-        if grant.parts:
+        if self._ahead or grant.parts:
             self._weight_loader.let_go()
 
     # ---- another session with the controller ---------------------------------------------------------------

@@ -35,10 +35,15 @@ class ServedWeights:
         """The controller knows that these weights are in a slot of this machine."""
         self._announced = max(self._announced, weight_id)
 
+    def newest_id(self) -> int | None:
+        """Of the slots."""
+        newest = self._reader.newest()
+        return newest.weight_id if newest is not None else None
+
     def newer(self) -> bool:
         """There are newer ones than are open."""
-        newest = self._reader.newest()
-        return newest is not None and newest.weight_id >= self._state.next_weight_id
+        newest_id = self.newest_id()
+        return newest_id is not None and newest_id >= self._state.next_weight_id
 
     def due(self) -> bool:
         """There are newer ones, and the controller knows it: it grants nothing more on those that are open

@@ -41,12 +41,12 @@ from laminar_hpc.line.messages.rollouts import (
     Grant,
     Holds,
     NotLoaded,
-    RequestWork,
     ScoreOrder,
     WeightsAvailable,
 )
 from laminar_hpc.policies import refill
 from laminar_hpc.rollout.adapter_loader import new_loader
+from laminar_hpc.rollout.asking import Asking, asks_ahead
 from laminar_hpc.rollout.batch import LocalBatch
 from laminar_hpc.rollout.engine_lives import EngineLives
 from laminar_hpc.rollout.episodes import Episodes
@@ -121,7 +121,8 @@ class RolloutWorker:
         self.wake = asyncio.Event()  # a grant, newer weights, or the end
         self.shutdown = GracefulShutdown(self.batch, self._leave, self.wake.set, answers)
         self.resets = ResetsAhead(self.episodes.pool if self.episodes else None, self.state)
-        self.grants = Grants(self.state, self.weight_loader, self.batch.route_shape)
+        self.grants = Grants(self.state, self.weight_loader, self.batch.route_shape, asks_ahead(self.config))
+        self.asking = Asking(self.batch, self.grants, self.weights.newest_id)
         self.profile = EngineProfile(context, self.engines)
         self.interrupts = self.config.pipeline.refresh == "interrupt"
         self.interruptible = Interruptible(self.batch, context.trace, self.wake, self.weights)
@@ -219,11 +220,8 @@ class RolloutWorker:
             for trajectory in trajectories
             if not trajectory.is_dropped()
         ]
-        served, newest, moves = (
-            self.state.weight_id,
-            self.grants.newest_batch,
-            sorted(self.migration.imported),
-        )
+        served, newest = self.state.weight_id, self.grants.newest_batch
+        moves = sorted(self.migration.imported)
         self.context.channel.send(Holds(served, newest, generating, self.scoring.samples, moves))
         self.batch.tell_all()
         if self.versions:
@@ -285,7 +283,7 @@ class RolloutWorker:
             if self.versions:
                 self.versions.ask()
             else:
-                self.context.channel.send(RequestWork(self.state.weight_id, self.grants.newest_batch))
+                self.asking.ask(self.state.weight_id)
         grant = await self._next_grant()
         if grant is not None:
             await self._local_batch(grant)
@@ -299,6 +297,7 @@ class RolloutWorker:
 
     def _granted(self, grant: Grant) -> None:
         try:
+            self.asking.granted()
             self.grants.add(grant)
         except SlotGone as gone:
             self._not_loaded(grant, gone)
@@ -328,7 +327,7 @@ class RolloutWorker:
         """The grant's trajectories, when its weights are there and it is admitted; none where it is not."""
         begun = self.grants.begin(grant)
         try:
-            if begun and self.grants.goes_back(grant):
+            if begun and self.grants.loads(grant):
                 await self._pull(grant.weight_id)
             if begun:
                 self.state.grant(grant.weight_id, len(begun))
@@ -374,11 +373,13 @@ class RolloutWorker:
             except (EngineHangs, EngineDied) as error:
                 return await self._engine_fails(error)
             fields["tokens"] = self.health.tokens
+        self.asking.drained()
         self.health.end(len(begun), self.batch.moved_away)
         return None
 
     def _ended(self, trajectory: TrajectoryInFlight, outcome: Outcome) -> None:
         self.results.ended(trajectory, outcome)
+        self.asking.ended()
         self.resets.look()
 
     async def _engine_fails(self, error: EngineHangs | EngineDied) -> None:

@@ -139,8 +139,10 @@ class Script:
         """The newest weights, which are those of this step."""
         self.hear("relay", relay, RelayHas(self.newest, step, 1, 0.1, 0.0))
 
-    def rollout(self, index: int, machine: str = "one", life: str = "", phase: str = "unverified") -> None:
-        hello = Hello("rollout", index, life, os.getpid(), machine)
+    def rollout(
+        self, index: int, machine: str = "one", life: str = "", phase: str = "unverified", place: str = ""
+    ) -> None:
+        hello = Hello("rollout", index, life, os.getpid(), machine, place=place)
         self.hear("rollout", index, hello, Ping(ReplicaLoad(phase, None, 0, 0)), life=life)
 
     def asks(self, index: int, weight_id: int, newest_batch: int | None = None, life: str = "") -> None:

@@ -211,6 +211,7 @@ def test_what_a_gate_has_given_up_breaks_the_link(home, monkeypatch):
         home.proxy.stalled = True
         home.publish()
         other.pull()
+        other.pull()
         home.proxy.stalled = False
 
     with pytest.raises(LinkBroken, match="has given up what was on its way"):
@@ -272,26 +273,30 @@ def test_nonsense_with_the_key_gets_no_answer(home, frame):
     socket.send(frame)
     socket.send(wire.encode(wire.Fetch(10**9, -5)))
     assert socket.poll(10_000)
-    assert wire.decode_reply(socket.recv_multipart()[0]) == wire.Gone(10**9)
+    assert wire.decode_reply(socket.recv_multipart()[0]) == wire.Gone(10**9, -5)
     context.destroy(0)
 
 
 def test_a_question_waits_for_what_it_asks_for(home, monkeypatch):
-    """Weights that come after it are offered at once, to whoever of the place has asked last; where none
-    come, it is answered before the link takes the gate for gone."""
+    """Pieces of weights that come after it leave at once, over each connection that has asked for one; where
+    none come, it is answered before the link takes the gate for gone."""
     monkeypatch.setattr(gates, "HELD_SECONDS", 1.0)
     context = zmq.Context()
-    first, last = (context.socket(zmq.DEALER) for _ in range(2))
-    for socket in (first, last):
+    first, other = (context.socket(zmq.DEALER) for _ in range(2))
+    for piece, socket in enumerate((first, other)):
         connect_secured(socket, home.gate.address)
-        socket.send(wire.encode(wire.Next("elsewhere", None)))
-        assert not socket.poll(300)
-    assert wire.decode_reply(first.recv_multipart()[0]) == wire.Nothing()
+        socket.send(wire.encode(wire.Next("elsewhere", None, piece)))
+    for piece, socket in enumerate((first, other)):
+        assert wire.decode_reply(socket.recv_multipart()[0]) == wire.Nothing(piece)
+        socket.send(wire.encode(wire.Next("elsewhere", None, piece)))
+        assert not socket.poll(100)
     home.publish()
-    offered = wire.decode_reply(last.recv_multipart()[0])
-    assert isinstance(offered, wire.Offer) and offered.size > SIZE
-    last.send(wire.encode(wire.Next("elsewhere", 0)))
-    assert last.poll(10_000) and wire.decode_reply(last.recv_multipart()[0]) == wire.Nothing()
+    for piece, socket in enumerate((first, other)):
+        reply, content = socket.recv_multipart()
+        answer = wire.decode_reply(reply)
+        assert (answer.piece, len(content)) == (piece, wire.piece_bytes(answer.size))
+    other.send(wire.encode(wire.Next("elsewhere", None, 10**6)))
+    assert other.recv_multipart()[1] == b""  # behind the last one
     context.destroy(0)
 
 

@@ -74,11 +74,13 @@ class Replicas:
                 del self._served[before]
 
     def asks(self, index: int, request: RequestWork) -> None:
-        """A request that a grant crossed on its way is void; the weights that it names are served."""
+        """A request that a grant crossed on its way is void; the weights that it names are served, or will
+        be."""
         row = self.at(index)
         if row.rejoins:
             return
-        self.serves(index, request.weight_id)  # known anew of a replica that was taken for dead
+        if not request.ahead:
+            self.serves(index, request.weight_id)  # known anew of a replica that was taken for dead
         crossed = row.newest_batch is not None and request.newest_batch != row.newest_batch
         if not crossed and not row.leaving:
             row.room = request.room

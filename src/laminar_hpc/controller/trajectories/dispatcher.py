@@ -124,7 +124,8 @@ class Dispatcher:
         return more
 
     def _update_line(self) -> None:
-        """Takes out who knows of newer weights: it pulls and asks again."""
+        """Takes out who knows of newer weights: it pulls and asks again. One at another place, which would
+        wait for the answer, is given work on them, and loads them with it (rollout/asking.py)."""
         line, holders, members = self._replicas.waiting, self._tracker.groups.holders, self._shared.members
         for replica in holders.take_turned() | self._asked:
             line.scores(replica, holders.scores(replica))
@@ -137,7 +138,12 @@ class Dispatcher:
                 continue
             if member is None or weight_id not in self._weights.steps:
                 self._asked.add(replica)  # it gets nothing before they are known
-            elif not self._weights.is_newest_on(member.hello.machine, weight_id):
+            elif self._weights.is_newest_on(member.hello.machine, weight_id):
+                continue
+            elif member.hello.place and self._config.pipeline.refresh == "drained":
+                newest = self._weights.newest_on(member.hello.machine)
+                line.ask(replica, newest.weight_id if newest else weight_id)
+            else:
                 line.leave(replica)
 
     def _has_work(self, kind: Kind) -> bool:

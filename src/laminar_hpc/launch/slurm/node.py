@@ -29,6 +29,7 @@ from laminar_hpc.config.load import load_config
 from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.launch.launch import NodeAgent, WorkerGroup
 from laminar_hpc.launch.launch_role import RolePart
+from laminar_hpc.launch.machine_relays import MachineRelays
 from laminar_hpc.launch.ranks import Ranks
 from laminar_hpc.launch.slurm.ending import (
     JobEnding,
@@ -39,7 +40,6 @@ from laminar_hpc.launch.slurm.ending import (
     seconds_to_go_on,
 )
 from laminar_hpc.launch.slurm.machine_number import MachineNumber
-from laminar_hpc.launch.slurm.machine_relays import MachineRelays
 from laminar_hpc.launch.slurm.network import await_own_address, use_interface
 from laminar_hpc.launch.slurm.spare import hand_over, spare_of
 from laminar_hpc.line.agent_line import REFUSED, RankOrders
@@ -319,7 +319,7 @@ def main(arguments: list[str]) -> int:
         found = parts(place, config, words, address, machine.number if machine else 0)
         if machine:
             start_relays = partial(start, place, [found.pop(0)])
-            relays = MachineRelays(place.run_dir, config.relay.shm_dir, start_relays)
+            relays = MachineRelays(str(place.run_dir.resolve()), config.relay.shm_dir, start_relays)
         code, again = run_node(place, start(place, found), relays)
     except LaminarError as error:
         print_lines(error)

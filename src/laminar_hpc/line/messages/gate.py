@@ -1,11 +1,12 @@
 """What a relay at another place and a gate say to each other, over CURVE sockets:
 
-    Next(place, held)            -> Offer(shipment, size) as soon as there is one; Nothing: ask again
-    Fetch(shipment, piece)       -> FetchedPiece(shipment, piece) and its bytes, or Gone
+    Next(place, held, piece) -> FetchedPiece and its bytes as soon as there is a shipment; Nothing: ask again
+    Fetch(shipment, piece)   -> FetchedPiece and its bytes, or Gone
 
 A shipment is a stream of weights/stream.py, encoded for the weights that the place holds. It is cut into
 pieces, each fetched by itself over any of STREAMS connections: what a cut takes away is asked for again, and
-what has come stays. Changed bytes are refused by CURVE, which ends the connection.
+what has come stays. Changed bytes are refused by CURVE, which ends the connection. The first pieces are asked
+for before there is a shipment, so that it leaves without a round trip.
 
 A small shipment has small pieces, so that all connections carry it: each begins slowly after a pause, and is
 slowed down by what it loses.
@@ -36,11 +37,12 @@ def pieces_of(size: int) -> int:
 
 
 class Next(msgspec.Struct, frozen=True, tag=True):
-    """Something newer than weight id `held` (None: anything), please. The gate keeps the question for
-    HELD_SECONDS until there is something, so that no publication waits for the next question."""
+    """A piece of the next shipment, of weights newer than id `held` (None: of any), please. The gate keeps
+    the question for HELD_SECONDS until there is one; piece 0 has it made."""
 
     place: str
     held: int | None
+    piece: int = 0
 
 
 class Fetch(msgspec.Struct, frozen=True, tag=True):
@@ -48,30 +50,29 @@ class Fetch(msgspec.Struct, frozen=True, tag=True):
     piece: int
 
 
-class Offer(msgspec.Struct, frozen=True, tag=True):
-    """`size`: bytes of the shipment."""
-
-    shipment: int
-    size: int
-
-
 class Nothing(msgspec.Struct, frozen=True, tag=True):
-    """Nothing newer is ready."""
+    """Nothing newer is ready of which this could be a piece."""
+
+    piece: int = 0
 
 
 class FetchedPiece(msgspec.Struct, frozen=True, tag=True):
+    """`size`: bytes of the shipment. The answer to a question behind its last piece has no bytes."""
+
     shipment: int
     piece: int
+    size: int
 
 
 class Gone(msgspec.Struct, frozen=True, tag=True):
     """There is no such piece any more."""
 
     shipment: int
+    piece: int
 
 
 Request = Next | Fetch
-Reply = Offer | Nothing | FetchedPiece | Gone
+Reply = Nothing | FetchedPiece | Gone
 
 encode = msgspec.msgpack.Encoder().encode
 decode_request = msgspec.msgpack.Decoder(Request).decode

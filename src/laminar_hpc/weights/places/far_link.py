@@ -31,7 +31,6 @@ from laminar_hpc.line.messages.gate import (
     Gone,
     Next,
     Nothing,
-    Offer,
     decode_reply,
     encode,
     pieces_of,
@@ -41,13 +40,12 @@ from laminar_hpc.weights.links.links import Link
 from laminar_hpc.weights.links.meeting import LinkBroken
 
 MEET_SECONDS = 20.0  # for a gate's first answer
-_ASK_SECONDS = 0.25  # from the answer that there is nothing newer to the next question
 _AGAIN_SECONDS = 0.5  # from the end of a connection to the next one in its place
 _POLL_SECONDS = 0.05
 _HEARTBEAT_SECONDS = 2.0
 _SILENT_SECONDS = 10.0  # a connection that carries nothing for so long is made anew
 _WINDOW = 4 * AHEAD * STREAMS  # pieces from the first that is missing to the last that is asked for
-_NEXT = -1  # in place of a piece: something newer
+_LATE = STREAMS // 4  # the last so many pieces are asked for once more, where a connection has nothing to do
 
 
 class _Awaited(dist.Work):
@@ -64,10 +62,10 @@ class _Awaited(dist.Work):
 
 
 class _Connection:
-    """One of STREAMS; `asked`: pieces whose answers are due over it."""
+    """One of STREAMS; `asked`: the questions whose answers are due over it."""
 
     def __init__(self, context: zmq.Context, address: GateAddress) -> None:
-        self.asked: list[int] = []
+        self.asked: list[Next | Fetch] = []
         self.is_up = False
         self.socket = context.socket(zmq.DEALER)
         self.socket.linger = 0
@@ -119,9 +117,10 @@ class FarLink(Link):
         self._due: list[float] = []  # when connections are made in place of those that have ended
         self._began = time.monotonic()
         self._heard: float | None = None  # when the newest answer came
-        self._offer: Offer | None = None
-        self._todo = [_NEXT]  # a heap: to be asked for, before those from `_asked` on
-        self._ask_at = 0.0  # no earlier for something newer
+        self._shipment = 0  # that comes, or that has come last
+        self._pieces: int | None = None  # that it has; None: the next one is waited for
+        self._todo: list[int] = []  # a heap: pieces to be asked for again, before those from `_asked` on
+        self._late: set[int] = set()  # those that were asked for twice, as they took so long
         self._asked = self._taken = 0  # pieces that were asked for once, and that were handed out
         self._ready: dict[int, memoryview] = {}
         self._rest = memoryview(b"")  # of the piece that is handed out
@@ -165,11 +164,11 @@ class FarLink(Link):
             self._hear()
         piece = self._ready.pop(self._taken)
         self._taken += 1
-        assert self._offer is not None
-        if self._taken == pieces_of(self._offer.size):
-            self._offer = None
+        if self._taken == self._pieces:
+            self._pieces = None
             self._asked = self._taken = 0
-            self._todo = [_NEXT]
+            self._todo.clear()
+            self._late.clear()
         return piece
 
     def _ask(self) -> None:
@@ -181,20 +180,33 @@ class FarLink(Link):
             for connection in self._connections:
                 if not connection.is_up or len(connection.asked) > ahead:
                     continue
-                number = self._choose(now)
+                number = self._choose(idle=ahead == 0)
                 if number is None:
                     return
-                connection.asked.append(number)
-                what = self._offer and Fetch(self._offer.shipment, number)
-                connection.socket.send(encode(what or Next(self._place, self._held())))
+                waits = self._pieces is None
+                what = Next(self._place, self._held(), number) if waits else Fetch(self._shipment, number)
+                connection.asked.append(what)
+                connection.socket.send(encode(what))
 
-    def _choose(self, now: float) -> int | None:
-        if self._todo and (self._todo[0] != _NEXT or now >= self._ask_at):
-            return heapq.heappop(self._todo)
-        if self._offer and self._asked < min(pieces_of(self._offer.size), self._taken + _WINDOW):
+    def _choose(self, idle: bool) -> int | None:
+        """What is asked for next, over a connection that has nothing else to do if it is `idle`."""
+        pieces = STREAMS * AHEAD if self._pieces is None else self._pieces
+        while self._todo:
+            if self._is_missing(number := heapq.heappop(self._todo)) and number < pieces:
+                return number
+        if self._asked < min(pieces, self._taken + _WINDOW):
             self._asked += 1
             return self._asked - 1
+        missing = min(self._asked, pieces) - self._taken - len(self._ready)
+        if idle and self._pieces is not None and missing <= _LATE:
+            for number in range(self._taken, min(self._asked, pieces)):
+                if self._is_missing(number) and number not in self._late:
+                    self._late.add(number)
+                    return number
         return None
+
+    def _is_missing(self, number: int) -> bool:
+        return number >= self._taken and number not in self._ready
 
     def _hear(self) -> None:
         """Takes what has come, if it does within _POLL_SECONDS."""
@@ -225,19 +237,28 @@ class FarLink(Link):
             except msgspec.DecodeError as error:
                 raise LinkBroken(f"{self.peer} runs another version of laminar_hpc ({error})") from None
             match answer:
-                case Offer():
-                    connection.asked.remove(_NEXT)
-                    self._offer = answer
-                    self.wire_bytes = answer.size
-                case Nothing():
-                    connection.asked.remove(_NEXT)
-                    self._ask_at = self._heard + _ASK_SECONDS
-                    heapq.heappush(self._todo, _NEXT)
-                case Gone():
-                    raise LinkBroken(f"{self.peer} has given up what was on its way")
-                case FetchedPiece(_, number):
-                    connection.asked.remove(number)
-                    self._ready[number] = content.buffer
+                case Gone(shipment, number):
+                    self._answered(connection, number)
+                    if self._pieces is not None and shipment == self._shipment:
+                        raise LinkBroken(f"{self.peer} has given up what was on its way")
+                case Nothing(number):
+                    self._answered(connection, number)
+                    heapq.heappush(self._todo, number)
+                case FetchedPiece(shipment, number, size):
+                    self._answered(connection, number)
+                    if self._pieces is None and shipment > self._shipment:
+                        self._shipment = shipment
+                        self._pieces = pieces_of(size)
+                        self.wire_bytes = size
+                    comes = self._pieces is not None and shipment == self._shipment
+                    if comes and self._is_missing(number) and len(content):
+                        self._ready[number] = content.buffer
+
+    @staticmethod
+    def _answered(connection: _Connection, piece: int) -> None:
+        """The oldest question for it over that connection."""
+        asked = next(each for each in connection.asked if each.piece == piece)
+        connection.asked.remove(asked)
 
     # ---- connections ---------------------------------------------------------------------------------------
 
@@ -249,8 +270,9 @@ class FarLink(Link):
 
     def _lose(self, connection: _Connection) -> None:
         """What was asked for over it is asked for again."""
-        for number in connection.asked:
-            heapq.heappush(self._todo, number)
+        for asked in connection.asked:
+            if isinstance(asked, Next) or (self._pieces and asked.shipment == self._shipment):
+                heapq.heappush(self._todo, asked.piece)
         self._poller.unregister(connection.socket)
         self._poller.unregister(connection.monitor)
         self._connections.remove(connection)

@@ -8,8 +8,10 @@ is.
 
 import errno
 import logging
+import os
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,17 +22,18 @@ import zmq
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.line.admission import CurveAuthenticator, listen
 from laminar_hpc.line.messages.gate import (
+    AHEAD,
     DOMAIN,
     HANDSHAKE_MILLISECONDS,
     HELD_SECONDS,
     OUTAGE_SECONDS,
     REQUEST_BYTES_MAX,
+    STREAMS,
     Fetch,
     FetchedPiece,
     Gone,
     Next,
     Nothing,
-    Offer,
     Reply,
     decode_request,
     encode,
@@ -47,10 +50,10 @@ GONE_SECONDS = 2 * OUTAGE_SECONDS
 
 @dataclass
 class _Question:
-    """For something newer, which is not there yet: of which connection, and until when it is kept."""
+    """For a piece of a shipment that is not there yet: of which connection, and until when it is kept."""
 
     peer: bytes
-    held: int | None
+    asked: Next
     until: float
 
 
@@ -66,8 +69,10 @@ class Gate:
         self._failed = failed
         self._closing = False
         self._feeds: dict[str, PlaceFeed] = {}
-        self._questions: dict[str, _Question] = {}  # the newest of each place
+        self._questions: dict[str, list[_Question]] = {}  # by place
         self._look_at = 0.0  # (monotonic) the next look for what they ask for
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK)
+        weakref.finalize(self, os.close, self._wake)  # never while somebody may still call `look`
         self._maker = ThreadPoolExecutor(1, "gate-maker")
         self._context = zmq.Context(io_threads=_CRYPTO_THREADS)
         server_public, secret = zmq.curve_keypair()
@@ -81,6 +86,9 @@ class Gate:
         self._router.curve_server = True
         self._router.curve_secretkey = secret
         number = self._bind(shown or host, host, port or "*")
+        self._poller = zmq.Poller()
+        for each in (self._router, self._admission.socket, self._wake):
+            self._poller.register(each, zmq.POLLIN)
         keys = server_public.decode(), client_public.decode(), client_secret.decode()
         self.address = GateAddress(shown or host, number, *keys)
         self._thread = threading.Thread(target=self._run, name="gate", daemon=True)
@@ -106,11 +114,21 @@ class Gate:
         self._closing = True
         self._maker.shutdown(wait=False, cancel_futures=True)
 
+    def look(self) -> None:
+        """There may be newer weights, or a shipment; for any thread."""
+        os.eventfd_write(self._wake, 1)
+
     def _run(self) -> None:
         try:
             while not self._closing:
-                if self._admission.poll(self._router, _POLL_MILLISECONDS):
-                    self._serve(*self._router.recv_multipart())
+                events = dict(self._poller.poll(_POLL_MILLISECONDS))
+                if self._admission.socket in events:
+                    self._admission.answer()
+                if self._wake in events:
+                    os.eventfd_read(self._wake)
+                    self._look_at = 0.0
+                if self._router in events:
+                    self._serve_waiting()
                 now = time.monotonic()
                 if now >= self._look_at:
                     self._look_at = now + _POLL_MILLISECONDS / 1000
@@ -123,44 +141,56 @@ class Gate:
             self._admission.close()
             self._context.destroy(0)
 
-    def _serve(self, peer: bytes, *frames: bytes) -> None:
-        try:
-            request = decode_request(b"".join(frames))
-        except msgspec.DecodeError as error:
-            log.warning("a relay of another place asked for what is no request (%s)", error)
-            return
-        if isinstance(request, Next):
-            self._ask(peer, request)
-        else:
-            self._send(peer, *self._fetched(request))
+    def _serve_waiting(self) -> None:
+        """Those of a while: others wait to be admitted."""
+        for _ in range(STREAMS * AHEAD):
+            try:
+                peer, *frames = self._router.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                request = decode_request(b"".join(frames))
+            except msgspec.DecodeError as error:
+                log.warning("a relay of another place asked for what is no request (%s)", error)
+                continue
+            if isinstance(request, Next):
+                self._keep(peer, request)
+            else:
+                self._send(peer, *self._fetched(request))
 
     def _send(self, peer: bytes, reply: Reply, content: bytes | memoryview = b"") -> None:
         self._router.send_multipart([peer, encode(reply), content], copy=False)
 
-    def _ask(self, peer: bytes, request: Next) -> None:
-        """Whoever asked before for the place, if it still waits, has another connection by now, or another
-        relay in its place."""
-        place, now = request.place, time.monotonic()
+    def _keep(self, peer: bytes, request: Next) -> None:
+        place, until = request.place, time.monotonic() + HELD_SECONDS
         if place not in self._feeds:
-            self._feeds[place] = PlaceFeed(place, self._reader, self._maker)
-        if (before := self._questions.get(place)) is not None and before.peer != peer:
-            self._send(before.peer, Nothing())
-        self._questions[place] = _Question(peer, request.held, now + HELD_SECONDS)
+            self._feeds[place] = PlaceFeed(place, self._reader, self._maker, self.look)
+        self._questions.setdefault(place, []).append(_Question(peer, request, until))
         self._look_at = 0.0
 
     def _look_again(self, now: float) -> None:
         """For what the places wait for."""
-        for place, question in list(self._questions.items()):
-            found = self._feeds[place].offer(question.held)
-            if found is not None or now > question.until:
-                del self._questions[place]
-                self._send(question.peer, Offer(found.number, found.size) if found else Nothing())
+        for place, questions in self._questions.items():
+            feed = self._feeds[place]
+            for question in questions:
+                if question.asked.piece == 0:
+                    feed.offer(question.asked.held)
+            there, kept = feed.shipment, []
+            for question in sorted(questions, key=lambda each: each.asked.piece):
+                asked = question.asked
+                if there is not None and there.serves(asked.held):
+                    self._send(question.peer, *_piece(there, asked.piece))
+                elif now > question.until:
+                    self._send(question.peer, Nothing(asked.piece))
+                else:
+                    kept.append(question)
+            self._questions[place] = kept
 
     def _fetched(self, request: Fetch) -> tuple[Reply, bytes | memoryview]:
         shipment = self._find(request.shipment)
         if shipment is None or request.piece not in range(shipment.pieces):
-            return Gone(request.shipment), b""
-        return FetchedPiece(shipment.number, request.piece), shipment.piece(request.piece)
+            return Gone(request.shipment, request.piece), b""
+        return _piece(shipment, request.piece)
 
     def _find(self, number: int) -> Shipment | None:
         for feed in self._feeds.values():
@@ -174,8 +204,15 @@ class Gate:
         gone = [
             place
             for place, feed in self._feeds.items()
-            if feed.is_idle and now - feed.heard > GONE_SECONDS and place not in self._questions
+            if feed.is_idle and now - feed.heard > GONE_SECONDS and not self._questions.get(place)
         ]
         for place in gone:
             log.info("place %s asks for nothing any more: its image is freed", place)
             del self._feeds[place]
+            self._questions.pop(place, None)
+
+
+def _piece(shipment: Shipment, number: int) -> tuple[Reply, bytes | memoryview]:
+    """No bytes behind the last one."""
+    content = shipment.piece(number) if number in range(shipment.pieces) else b""
+    return FetchedPiece(shipment.number, number, shipment.size), content

@@ -11,7 +11,7 @@ import logging
 import mmap
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -71,12 +71,20 @@ class Shipment:
 class PlaceFeed:
     """What one place gets: `offer` is called by the gate's thread, shipments are made by `maker`'s."""
 
-    def __init__(self, place: str, reader: SlotReader, maker: ThreadPoolExecutor) -> None:
+    def __init__(
+        self,
+        place: str,
+        reader: SlotReader,
+        maker: ThreadPoolExecutor,
+        made: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`made` is called by `maker`'s thread when `offer` has something new to say."""
         self.shipment: Shipment | None = None
         self.heard = time.monotonic()  # when the place asked last
         self._place = place
         self._reader = reader
         self._maker = maker
+        self._made = made
         self._making: Future[Shipment | None] | None = None
         self._image = torch.empty(0, dtype=torch.uint8)
         self._image_id: int | None = None  # whose bytes it has; None while it is being written
@@ -97,13 +105,14 @@ class PlaceFeed:
             self._making = None
             if made is not None and made.serves(held):
                 return made  # whatever is newer by now: else one who publishes fast would never be served
+        there = self.shipment
+        if there is not None and there.serves(held):
+            return there
         newest_id = self._reader.newest_id()
         if newest_id is None or (held is not None and newest_id <= held):
             return None
-        there = self.shipment
-        if there is not None and there.weight_id == newest_id and there.serves(held):
-            return there
         self._making = self._maker.submit(self._make, held)
+        self._making.add_done_callback(lambda _: self._made())
         return None
 
     def _make(self, held: int | None) -> Shipment | None:
@@ -160,7 +169,7 @@ class PlaceFeed:
     def _changes(self, data: torch.Tensor, first: int, width: int) -> Iterator[memoryview]:
         image = self._image[first : first + data.numel()]
         before = image.clone()
-        head, payload = pack(encode(data.clone(), image, width), before, width)
+        head, payload = pack(encode(data.clone(), image, width), before, image, width)
         yield head.numpy().data.cast("B")
         inside = payload.data_ptr() == image.data_ptr()  # in full
         yield payload.numpy().data if inside else memoryview(payload.numpy().tobytes())

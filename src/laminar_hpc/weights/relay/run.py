@@ -296,6 +296,8 @@ class Relay:
                 if self._arriving is not stream:
                     raise LinkBroken(f"the link to {link.peer} was replaced")
                 complete = self._writer.commit(manifest) is not None
+            if complete and self.gate is not None:
+                self.gate.look()
             self._wrong = 0
         except StreamDamaged as error:
             self._wrong += 1

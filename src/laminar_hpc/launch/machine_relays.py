@@ -1,4 +1,4 @@
-"""The relays of a machine that several jobs of a run share: those of one job serve the rollouts of all."""
+"""The relays of a machine that several jobs of a run, or joins, share: those of one serve all rollouts."""
 
 import hashlib
 import os
@@ -12,12 +12,22 @@ from laminar_hpc.machine.locks.holder import HeldByAnother, hold
 class MachineRelays:
     """This job's, which are started once no other job of the run has any here."""
 
-    def __init__(self, run_dir: Path, shm_dir: str, start: Callable[[], list[WorkerGroup]]) -> None:
-        """`shm_dir`: the same for all who would find these relays' slots."""
-        name = hashlib.sha256(str(run_dir.resolve()).encode()).hexdigest()[:12]
+    def __init__(self, run: str, shm_dir: str, start: Callable[[], list[WorkerGroup]]) -> None:
+        """`run`: the same for all of its jobs; `shm_dir`: for all who would find these relays' slots."""
+        name = hashlib.sha256(run.encode()).hexdigest()[:12]
         self._file = Path(shm_dir) / f"laminar-relays-{name}"
         self._start = start
         self._lock: int | None = None
+
+    def are_another_jobs(self) -> bool:
+        """Another job has them, as far as this one has none."""
+        try:
+            self._lock = hold(self._file, 0.0)
+        except HeldByAnother:
+            return True
+        self.close()
+        self._lock = None
+        return False
 
     def look(self) -> list[WorkerGroup]:
         """Returns those that it has started now, once."""

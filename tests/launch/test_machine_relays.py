@@ -1,17 +1,16 @@
-"""launch/slurm/machine_relays.py: jobs of a run that share a machine have one set of relays there."""
+"""launch/machine_relays.py: jobs of a run that share a machine have one set of relays there."""
 
 import os
 import subprocess
 import sys
 from pathlib import Path
 
-from laminar_hpc.launch.slurm.machine_relays import MachineRelays
+from laminar_hpc.launch.machine_relays import MachineRelays
 
 OTHER = """
 import sys
-from pathlib import Path
-from laminar_hpc.launch.slurm.machine_relays import MachineRelays
-MachineRelays(Path(sys.argv[1]), sys.argv[2], lambda: print("started", flush=True) or []).look()
+from laminar_hpc.launch.machine_relays import MachineRelays
+MachineRelays(sys.argv[1], sys.argv[2], lambda: print("started", flush=True) or []).look()
 sys.stdin.read()
 """
 
@@ -26,7 +25,7 @@ def test_a_job_starts_its_relays_when_the_other_one_has_ended(tmp_path: Path) ->
     assert other.stdout.readline() == "started\n"
 
     def relays(run: str) -> MachineRelays:
-        return MachineRelays(tmp_path / run, str(shm_dir), lambda: started.append(run) or [])
+        return MachineRelays(str(tmp_path / run), str(shm_dir), lambda: started.append(run) or [])
 
     mine, apart = relays("run"), relays("another")
     before = len(os.listdir("/proc/self/fd"))
