@@ -19,6 +19,7 @@ from laminar_hpc.line.address import new_address, read_address
 from laminar_hpc.line.bulk_client import BulkClient
 from laminar_hpc.line.join_key import JOIN_FILE, has_joined, key_of
 from laminar_hpc.line.messages.bulk import AskToJoin, JoinGranted
+from laminar_hpc.machine.files.folders import slots_root
 from laminar_hpc.store import status
 
 
@@ -122,7 +123,7 @@ def test_what_is_missing_here_is_said_before_anything_starts(run, tmp_path):
 
 
 def test_a_relay_is_started_where_the_run_has_none(run, tmp_path, monkeypatch):
-    """By the machines of the run's relays, once its trainers are there."""
+    """Once the machines of the run's relays are known, as its trainers are there."""
     run.shows("relay")
     client = BulkClient(run.door.key, 20.0)
     assert client.ask(AskToJoin(__version__))[0].relays is None
@@ -145,10 +146,6 @@ def test_a_relay_is_started_where_the_run_has_none(run, tmp_path, monkeypatch):
     join._groups(tmp_path / "away", granted, [*settings, "cluster.place=paris"], 1)
     join._groups(tmp_path / "away", msgspec.structs.replace(granted, relays=[]), settings, 1)
     assert (places[3], places[5]) == ("paris", "")
-    del made[3:]
-    monkeypatch.setattr(join, "machine_name", lambda _: "there")
-    _, relays = join._groups(tmp_path / "away", granted, settings, 1)
-    assert (made[3:], relays) == ([("rollout", 0)], None)
 
 
 OTHER_JOIN = """
@@ -157,6 +154,46 @@ from laminar_hpc.launch.machine_relays import MachineRelays
 MachineRelays(sys.argv[1], sys.argv[2], lambda: print("started", flush=True) or []).look()
 sys.stdin.read()
 """
+
+WRITER = """
+import sys
+from pathlib import Path
+from laminar_hpc.machine.locks.holder import hold
+hold(Path(sys.argv[1]), 0.0)
+print("started", flush=True)
+sys.stdin.read()
+"""
+
+
+def other_process(code: str, *words: object) -> subprocess.Popen[str]:
+    """One that holds something until it is killed."""
+    command = [sys.executable, "-c", code, *map(str, words)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout and process.stdout.readline() == "started\n"
+    return process
+
+
+@pytest.mark.parametrize("listed", [True, False])
+def test_only_a_living_relay_serves_a_join(run, tmp_path, monkeypatch, listed):
+    """What a killed one has left, its slots and its name with the controller, gets no weights."""
+    run.shows("relay", "trainer")
+    client = BulkClient(run.door.key, 20.0)
+    granted, _ = client.ask(AskToJoin(__version__))
+    client.close()
+    made = list[str]()
+    monkeypatch.setattr(join, "JoinedGroup", lambda config, *_, **__: made.append(config.role))
+    monkeypatch.setattr(join, "_AGAIN_SECONDS", 0.3)
+    if listed:
+        monkeypatch.setattr(join, "machine_name", lambda _: "there")
+    settings, config = run.prepared(tmp_path / "away")
+    writer = other_process(WRITER, slots_root(config.relay.shm_dir, granted.slots) / "writer")
+    _, relays = join._groups(tmp_path / "away", granted, settings, 1)
+    assert (made, relays) == (["rollout"], None)
+    writer.kill()
+    writer.communicate()
+    _, relays = join._groups(tmp_path / "away", granted, settings, 1)
+    assert made == ["rollout", "relay", "rollout"]
+    relays.close()
 
 
 def test_the_relays_of_a_join_that_has_left_are_taken_over(run, tmp_path, monkeypatch):
@@ -169,9 +206,7 @@ def test_the_relays_of_a_join_that_has_left_are_taken_over(run, tmp_path, monkey
     monkeypatch.setattr(join, "JoinedGroup", lambda config, *_, **__: made.append(config.role))
     monkeypatch.setattr(join, "machine_name", lambda _: "there")
     settings, config = run.prepared(tmp_path / "away")
-    command = [sys.executable, "-c", OTHER_JOIN, granted.slots, config.relay.shm_dir]
-    other = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert other.stdout and other.stdout.readline() == "started\n"
+    other = other_process(OTHER_JOIN, granted.slots, config.relay.shm_dir)
     _, relays = join._groups(tmp_path / "away", granted, settings, 1)
     assert relays.look() == [] and made == ["rollout"]
     other.kill()

@@ -44,6 +44,7 @@ from laminar_hpc.line.join_key import (
 )
 from laminar_hpc.line.messages.bulk import AskController, AskToJoin, JoinGranted, ReadBytes
 from laminar_hpc.machine.files.folders import slots_root
+from laminar_hpc.machine.locks.holder import is_held
 from laminar_hpc.machine.observability import console, output
 from laminar_hpc.machine.processes import machine_name, on_stop_signals
 from laminar_hpc.policies.restarts import Restarts
@@ -51,6 +52,8 @@ from laminar_hpc.policies.restarts import Restarts
 _ASK_SECONDS = 60.0
 _LOST_SECONDS = 10.0
 _LOOK_SECONDS = 1.0
+_POLL_SECONDS = 0.1
+_AGAIN_SECONDS = 20.0  # within which a relay that has died is there again
 _READ_BYTES = 4 << 20
 # settings, or sections of them, that a machine may have of its own; all others are the run's
 _OWN = ("run_dir", "model.path", "model.lora.path", "reward.workers", "reward.slots", "environment.python")
@@ -209,7 +212,6 @@ def _groups(
     found, lanes = list[WorkerGroup](), max(1, config.relay.lanes)
     advice = f"; see {folder / 'logs'}"
     shm_dir = config.relay.shm_dir
-    here = machine_name(shm_dir) in (granted.relays or ()) or slots_root(shm_dir, granted.slots).exists()
 
     def start() -> list[WorkerGroup]:
         words = [*settings, "role=relay", f"first_index={granted.machine * lanes}"]
@@ -217,7 +219,7 @@ def _groups(
         return [JoinedGroup(load_config(words), words, ranks, Restarts(PER_HOUR), advice=advice)]
 
     relays = MachineRelays(granted.slots, shm_dir, start)
-    if here and not relays.are_another_jobs():
+    if not relays.are_another_jobs() and _is_served(granted, shm_dir):
         relays = None
     else:
         settings = [*_place(config, granted), *settings]
@@ -227,6 +229,17 @@ def _groups(
         ranks = Ranks([number], replicas)
         found.append(JoinedGroup(config, words, ranks, Restarts(PER_HOUR), advice=advice))
     return found, relays
+
+
+def _is_served(granted: JoinGranted, shm_dir: str) -> bool:
+    """A living relay of the run writes the slots of this machine. One of which there are only traces may have
+    been killed a moment ago, and may start again."""
+    root = slots_root(shm_dir, granted.slots)
+    traces = machine_name(shm_dir) in (granted.relays or ()) or root.exists()
+    until = time.monotonic() + (_AGAIN_SECONDS if traces else 0.0)
+    while not (served := any(map(is_held, root.glob("writer*")))) and time.monotonic() < until:
+        time.sleep(_POLL_SECONDS)
+    return served
 
 
 def _place(config: RunConfig, granted: JoinGranted) -> list[str]:

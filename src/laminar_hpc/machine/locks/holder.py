@@ -35,3 +35,18 @@ def hold(path: Path, seconds: float) -> int:
                 raise HeldByAnother(pid) from None
         os.close(descriptor)  # it is held, or its folder was removed by the last holder
         time.sleep(_LOOK_SECONDS)
+
+
+def is_held(path: Path) -> bool:
+    """Another living process holds it."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # EACCES or EAGAIN
+        return True
+    finally:
+        os.close(descriptor)
+    return False
