@@ -218,10 +218,10 @@ def _groups(
         ranks = Ranks(range(lanes), lanes)
         return [JoinedGroup(load_config(words), words, ranks, Restarts(PER_HOUR), advice=advice)]
 
-    relays = MachineRelays(granted.slots, shm_dir, start)
-    if not relays.are_another_jobs() and _is_served(granted, shm_dir):
-        relays = None
-    else:
+    shared = MachineRelays(granted.slots, shm_dir, start)
+    relays: MachineRelays | None = None
+    if shared.are_another_jobs() or not _is_served(granted, shm_dir):
+        relays = shared
         settings = [*_place(config, granted), *settings]
         found += relays.look()
     words = [*settings, "role=rollout"]
