@@ -112,9 +112,9 @@ def write(config: PlanConfig, plan: Plan, folder: Path) -> list[str]:
     lines = [f"file         {file}", f"try          laminar train {shlex.join(words)} dry_run=true"]
     if on_one_machine(config):
         return [*lines, f"run          laminar train {shlex.join(words)} {yours}"]
-    plan = f"--plan={shlex.quote(str(file))}"
+    option = f"--plan={shlex.quote(str(file))}"
     lines += [
-        f"run          laminar launch --hosts FILE {plan} {yours}",
+        f"run          laminar launch --hosts FILE {option} {yours}",
         f"             FILE lists {host_lines(config, candidate)}",
     ]
     if away(config, candidate):
@@ -125,7 +125,7 @@ def write(config: PlanConfig, plan: Plan, folder: Path) -> list[str]:
         ]
     return [
         *lines,
-        *(f"or           laminar submit {plan} {yours} {o}" for o in submitted(config, candidate)),
+        *(f"or           laminar submit {option} {yours} {o}" for o in submitted(config, candidate)),
     ]
 
 
