@@ -300,7 +300,8 @@ def main() -> None:
     rows = []
     with common.run_folder(options) as folder:
         for repeat in range(options.repeats):
-            rows += repeat_of(options, folder, repeat)
+            rows += (found := repeat_of(options, folder, repeat))
+            print(common.table(found, COLUMNS), file=sys.stderr, flush=True)
 
     def middle(part: str, key: str) -> float | None:
         return common.median([row.get(key) for row in rows if row["part"] == part])
