@@ -8,18 +8,27 @@ SGLang's server driven directly (the same prompts, as many tokens of each respon
 and beside it the trainer's step on each batch without anything around it. Both go on until both have been
 measured, since a core gives a process less while its neighbour works. A repeat is one of each.
 
+The live window begins behind step SKIP, as compilation and first batches are not the system's, and ends
+before the last step, behind which processes end. The bare parts warm up on the steps before the window and
+are measured on the window's, under their numbers and seeds: the trainer makes the same updates from the same
+weights, or the bench fails because its gradients have other norms, and the engine has seen none of the
+prompts. Waits for data are in no share: they take no CPU, and the time of the wall shares is that of work.
+
 Shares are bare over live: in CPU seconds per token of all processes of a role (of the rollout the worker, the
-engine and the rewards), which other work on the machine changes little; and as `wall` in tokens per second of
-the time in which the role was at work, which it spoils. The live window begins behind step SKIP: compilation
-and first batches are not the system's. The controller's CPU seconds are per 1,000 trajectories.
+engine and the rewards), which other work on the machine changes less; and as `wall` in tokens per second of
+the time in which the role was at work, which it spoils. `main thread` is of the live trainer's CPU seconds
+what its main thread takes, which trains: the rest publishes, talks and polls. It needs no second
+measurement, so it shows changes that are smaller than the spread of the shares. The controller's CPU seconds
+are per 1,000 trajectories.
 
 Figures: `engine_share` and `trainer_share`, medians of the CPU shares, each with a goal of 0.95; `..._wall`;
-`controller_seconds_per_1000`.
+`trainer_main_thread`; `controller_seconds_per_1000`.
 """
 
 import argparse
 import asyncio
 import json
+import math
 import os
 import select
 import subprocess
@@ -34,7 +43,6 @@ import common
 import psutil
 
 from laminar_hpc.config.load import read_config
-from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.engine.interface import sampling_parameters
 from laminar_hpc.engine.sglang.server import SglangServer
 from laminar_hpc.machine.files import jsonl
@@ -48,8 +56,12 @@ from laminar_hpc.store.payload.whole import Whole
 SKIP = 2  # steps
 PARTS = ("engine", "trainer")
 STEPS = 12
-COLUMNS = ("repeat", "part", "ms of CPU per 1,000 tokens: live", "bare", "share", "wall share")
-Seconds = dict[str, float]  # CPU seconds by role
+COLUMNS = (
+    *("repeat", "part", "ms of CPU per 1,000 tokens: live", "bare", "share", "wall share"),
+    *("main thread", "per 1000", "load"),
+)
+MAIN = "trainer's main thread"
+Seconds = dict[str, float]  # CPU seconds by role, and of MAIN
 
 
 def cpu_of(process: psutil.Process) -> float:
@@ -59,31 +71,42 @@ def cpu_of(process: psutil.Process) -> float:
 
 
 class Watch(threading.Thread):
-    """CPU seconds by role at the end of each step of a run under way."""
+    """CPU seconds by role at the end of each step of a run of so many, between SKIP and the last."""
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, steps: int) -> None:
         super().__init__(daemon=True)
         self.run_dir = run_dir
+        self.steps = steps
         self.ended = threading.Event()
         self.seen: dict[int, Seconds] = {}
+        self.processes: dict[str, psutil.Process] = {}
 
     def run(self) -> None:
         while not self.ended.wait(0.1):
             path = self.run_dir / "metrics.jsonl"
             lines = jsonl.read(path) if path.exists() else []
             steps = [line["step"] for line in lines if line["kind"] == "step"]
-            if steps and steps[-1] not in self.seen:
+            if steps and not self.processes:  # a look for them takes longer than one at them
+                self.processes = self.ranks()
+            if steps and SKIP <= steps[-1] < self.steps and steps[-1] not in self.seen:
                 self.seen[steps[-1]] = self.roles()
 
     def roles(self) -> Seconds:
-        roles, found = assign_roles(1, 1, 1, 4), Seconds()
+        found = {role: cpu_of(process) for role, process in self.processes.items()}
+        trainer = self.processes["trainer"]
+        own = next(each for each in trainer.threads() if each.id == trainer.pid)
+        return found | {MAIN: own.user_time + own.system_time}
+
+    def ranks(self) -> dict[str, psutil.Process]:
+        """The process of each role."""
+        roles, found = assign_roles(1, 1, 1, 4), dict[str, psutil.Process]()
         for process in psutil.process_iter():
             try:
                 here = f"run_dir={self.run_dir}" in process.cmdline()
                 rank = process.environ().get("RANK") if here else None
                 parent = process.parent()
                 if rank is not None and (parent is None or "RANK" not in parent.environ()):
-                    found[roles[int(rank)].role] = cpu_of(process)
+                    found[roles[int(rank)].role] = process
             except psutil.Error:  # it has ended meanwhile, or is not ours
                 continue
         return found
@@ -92,24 +115,23 @@ class Watch(threading.Thread):
 def live(options: argparse.Namespace, folder: Path, repeat: int) -> tuple[Run, Seconds, int, int]:
     """A run, the CPU seconds of its window by role, and the window's first and last step."""
     name = f"live-{repeat}"
-    watch = Watch(folder / name)
+    watch = Watch(folder / name, options.steps)
     watch.start()
     try:
         run = common.train(options, folder, name, {"seed": repeat, "evaluation.files": "[]"})
     finally:
         watch.ended.set()
         watch.join()
-    # behind the last step some have ended
-    steps = sorted(step for step, roles in watch.seen.items() if step >= SKIP and len(roles) == 4)
+    steps = sorted(watch.seen)
     if len(steps) < 2:
         raise SystemExit(f"{name} was too short to be watched: give it more --steps")
     first, last = watch.seen[steps[0]], watch.seen[steps[-1]]
     return run, {role: last[role] - first[role] for role in last}, steps[0], steps[-1]
 
 
-def batches_of(run: Run, first: int, last: int) -> list[list[Whole]]:
-    """What the steps behind `first` up to `last` have trained."""
-    by_step = [[t.id for t in run.consumed if t.consumed_step == step] for step in range(first, last)]
+def batches_of(run: Run, last: int) -> list[list[Whole]]:
+    """What the steps up to `last` have trained."""
+    by_step = [[t.id for t in run.consumed if t.consumed_step == step] for step in range(last)]
     return [sorted(run.wholes(ids), key=lambda whole: whole.record.group_id) for ids in by_step]
 
 
@@ -117,8 +139,8 @@ def batches_of(run: Run, first: int, last: int) -> list[list[Whole]]:
 
 
 def passes(cpu: Callable[[], float]) -> Iterator[int]:
-    """In a process of its own: a pass over the work that warms up; one that is measured, once the parent says
-    so, and printed; then others while the other part is measured."""
+    """In a process of its own: pass 0 warms up; 1 is measured, once the parent says so, and printed; then
+    others while the other part is measured."""
     yield 0
     print("ready", flush=True)
     sys.stdin.readline()
@@ -130,7 +152,22 @@ def passes(cpu: Callable[[], float]) -> Iterator[int]:
         yield (number := number + 1)
 
 
-def trainer_alone(config: RunConfig, batches: list[list[Whole]]) -> None:
+class Work:
+    """Of a run's steps `first` to `last`; of a pass: number and batch of each step."""
+
+    def __init__(self, run_dir: Path, first: int, last: int) -> None:
+        self.config = read_config(run_dir / "config.yaml")
+        self._first, run = first, rundata.load(run_dir)
+        self._batches = batches_of(run, last)
+        self.norms = {step["step"] - 1: step["grad_norm"] for step in run.steps}
+
+    def of(self, number: int) -> list[tuple[int, list[Whole]]]:
+        """Pass 0 has the steps before the window."""
+        steps = list(enumerate(self._batches))
+        return steps[self._first :] if number else steps[: self._first]
+
+
+def trainer_alone(work: Work) -> None:
     """The trainer's step on each batch."""
     import torch
     import torch.distributed as dist
@@ -140,17 +177,19 @@ def trainer_alone(config: RunConfig, batches: list[list[Whole]]) -> None:
     from laminar_hpc.trainer.step.batch import in_memory
     from laminar_hpc.trainer.step.learner import Learner
 
-    torch.set_num_threads(config.trainer.threads)
+    torch.set_num_threads(work.config.trainer.threads)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    learner = Learner(config, MegatronPolicy(config))
-    for _ in passes(time.process_time):
-        for step, batch in enumerate(batches):
-            learner.train(in_memory(batch), step, lambda: None)
+    learner = Learner(work.config, MegatronPolicy(work.config))
+    for number in passes(time.process_time):
+        for step, batch in work.of(number):
+            norm = learner.train(in_memory(batch), step, lambda: None)["grad_norm"]
+            if number < 2 and not math.isclose(norm, work.norms[step], rel_tol=1e-3):
+                raise SystemExit(f"step {step} was other work: {norm=}, live {work.norms[step]}")
 
 
-async def engine_alone(config: RunConfig, batches: list[list[Whole]], folder: Path) -> None:
+async def engine_alone(work: Work, folder: Path) -> None:
     """Generates each batch anew; CPU seconds are those of server and driver."""
-    server, me = SglangServer(config, 0, folder), psutil.Process()
+    server, me, config = SglangServer(work.config, 0, folder), psutil.Process(), work.config
     try:
         await server.start(Path(config.model.path), 0, seed=1)
 
@@ -162,7 +201,7 @@ async def engine_alone(config: RunConfig, batches: list[list[Whole]], folder: Pa
             await asyncio.gather(*(one(w, f"{name}-{w.record.trajectory_id}") for w in batch))
 
         for number in passes(lambda: cpu_of(me)):
-            for step, batch in enumerate(batches):
+            for step, batch in work.of(number):
                 await all_of(batch, f"{number}-{step}")
     finally:
         await server.stop()
@@ -205,11 +244,11 @@ def side_by_side(
 
 def child(what: str, run_dir: Path, first: int, last: int) -> None:
     die_with_parent()
-    config, batches = read_config(run_dir / "config.yaml"), batches_of(rundata.load(run_dir), first, last)
+    work = Work(run_dir, first, last)
     if what == "trainer":
-        trainer_alone(config, batches)
+        trainer_alone(work)
     else:
-        asyncio.run(engine_alone(config, batches, run_dir))
+        asyncio.run(engine_alone(work, run_dir))
 
 
 # ---- together ----------------------------------------------------------------------------------------------
@@ -237,6 +276,8 @@ def repeat_of(options: argparse.Namespace, folder: Path, repeat: int) -> list[di
                 "bare": cpu / tokens * 1e6,
                 "share": cpu / spent[role],
                 "wall share": seconds / at_work,
+                "main thread": spent[MAIN] / spent[role] if part == "trainer" else None,
+                "load": os.getloadavg()[0],
             }
         )
     trained = sum(step["trajectories"] for step in steps)
@@ -259,7 +300,8 @@ def main() -> None:
     rows = []
     with common.run_folder(options) as folder:
         for repeat in range(options.repeats):
-            rows += repeat_of(options, folder, repeat)
+            rows += (found := repeat_of(options, folder, repeat))
+            print(common.table(found, COLUMNS), file=sys.stderr, flush=True)
 
     def middle(part: str, key: str) -> float | None:
         return common.median([row.get(key) for row in rows if row["part"] == part])
@@ -269,9 +311,10 @@ def main() -> None:
         "trainer_share": middle("trainer", "share"),
         "engine_share_wall": middle("engine", "wall share"),
         "trainer_share_wall": middle("trainer", "wall share"),
+        "trainer_main_thread": middle("trainer", "main thread"),
         "controller_seconds_per_1000": middle("controller", "per 1000"),
     }
-    common.finish(options, figures, rows, (*COLUMNS, "per 1000"))
+    common.finish(options, figures, rows, COLUMNS)
 
 
 if __name__ == "__main__":

@@ -2,17 +2,17 @@
 planned."""
 
 import json
-import signal
-import subprocess
+import re
 
 import pytest
 import yaml
 
-from laminar_hpc.config.check import check
+from laminar_hpc.config.check import check, derive
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.load import load_config
 from laminar_hpc.config.memory import USABLE
 from laminar_hpc.launch import cli
+from laminar_hpc.launch.ssh.hosts import Host, assign
 from laminar_hpc.simulator import plan, plan_command
 from laminar_hpc.simulator.divisions import (
     Candidate,
@@ -23,7 +23,8 @@ from laminar_hpc.simulator.divisions import (
     trainer_settings,
 )
 from laminar_hpc.simulator.plan import evaluate, planned_lengths, rates, search
-from laminar_hpc.simulator.plan_files import experiment, rollout_machines, trainer_machines
+from laminar_hpc.simulator.plan_command import host_lines, submitted
+from laminar_hpc.simulator.plan_files import experiment
 from laminar_hpc.simulator.settings import TRAINED, load_plan
 from laminar_hpc.simulator.tables import GPUS, MODELS
 
@@ -35,16 +36,13 @@ SMALL = [
     "warmup_steps=1",
 ]
 MIXED = "pools=[{gpu: H800, count: 16}, {gpu: H20, count: 8}]"
+GB200 = "pools=[{gpu: GB200, count: 16}]"
+THREE = "pools=[{gpu: H800, count: 8}, {gpu: A100, count: 16}, {gpu: L40S, count: 4}]"
 QUESTIONS = {
     "one node": ["node", *SMALL],
     "L40S": ["node", *SMALL, "pools=[{gpu: L40S, count: 16}]", "workload.max_response_tokens=4096"],
     "mixed": ["mixed", *SMALL],
-    "three pools": [
-        "mixed",
-        *SMALL,
-        "model=7B",
-        "pools=[{gpu: H800, count: 8}, {gpu: A100, count: 16}, {gpu: L40S, count: 4}]",
-    ],
+    "three pools": ["mixed", *SMALL, "model=7B", THREE],
     "cheapest": ["cheapest", *SMALL, "trainer_busy=0.1"],
     "32B on 64": ["mixed", *SMALL, "pools=[{gpu: H100, count: 64}]"],
     "72B on 128 + 64": [
@@ -160,83 +158,55 @@ def test_a_plan_of_one_replica_moves_nothing():
     assert yaml.safe_load(text)["pipeline"]["repack"] == "off"
 
 
-def test_all_processes_of_a_plan_are_started_once(tmp_path, monkeypatch):
-    """Promise: the machines of NAME.sh and NAME.sbatch start every trainer rank and every replica, in the
-    shell's own arithmetic."""
-    monkeypatch.setattr(plan, "_SIMULATED", 1)
-    config = load_plan("mixed", [*SMALL, "pools=[{gpu: H800, count: 16}, {gpu: H20, count: 16}]", "name=two"])
-    found = plan.search(config)
-    plan_command.write(config, found, tmp_path)
-    best = found.best.candidate
-    launch = tmp_path / "launch"
-    launch.mkdir()
-    for role in ("controller", "trainer", "relay", "rollout", "common"):
-        (launch / f"{role}.sh").write_text(
-            f'#!/usr/bin/env bash\necho {role} ${{TRAINERS:-0}} ${{LANES:-0}} ${{ROLLOUTS:-0}} "$@"\n'
-        )
-        (launch / f"{role}.sh").chmod(0o755)
-
-    def start(*arguments: str) -> list[str]:
-        done = subprocess.run(
-            [tmp_path / "two.sh", *arguments],
-            env={"LAUNCH": str(launch), "HOST": "10.0.0.1", "PATH": "/usr/bin:/bin"},
-            capture_output=True,
-            text=True,
-            timeout=20,
-            check=False,
-        )
-        return [f"refused {done.returncode}"] if done.returncode else done.stdout.splitlines()
-
-    trainers, relays, replicas = set(), set(), 0
-    for machine in range(trainer_machines(config, best).count):
-        (line,) = start("trainer", str(machine), "seed=3")
-        assert f"--config-dir {tmp_path} experiment=two cluster.host=10.0.0.1" in line
-        assert line.endswith("seed=3")
-        first = int(line.partition("first_index=")[2].split()[0])
-        trainers |= set(range(first, first + int(line.split()[1])))
-    machines = sum(part.count for part in rollout_machines(config, best))
-    for machine in range(machines):
-        for line in start("rollout", str(machine)):
-            role, _, lanes, rollouts, *_ = line.split()
-            if role == "rollout":
-                assert "first_index" not in line, "the controller numbers them"
-                replicas += int(rollouts)
-                continue
-            first = int(line.partition("first_index=")[2].split()[0])
-            assert not relays & set(range(first, first + int(lanes)))
-            relays |= set(range(first, first + int(lanes)))
-    assert trainers == set(range(best.trainer_gpus)) and replicas == best.replicas
-    assert relays == set(range(2 * machines)), "two lanes for 32B"
-    for wrong in (["trainer", "99"], ["rollout", "-1"], ["rollouts", "0"], ["trainer"]):
-        assert start(*wrong) == ["refused 2"]
-    job = (tmp_path / "two.sbatch").read_text()
-    assert subprocess.run(["bash", "-n", tmp_path / "two.sbatch"], check=False).returncode == 0
-    assert job.count("#SBATCH --nodes=") == job.count("\nstart ") == 1 + len(best.rollouts)
-
-
-def test_a_machine_of_a_plan_that_is_told_to_end(tmp_path, monkeypatch):
-    """Promise: TERM to NAME.sh reaches its relays and its replicas, and its exit code is theirs."""
-    monkeypatch.setattr(plan, "_SIMULATED", 1)
-    config = load_plan("node", [*SMALL, "pools=[{gpu: H800, count: 16}]", "name=one"])
-    plan_command.write(config, plan.search(config), tmp_path)
-    launch = tmp_path / "launch"
-    launch.mkdir()
-    (launch / "common.sh").touch()
-    for role, code in (("relay", 0), ("rollout", 0)):
-        (launch / f"{role}.sh").write_text(
-            f"#!/usr/bin/env bash\ntrap 'kill $!; exit {code}' TERM\nsleep 60 & echo {role}\nwait\n"
-        )
-        (launch / f"{role}.sh").chmod(0o755)
-    process = subprocess.Popen(
-        [tmp_path / "one.sh", "rollout", "0"],
-        env={"LAUNCH": str(launch), "HOST": "10.0.0.1", "PATH": "/usr/bin:/bin"},
-        stdout=subprocess.PIPE,
-        text=True,
+@pytest.mark.parametrize("words", [["mixed", MIXED], ["node", GB200], ["mixed", THREE, "model=7B"]])
+def test_the_machines_of_a_plan_hold_all_of_it(words):
+    """Promise: `laminar launch` starts every trainer rank and every replica on the machines that the plan
+    names, none of which has more GPUs than the question gave it."""
+    config, run = (
+        load_plan(*words[:1], [*SMALL, *words[1:]]),
+        load_config(["experiment=demo", "dry_run=true"]),
     )
-    assert process.stdout is not None
-    assert {process.stdout.readline().strip() for _ in range(2)} == {"relay", "rollout"}
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(20) == 0
+    seen = set()
+    for candidate in candidates(config):
+        t = trainer_settings(config, candidate)
+        for key in ("tensor_parallel", "pipeline_parallel", "context_parallel", "data_parallel"):
+            setattr(run.trainer, key, getattr(t, key))
+        run.rollout.replicas, run.rollout.tensor_parallel = candidate.replicas, candidate.tensor_parallel
+        named = re.findall(r"(\d+) machines? of (\w+) with gpus=(\d+)", host_lines(config, candidate))
+        hosts = [Host(f"{gpu}-{i}", int(size)) for count, gpu, size in named for i in range(int(count))]
+        given = {pool.gpu: pool.count for pool in config.pools}
+        assert all(int(count) * int(size) <= given[gpu] for count, gpu, size in named)
+        parts = assign(run, derive(run), hosts)
+        assert sum(part.replicas for part in parts) == candidate.replicas
+        trainers = [part for part in parts if part.trainers]
+        each = candidate.trainer_gpus // len(trainers)
+        assert each * len(trainers) == candidate.trainer_gpus
+        assert {part.host.name.partition("-")[0] for part in trainers} == {
+            config.pools[candidate.trainer_pool].gpu
+        }
+        for part in parts:
+            used = part.replicas * candidate.tensor_parallel + each * (part.trainers is not None)
+            assert used <= part.host.gpus
+            seen.add((part.trainers is not None, part.replicas > 0))
+    assert GB200 not in words or (True, True) in seen
+
+
+def test_a_plan_says_what_slurm_needs():
+    """Promise: of one kind of GPU the nodes' size, of several their names; nothing where nodes differ in
+    size."""
+    for pools, expected in (
+        (MIXED, ["--apart --gpus-per-node=8 --trainer='--constraint=H800' --rollouts='--constraint=H20'"]),
+        (GB200, ["--apart --gpus-per-node=4"]),
+        ("pools=[{gpu: H800, count: 16}, {gpu: GB200, count: 8}]", []),
+    ):
+        config = load_plan("mixed", [*SMALL, pools])
+        last = len(config.pools) - 1
+        candidate = next(
+            each
+            for each in candidates(config)
+            if each.trainer_pool == 0 and [pool for pool, *_ in each.rollouts] == [last]
+        )
+        assert submitted(config, candidate) == expected
 
 
 def test_plan_is_as_good_as_every_candidate():

@@ -23,15 +23,16 @@ def test_machines_of_four_gpus(tmp_path):
     config = load_plan("node", [*SMALL, "pools=[{gpu: GB200, count: 8}]"])
     for candidate in candidates(config):
         trainers, rollouts = trainer_machines(config, candidate), rollout_machines(config, candidate)
-        assert all(part.gpus <= 4 for part in (trainers, *rollouts))
+        tp = candidate.tensor_parallel
+        assert all(n * tp <= 4 for part in rollouts for n in part.processes) and max(trainers.processes) <= 4
         beside = [part for part in rollouts if part.beside]
-        assert all(trainers.gpus + part.gpus <= 4 and part.count <= trainers.count for part in beside)
+        for part in beside:
+            assert trainers.processes[0] + part.processes[0] * tp <= 4 and part.count <= trainers.count
         assert trainers.count + sum(part.count for part in rollouts if not part.beside) <= 2
     whole = next(candidate for candidate in candidates(config) if candidate.trainer_gpus == 4)
     planned = plan.RatedCandidate(whole, 0.0, figures=plan.evaluate(config, whole))
     lines = plan_command.write(config, plan.Plan(planned, None, 1, 1), tmp_path)
-    assert any("trainer machine N = 0" in line for line in lines), "they are two machines, not one"
-    assert (tmp_path / "node.sbatch").read_text().count("--gpus-per-node=gb200:4") == 2
+    assert any("2 machines of GB200 with gpus=4" in line for line in lines), "they are two machines, not one"
     with pytest.raises(LaminarError, match=r"count=6: machines have 4 GPUs: give a multiple"):
         load_plan("node", ["pools=[{gpu: GB200, count: 6}]"])
 
@@ -48,9 +49,9 @@ def test_replicas_stay_inside_a_machine(tmp_path):
     for candidate in found:
         machines, trainers = rollout_machines(config, candidate), trainer_machines(config, candidate)
         assert sum(sum(part.processes) for part in machines) == candidate.replicas
-        assert trainers.gpus % trainer_settings(config, candidate).tensor_parallel == 0
+        assert trainers.processes[0] % trainer_settings(config, candidate).tensor_parallel == 0
         for part in machines:
-            free = 6 - trainers.gpus if part.beside else 6
+            free = 6 - trainers.processes[0] if part.beside else 6
             assert all(n * candidate.tensor_parallel <= free for n in part.processes)
 
 

@@ -133,11 +133,5 @@ def test_the_cheapest_far_rollouts_that_keep_the_trainer_busy(tmp_path, capsys, 
     written = yaml.safe_load((tmp_path / "experiment" / "wide_area.yaml").read_text())
     assert written["relay"]["delta"] == "auto" and written["relay"]["publish_timeout_seconds"] >= 60
     assert written["pipeline"]["repack"] == "auto"  # all replicas are in one place
-    assert (
-        sum(
-            "one file system that the machines of all" in line
-            for line in capsys.readouterr().out.splitlines()
-        )
-        == 1
-    )
-    assert (tmp_path / "wide_area.sh").exists() and not list(tmp_path.glob("*.sbatch"))
+    said = capsys.readouterr().out
+    assert said.count("one file system that the machines of all") == 1 and "laminar submit" not in said

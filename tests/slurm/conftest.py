@@ -137,14 +137,6 @@ def three_nodes() -> Iterator[SlurmCluster]:
         yield cluster
 
 
-@pytest.fixture(scope="module")
-def slurm_with_gpus() -> Iterator[SlurmCluster]:
-    """Two nodes with two declared H100 on each, which are links to /dev/null: Slurm gives them out, and
-    no process can use one."""
-    with _cluster("--gpus", "2", "--gpu-type", "h100") as cluster:
-        yield cluster
-
-
 @contextmanager
 def _cluster(*options: str, nodes: int = 2) -> Iterator[SlurmCluster]:
     if obstacle := _obstacle():

@@ -14,27 +14,26 @@ from laminar_hpc.config.load import load_config
 from laminar_hpc.config.system_schema import TrainerConfig
 from laminar_hpc.simulator.divisions import (
     RECOMPUTED,
+    Candidate,
     away,
     describe,
     kv_cache_tokens,
+    machine_size,
     repack_of,
     trainer_settings,
 )
 from laminar_hpc.simulator.finished import command as finished
 from laminar_hpc.simulator.plan import Plan, RatedCandidate, search
 from laminar_hpc.simulator.plan_files import (
-    beside_trainers,
     experiment,
-    launch_script,
-    numbers,
     on_one_machine,
     rollout_machines,
-    sbatch,
     trainer_machines,
 )
 from laminar_hpc.simulator.plan_memory import lanes
 from laminar_hpc.simulator.schema import PlanConfig
 from laminar_hpc.simulator.settings import load_plan, output_folder, questions, say
+from laminar_hpc.simulator.tables import GPUS
 
 
 def expectations(config: PlanConfig, plan: Plan) -> list[str]:
@@ -93,7 +92,7 @@ def explain(plan: Plan) -> str:
 
 
 def write(config: PlanConfig, plan: Plan, folder: Path) -> list[str]:
-    """Writes the plan's files into `folder` and tries the experiment as `laminar train ... dry_run=true`
+    """Writes the plan's file into `folder` and tries it as `laminar train ... dry_run=true`
     does. Gives the lines that say how to run it. Raises LaminarError, and leaves no file, when the experiment
     would be refused."""
     candidate, name = plan.best.candidate, config.name
@@ -113,37 +112,48 @@ def write(config: PlanConfig, plan: Plan, folder: Path) -> list[str]:
     lines = [f"file         {file}", f"try          laminar train {shlex.join(words)} dry_run=true"]
     if on_one_machine(config):
         return [*lines, f"run          laminar train {shlex.join(words)} {yours}"]
-    script = folder / f"{name}.sh"
-    script.write_text(launch_script(config, candidate))
-    script.chmod(0o755)
-    rollouts = rollout_machines(config, candidate)
-    counts = {
-        "trainer": trainer_machines(config, candidate).count,
-        "rollout": sum(part.count for part in rollouts),
-    }
-    shown = shlex.quote(str(script))
+    option = f"--plan={shlex.quote(str(file))}"
     lines += [
-        f"run          {shown} controller 0 {yours}   on the first trainer machine",
-        *(
-            f"             {shown} {role} N {yours}   on {role} machine N = {numbers(range(count))}"
-            for role, count in counts.items()
-        ),
+        f"run          laminar launch --hosts FILE {option} {yours}",
+        f"             FILE lists {host_lines(config, candidate)}",
     ]
-    if both := beside_trainers(rollouts):
-        trainers = numbers(range(len(both)))
-        lines.append(
-            f"             rollout machine {numbers(both)} is trainer machine {trainers}, on its other GPUs"
-        )
     if away(config, candidate):
-        lines += [
-            "needs        RUN_DIR on one file system that the machines of all places mount; without one,",
-            "             cluster.storage=stream, and elsewhere `laminar join` in place of the script",
+        return [
+            *lines,
+            "needs        run_dir on one file system that the machines of all places mount, or",
+            "             cluster.storage=stream",
         ]
-    else:  # one Slurm job reaches all machines
-        job = folder / f"{name}.sbatch"
-        job.write_text(sbatch(config, candidate))
-        lines.append(f"or           cd {shlex.quote(str(folder))} && sbatch {job.name} {yours}")
-    return lines
+    return [
+        *lines,
+        *(f"or           laminar submit {option} {yours} {o}" for o in submitted(config, candidate)),
+    ]
+
+
+def host_lines(config: PlanConfig, candidate: Candidate) -> str:
+    """The machines in the order in which `laminar launch` takes them: the trainer's first."""
+    parts = [part for part in rollout_machines(config, candidate) if not part.beside]
+    counts = dict[int, int]()
+    for part in (trainer_machines(config, candidate), *parts):
+        counts[part.pool] = counts.get(part.pool, 0) + part.count
+    of_pools = ((count, config.pools[number]) for number, count in counts.items())
+    return ", then ".join(
+        f"{count} machine{'s' * (count > 1)} of {pool.gpu} with gpus={machine_size(pool)}"
+        for count, pool in of_pools
+    )
+
+
+def submitted(config: PlanConfig, candidate: Candidate) -> list[str]:
+    """The options of `laminar submit` as one text: the GPUs of a node, and of several kinds the names. None
+    where the nodes differ in size."""
+    used = [config.pools[number] for number in (candidate.trainer_pool, *(r[0] for r in candidate.rollouts))]
+    kinds = list(dict.fromkeys(pool.gpu for pool in used[1:]))
+    sizes = {GPUS[pool.gpu].machine for pool in used}
+    if len(sizes) > 1:
+        return []
+    options = f"--apart --gpus-per-node={sizes.pop()}"
+    if kinds != [used[0].gpu]:
+        options += f" --trainer='--constraint={used[0].gpu}' --rollouts='--constraint={'|'.join(kinds)}'"
+    return [options]
 
 
 def _as_dict(planned: RatedCandidate) -> dict[str, object]:

@@ -143,7 +143,7 @@ class PlanConfig:
     """What `laminar plan` is asked."""
 
     name: str = "plan"
-    out_dir: str = ""  # of NAME.yaml and NAME.sbatch; empty = runs/plan-NAME
+    out_dir: str = ""  # of experiment/NAME.yaml; empty = runs/plan-NAME
     seed: int = number(0, at_least=0)
     model: str = field(default="32B", metadata=choices(MODELS))
     pools: list[PoolConfig] = field(default_factory=lambda: [PoolConfig()])

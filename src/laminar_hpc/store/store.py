@@ -58,6 +58,7 @@ class Store:
         self._journal = journal
         self.assure = assure
         self._say = say
+        self._log = self.path.with_name(f"{self.path.name}-wal")
         try:
             if read_only:
                 uri = f"{self.path.resolve().as_uri()}?mode=ro"
@@ -161,7 +162,7 @@ class Store:
     def _files(self) -> tuple[int, int, int, int]:
         """What others change who remove the file or its log, or write into the file."""
         try:
-            file, log = self.path.stat(), self.path.with_name(f"{self.path.name}-wal").stat()
+            file, log = self.path.stat(), self._log.stat()
             return file.st_ino, file.st_mtime_ns, file.st_size, log.st_ino
         except FileNotFoundError:
             return 0, 0, 0, 0

@@ -94,6 +94,13 @@ def train(
     }
 
 
+def groups_of(model: str, settings: dict) -> list[list[int]]:
+    """The ranks of each process group that this rank is in, once it has a policy."""
+    MegatronPolicy(tiny.make_config(Path(model), **settings))
+    ranks_of = dist.distributed_c10d._world.pg_group_ranks.values()
+    return [list(of) for of in ranks_of if dist.get_rank() in of]
+
+
 def weights_of(policy: MegatronPolicy) -> dict[str, np.ndarray]:
     return {name: t.float().cpu().numpy().copy() for name, t in policy.canonical_tensors()}
 

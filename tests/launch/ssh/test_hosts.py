@@ -66,11 +66,14 @@ def test_mistakes_in_the_host_file_are_all_said(tmp_path: Path) -> None:
         ((1, 1, 2), 5, 1, (2, 2, 8), [("n1", (0, 1), 0), ("n2", None, 2), ("n3", None, 3)]),
         ((1, 1, 4), 1, 1, (4, 4, 4), [("n1", (0, 1), 0), ("n2", None, 1)]),  # n3 has nothing to do
         ((1, 1, 2), 9, 1, (2, 2, 8), [("n1", (0, 1), 0), ("n2", None, 2), ("n3", None, 7)]),
+        ((1, 1, 8), 2, 1, (8, 4), [("n1", (0, 1), 0), ("n2", None, 2)]),  # a small one behind the trainers'
+        ((1, 1, 4), 5, 2, (8, 8), [("n1", (0, 1), 2), ("n2", None, 3)]),  # beside trainers
+        ((1, 1, 1), 1, 1, (8,), [("n1", (0, 1), 1)]),
     ],
 )  # fmt: skip
 def test_who_runs_where(trainers, replicas, size, gpus, expected) -> None:
-    """Trainers in equal shares on the first machines, engines whole on those behind them; the controller is
-    on the first machine, and all are placed."""
+    """Trainers in equal shares on the first machines, engines whole on those behind them, and beside trainers
+    where they must; the controller is on the first machine, and all are placed."""
     config = config_of(trainers, replicas, size)
     found = placed(config, *gpus)
     assert found == expected
@@ -84,9 +87,8 @@ def test_what_has_no_place_is_refused() -> None:
         (
             config_of((1, 1, 8), 2, 8),
             (8, 8),
-            "2 replicas of 8 GPUs .* do not fit the 1 machines .* room for 1",
+            "2 replicas of 8 GPUs .* do not fit the machines, which have room for 1 beside the trainers",
         ),
-        (config_of((1, 1, 1), 1, 1), (8,), "for one machine use laminar train"),
         (load_config(["experiment=one_gpu", "dry_run=true"]), (1, 1), "name the same GPUs"),
     ):
         with pytest.raises(LaminarError, match=words):

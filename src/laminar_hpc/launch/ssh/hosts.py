@@ -5,12 +5,13 @@
     me@10.0.0.2      gpus=8
 
 The controller is on the first machine. The trainers fill the first ones in equal shares, as in a Slurm job
-(launch/slurm/layout.py); relays and replicas are on those behind them. With cluster.storage=stream these see
+(launch/slurm/layout.py); relays and replicas are on those behind them, and where these have no room also on
+the trainers' other GPUs. With cluster.storage=stream these see
 no folder of the run, and the first machine has a relay from which theirs get the weights.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -82,7 +83,8 @@ def assign(config: RunConfig, derived: Derived, hosts: Sequence[Host]) -> list[H
     nodes = _trainer_hosts(config, derived, hosts)
     here = {host: (index, len(nodes)) for index, host in enumerate(nodes)}
     free = [host for host in hosts if host not in here]
-    replicas = _replicas(config, derived, free or ([] if on_gpus else list(hosts)))
+    beside = {host: host.gpus - derived.trainer_ranks // len(nodes) for host in nodes if host.gpus}
+    replicas = _replicas(config, derived, free or ([] if on_gpus else list(hosts)), beside)
     parts = [
         HostPart(host, host == hosts[0], here.get(host), replicas.get(host, 0))
         for host in hosts
@@ -100,9 +102,9 @@ def _joining(parts: Sequence[HostPart]) -> list[HostPart]:
 
 
 def _trainer_hosts(config: RunConfig, derived: Derived, hosts: Sequence[Host]) -> list[Host]:
-    smallest = min((host.gpus for host in hosts if host.gpus), default=0)
-    each = trainers_per_node(config, derived, smallest)
-    nodes = [host for host in hosts if host.gpus >= each or not smallest][: derived.trainer_ranks // each]
+    size = next((host.gpus for host in hosts if host.gpus), 0)
+    each = trainers_per_node(config, derived, size)
+    nodes = [host for host in hosts if host.gpus >= each or not size][: derived.trainer_ranks // each]
     if len(nodes) * each < derived.trainer_ranks:
         raise LaminarError(
             f"{derived.trainer_ranks} trainers, {each} on each machine, need {derived.trainer_ranks // each} "
@@ -111,18 +113,23 @@ def _trainer_hosts(config: RunConfig, derived: Derived, hosts: Sequence[Host]) -
     return nodes
 
 
-def _replicas(config: RunConfig, derived: Derived, free: Sequence[Host]) -> dict[Host, int]:
-    """How many on which machine: as equally as their GPUs allow."""
+def _replicas(
+    config: RunConfig, derived: Derived, free: Sequence[Host], beside: Mapping[Host, int]
+) -> dict[Host, int]:
+    """How many on which machine: on the `free` ones as equally as their GPUs allow, then on the trainers',
+    whose other GPUs are `beside`."""
     size = config.rollout.tensor_parallel
     left = config.rollout.fewest if derived.rollout_ranks else 0
     room = {host: host.gpus // size if host.gpus else left for host in free}
     if any(host.gpus for host in free):
         room = {host: number for host, number in room.items() if host.gpus}
     if left > sum(room.values()):
+        room |= {host: gpus // size for host, gpus in beside.items()}
+    if left > sum(room.values()):
         raise LaminarError(
             f"{left} replicas of {size} GPUs (rollout.replicas, rollout.tensor_parallel) do not fit the "
-            f"{len(room)} machines after the trainers', which have room for {sum(room.values())}: name more, "
-            "or lower rollout.replicas; for one machine use laminar train"
+            f"machines, which have room for {sum(room.values())} beside the trainers: name more, or lower "
+            "rollout.replicas"
         )
     found: dict[Host, int] = {}
     for position, (host, most) in enumerate(room.items()):

@@ -310,6 +310,7 @@ def build_optimizer(
             use_distributed_optimizer=config.trainer.distributed_optimizer,
         ),
         models,
+        use_gloo_process_groups=False,  # groups.py makes none
     )
     prime(optimizer)
     fuse(optimizer)

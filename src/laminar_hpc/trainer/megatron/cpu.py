@@ -77,7 +77,7 @@ def _set_state(new_state: torch.Tensor, device: object = -1, graph_safe: bool = 
 
 
 @contextlib.contextmanager
-def _replaced(module: object, name: str, value: object) -> Iterator[None]:
+def replaced(module: object, name: str, value: object) -> Iterator[None]:
     before = getattr(module, name)
     setattr(module, name, value)
     try:
@@ -137,7 +137,7 @@ def cuda_as_cpu() -> Iterator[None]:
         megatron_random._CUDA_RNG_STATE_TRACKER_INITIALIZED = True
     with contextlib.ExitStack() as stack:
         for module, name, value in REPLACED:
-            stack.enter_context(_replaced(module, name, value))
+            stack.enter_context(replaced(module, name, value))
         stack.enter_context(_mode)
         yield
 

@@ -41,11 +41,11 @@ from laminar_hpc.trainer.megatron.building import (
     uses_transformer_engine,
     wrap,
 )
-from laminar_hpc.trainer.megatron.chunks import run_schedule, stage_module, virtual_size
+from laminar_hpc.trainer.megatron.chunks import run_schedule, stage_module
 from laminar_hpc.trainer.megatron.context import context_ranks, heads_in_attention, joined, joined_rows
 from laminar_hpc.trainer.megatron.cpu import cuda_as_cpu, native_calls
-from laminar_hpc.trainer.megatron.experts import expert_tensor_parallel
 from laminar_hpc.trainer.megatron.flash import use_fastest_attention
+from laminar_hpc.trainer.megatron.groups import make_groups
 from laminar_hpc.trainer.megatron.head import HeadSwitch, chunked_logprobs, whole_logprobs
 from laminar_hpc.trainer.megatron.linear import float32_product
 from laminar_hpc.trainer.megatron.loading import load_slices, load_whole, names_of_all, own_slices
@@ -85,16 +85,7 @@ class MegatronPolicy:
         torch.set_num_threads(config.trainer.threads)
         let_segments_grow()
         with cuda_as_cpu():
-            if not parallel_state.model_parallel_is_initialized():
-                parallel_state.initialize_model_parallel(
-                    config.trainer.tensor_parallel,
-                    config.trainer.pipeline_parallel,
-                    virtual_size(config.trainer),
-                    context_parallel_size=config.trainer.context_parallel,
-                    expert_model_parallel_size=config.trainer.expert_parallel,
-                    expert_tensor_parallel_size=expert_tensor_parallel(config),
-                    distributed_timeout_minutes=math.ceil(config.cluster.join_timeout_seconds / 60),
-                )
+            make_groups(config)
             torch.manual_seed(config.seed)
             tensor_parallel.model_parallel_cuda_manual_seed(config.seed)
             self._build_model()
