@@ -216,7 +216,7 @@ def _groups(
         ranks = Ranks(range(lanes), lanes)
         return [JoinedGroup(load_config(words), words, ranks, Restarts(PER_HOUR), advice=advice)]
 
-    relays = MachineRelays(granted.slots, shm_dir, start)
+    relays: MachineRelays | None = MachineRelays(granted.slots, shm_dir, start)
     if here and not relays.are_another_jobs():
         relays = None
     else:
