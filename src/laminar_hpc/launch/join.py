@@ -216,17 +216,16 @@ def _groups(
         ranks = Ranks(range(lanes), lanes)
         return [JoinedGroup(load_config(words), words, ranks, Restarts(PER_HOUR), advice=advice)]
 
-    relays: MachineRelays | None = MachineRelays(granted.slots, shm_dir, start)
-    if here and not relays.are_another_jobs():
-        relays = None
-    else:
+    relays = MachineRelays(granted.slots, shm_dir, start)
+    has_own = here and not relays.are_another_jobs()
+    if not has_own:
         settings = [*_place(config, granted), *settings]
         found += relays.look()
     words = [*settings, "role=rollout"]
     for number in range(replicas):
         ranks = Ranks([number], replicas)
         found.append(JoinedGroup(config, words, ranks, Restarts(PER_HOUR), advice=advice))
-    return found, relays
+    return found, None if has_own else relays
 
 
 def _place(config: RunConfig, granted: JoinGranted) -> list[str]:
