@@ -12,8 +12,8 @@ of its pair measured, with local batches of m steps:
 
 R is the round trip and B the bandwidth. A replica that has drained asks for work, and waits R. The last
 groups of a local batch need weights at most b steps older than their own step; after these were trained come
-their publication, the grant, the generation (at most `local` a step), the last response's way and training. Who
-asks for work before it has drained (rollout/asking.py) waits less than R, and may be faster than this.
+their publication, the grant, the generation (at most `local` a step), the last response's way and training.
+A replica that asks for work before it has drained (rollout/asking.py) waits less than R, and may be faster.
 
 In the rows, of both runs: `idle`, seconds that the replica waits for work per local batch; `late`, from the
 relay beside the trainer to that beside the rollout, of a publication; `line`, CPU seconds per step of the

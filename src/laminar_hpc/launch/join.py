@@ -53,6 +53,7 @@ _ASK_SECONDS = 60.0
 _LOST_SECONDS = 10.0
 _LOOK_SECONDS = 1.0
 _POLL_SECONDS = 0.1
+_END_SECONDS = 1.0
 _AGAIN_SECONDS = 20.0  # within which a relay that has died is there again
 _READ_BYTES = 4 << 20
 # settings, or sections of them, that a machine may have of its own; all others are the run's
@@ -218,28 +219,33 @@ def _groups(
         ranks = Ranks(range(lanes), lanes)
         return [JoinedGroup(load_config(words), words, ranks, Restarts(PER_HOUR), advice=advice)]
 
-    shared = MachineRelays(granted.slots, shm_dir, start)
-    relays: MachineRelays | None = None
-    if shared.are_another_jobs() or not _is_served(granted, shm_dir):
-        relays = shared
+    relays = MachineRelays(granted.slots, shm_dir, start)
+    has_own = not relays.are_another_jobs() and _is_served(granted, shm_dir)
+    if not has_own:
         settings = [*_place(config, granted), *settings]
         found += relays.look()
     words = [*settings, "role=rollout"]
     for number in range(replicas):
         ranks = Ranks([number], replicas)
         found.append(JoinedGroup(config, words, ranks, Restarts(PER_HOUR), advice=advice))
-    return found, relays
+    return found, None if has_own else relays
 
 
 def _is_served(granted: JoinGranted, shm_dir: str) -> bool:
     """A living relay of the run writes the slots of this machine. One of which there are only traces may have
-    been killed a moment ago, and may start again."""
+    been killed a moment ago, and may start again; that of a join which was killed ends a moment later."""
     root = slots_root(shm_dir, granted.slots)
+
+    def is_written() -> bool:
+        return any(map(is_held, root.glob("writer*")))
+
     traces = machine_name(shm_dir) in (granted.relays or ()) or root.exists()
     until = time.monotonic() + (_AGAIN_SECONDS if traces else 0.0)
-    while not (served := any(map(is_held, root.glob("writer*")))) and time.monotonic() < until:
+    while not (served := is_written()) and time.monotonic() < until:
         time.sleep(_POLL_SECONDS)
-    return served
+    if served:
+        time.sleep(_END_SECONDS)
+    return served and is_written()
 
 
 def _place(config: RunConfig, granted: JoinGranted) -> list[str]:
