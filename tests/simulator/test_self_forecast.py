@@ -80,6 +80,23 @@ def test_longer_responses_are_foretold(tmp_path, monkeypatch, capsys):
     assert found > 1.05 * whole
 
 
+@pytest.mark.parametrize(("growth", "within"), [(0.1, 0.03), (0.0, 0.05)])
+def test_what_is_still_to_be_learned_is_foretold(tmp_path, monkeypatch, growth, within):
+    """Promise: responses are as long as their trend makes them in the steps that are left, and so is the
+    step; where there is no trend they are as they were."""
+    made, config = made_up_run(tmp_path, steps=36, growth=growth)
+    later, config.steps = made.steps[30:], 36
+    made.launches[0].steps = made.steps[:30]
+    monkeypatch.setattr(rundata, "load", lambda _: made)
+    monkeypatch.setattr(self_forecast, "read_config", lambda _: config)
+    line = self_forecast.forecast(tmp_path)
+    found = line["now"]["figures"]["step_seconds"]
+    assert found == pytest.approx(sum(step["seconds"] for step in later) / len(later), rel=within)
+    assert (line["growth"] > 1.1) if growth else (line["growth"] == 1.0)
+    assert (found > 1.05 * line["happened"]["step_seconds"]) == bool(growth)
+    assert ("% longer (" in forecast.parts(line)[0]) == bool(growth)
+
+
 def test_twice_the_replicas_are_foretold(tmp_path):
     """Promise: where all wait for generation, twice the replicas are foretold to make a step shorter."""
     measured = measure_run(*made_up_run(tmp_path))

@@ -67,11 +67,17 @@ def text(line: dict, one: dict) -> str:
     return f"{' '.join(one['words'])}: {figures['step_seconds']:.2f} s per step ({gain:+.0%} tokens/s)"
 
 
+def _longer(line: dict) -> str:
+    """By how much responses are expected to be longer than measured, where that shows."""
+    more = line.get("growth", 1.0) - 1.0  # lines of earlier versions are without
+    return f", responses {abs(more):.0%} {'longer' if more > 0 else 'shorter'}" if abs(more) >= 0.01 else ""
+
+
 def parts(line: dict) -> list[str]:
     """The present settings, the best other ones, and what was foretold of the present ones."""
     happened, now, told = line["happened"], line["now"]["figures"], line["foretold"]
     measured = f"measured {happened['step_seconds']:.2f}, to step {line['step']}"
-    found = [f"{now['step_seconds']:.2f} s per step as it is ({measured})"]
+    found = [f"{now['step_seconds']:.2f} s per step as it is{_longer(line)} ({measured})"]
     found += [text(line, other) for other in line["others"][:_SHOWN]]
     if told:
         found.append(
@@ -86,7 +92,7 @@ def forecast_section(run: Run) -> str:
     line = newest(run.directory)
     if line is None:
         return ""
-    rows = [("measured", line["happened"]), ("simulated as it is", line["now"]["figures"])]
+    rows = [("measured", line["happened"]), (f"as it is{_longer(line)}", line["now"]["figures"])]
     if told := line["foretold"]:
         rows.append((f"foretold at step {told['step']}: {' '.join(told['words'])}", told["figures"]))
     rows += [(" ".join(other["words"]), other["figures"]) for other in line["others"][:_SHOWN]]

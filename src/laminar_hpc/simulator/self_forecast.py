@@ -1,11 +1,12 @@
 """A run that simulates itself: `python -m laminar_hpc.simulator.self_forecast RUN_DIR`, as `laminar top` and
 `laminar report` start it beside themselves.
 
-From the files of a run that goes on: what the newer half of its newest launch is measured to do, for learning
-makes responses longer or shorter, what its present settings are simulated to do, and what others would: on
-the same GPUs (split, staleness bound, local batch, repack) the fastest first, then with more replicas or
-fewer. One JSON line is printed, and added to RUN_DIR/forecasts.jsonl. Where an earlier line of other settings
-foretold the present ones, that forecast stands in it too, beside what they are measured to do (`foretold`).
+From the files of a run that goes on: what the newer half of its newest launch is measured to do, what its
+present settings are simulated to do in the steps that are left, at the measured costs and with responses as
+long as their trend makes them (finished/length_trend.py, `growth`), and what others would: on the same GPUs
+(split, staleness bound, local batch, repack) the fastest first, then with more replicas or fewer. One JSON
+line is printed, and added to RUN_DIR/forecasts.jsonl. Where an earlier line of other settings foretold the
+present ones, that forecast stands in it too, beside what they are measured to do (`foretold`).
 """
 
 import dataclasses
@@ -94,11 +95,13 @@ def forecast(run_dir: Path) -> dict:
     steps = run.launches[0].steps
     run.launches[0].steps = steps[-max(_NEWEST_MIN, len(steps) // 2) :]
     config = read_config(run_dir / "config.yaml")
-    measured = measure_run(run, config)
+    step = run.launches[0].steps[-1]["step"]
+    measured = measure_run(run, config, ahead=config.steps - step)
     now, others = forecasts(measured)
     return {
-        "step": run.launches[0].steps[-1]["step"],
+        "step": step,
         "happened": dataclasses.asdict(measured.happened),
+        "growth": measured.growth,
         "now": dataclasses.asdict(now),
         "others": [dataclasses.asdict(other) for other in others],
         "foretold": foretold(list(jsonl.read(run_dir / rundata.FORECASTS)), now.settings),
