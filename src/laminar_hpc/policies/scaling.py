@@ -9,8 +9,9 @@ n replicas the run makes
 
 where p says how well the two overlap. It follows from the window itself, where X = T / S: p is the root of
 (1 - W/S)^p + (1 - I/N)^p = 1. If the two take turns (pipeline=sync) p is 1, and if one of them is never idle
-X is the smaller of both rates; p is taken as SHARPEST at most, as nothing overlaps perfectly. R(n) falls
-where more replicas get smaller local batches, by the engines' own decode curve.
+X is the smaller of both rates; p is taken as SHARPEST at most, as nothing overlaps perfectly. Where the
+window did better than that, what it made stands: the least for more replicas, and the most for fewer. R(n)
+falls where more replicas get smaller local batches, by the engines' own decode curve.
 
 With X(most) the best there is, the run grows when it makes less than POOR of it, to the fewest replicas that
 make GOOD of it, and shrinks to the fewest that make ALL_BUT of it. As POOR < GOOD < ALL_BUT a change is
@@ -81,7 +82,11 @@ class ScalingRates:
         """Of a run with `n` replicas; never less than with fewer."""
         least = min(self.demand, n * self.of_replica(n))
         most = max(self.demand, n * self.of_replica(n))
-        return least * (1.0 + (least / most) ** self.overlap) ** (-1.0 / self.overlap)
+        found = least * (1.0 + (least / most) ** self.overlap) ** (-1.0 / self.overlap)
+        if self.overlap < SHARPEST:  # the window's own throughput is on this curve
+            return found
+        seen, now = self.window.throughput, self.window.replicas
+        return max(found, seen) if n >= now else min(found, seen)
 
 
 @dataclass(frozen=True)
