@@ -144,6 +144,9 @@ def measure_run(run: Run, config: RunConfig, ahead: int = 0) -> Measured:
     trained = [t for t in run.consumed if first["step"] <= t.consumed_step + 1 <= last["step"]]
     queue = _queue(steps, config)
     batches, rollouts = local_batches(run, begin, end), _rollouts(run, begin, end)
+    for path, found in ((run.store, trained), (run.directory / "trace", rollouts)):
+        if not found:
+            raise LaminarError(f"{path} has nothing of the run's newest steps; copy the run again with it")
     if len(batches) < _BATCHES_MIN:
         raise LaminarError(
             f"{run.directory}: {len(batches)} local batches in its traces, all of them trained, are too few "
