@@ -66,6 +66,22 @@ def test_a_forecast_stands_beside_what_came_of_it(run, tmp_path, capsys):
     assert "foretold at step 12 of rollout.replicas=4" in lines[-1] and len(lines) == 5
 
 
+def test_settings_that_gain_nothing_are_not_shown():
+    """Promise: what is shown of other settings gains 3% or more; the file has them all."""
+    figures = {"tokens_per_second": 100.0, "step_seconds": 1.0}
+    others = [
+        {"words": [f"a={rate}"], "figures": {**figures, "tokens_per_second": rate}} for rate in (102, 110, 90)
+    ]
+    line = {
+        "step": 9,
+        "happened": figures,
+        "now": {"figures": figures},
+        "others": others,
+        "foretold": None,
+    }
+    assert [part.partition(":")[0] for part in forecast.parts(line)[1:]] == ["a=110"]
+
+
 def test_longer_responses_are_foretold(tmp_path, monkeypatch, capsys):
     """Promise: a run whose responses have grown foretells the step that it has come to, not the mean of all
     that it has done."""

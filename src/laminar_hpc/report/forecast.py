@@ -15,6 +15,7 @@ from laminar_hpc.report.svg import row, tag
 _PROGRAM = "laminar_hpc.simulator.self_forecast"  # by name: the simulator reads runs by this room
 _EVERY_SECONDS = 60.0  # between two forecasts
 _SHOWN = 3  # other settings
+GAIN_MIN = 0.03  # of tokens/s, below which a change cannot be told from errors of the simulation
 
 
 def newest(run_dir: Path) -> dict | None:
@@ -60,11 +61,21 @@ def _started(run_dir: Path) -> subprocess.Popen:
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
+def _gain(line: dict, one: dict) -> float:
+    """Of a forecast over that of the present settings."""
+    return one["figures"]["tokens_per_second"] / line["now"]["figures"]["tokens_per_second"] - 1.0
+
+
+def better(line: dict) -> list[dict]:
+    """The forecasts of other settings that are worth a try, the best first."""
+    worth = [other for other in line["others"] if _gain(line, other) >= GAIN_MIN]
+    return worth[:_SHOWN]
+
+
 def text(line: dict, one: dict) -> str:
-    """A forecast in words, with its gain over that of the present settings."""
-    figures, now = one["figures"], line["now"]["figures"]
-    gain = figures["tokens_per_second"] / now["tokens_per_second"] - 1.0
-    return f"{' '.join(one['words'])}: {figures['step_seconds']:.2f} s per step ({gain:+.0%} tokens/s)"
+    """A forecast in words, with its gain."""
+    seconds = one["figures"]["step_seconds"]
+    return f"{' '.join(one['words'])}: {seconds:.2f} s per step ({_gain(line, one):+.0%} tokens/s)"
 
 
 def _longer(line: dict) -> str:
@@ -78,7 +89,7 @@ def parts(line: dict) -> list[str]:
     happened, now, told = line["happened"], line["now"]["figures"], line["foretold"]
     measured = f"measured {happened['step_seconds']:.2f}, to step {line['step']}"
     found = [f"{now['step_seconds']:.2f} s per step as it is{_longer(line)} ({measured})"]
-    found += [text(line, other) for other in line["others"][:_SHOWN]]
+    found += [text(line, other) for other in better(line)]
     if told:
         found.append(
             f"foretold at step {told['step']} of {' '.join(told['words'])}: "
@@ -95,7 +106,7 @@ def forecast_section(run: Run) -> str:
     rows = [("measured", line["happened"]), (f"as it is{_longer(line)}", line["now"]["figures"])]
     if told := line["foretold"]:
         rows.append((f"foretold at step {told['step']}: {' '.join(told['words'])}", told["figures"]))
-    rows += [(" ".join(other["words"]), other["figures"]) for other in line["others"][:_SHOWN]]
+    rows += [(" ".join(other["words"]), other["figures"]) for other in better(line)]
     head = row("settings", "tokens/s", "s per step", "trainer waits", "rollouts idle", cell="th")
     body = "".join(
         row(
