@@ -111,6 +111,14 @@ def test_a_run_of_which_no_line_is_written(tmp_path):
     assert "never started" in page
 
 
+def test_a_configuration_that_is_none_is_refused(tmp_path):
+    """Promise: one line, whatever YAML the file is."""
+    (tmp_path / "metrics.jsonl").touch()
+    (tmp_path / "config.yaml").write_text("[1]")
+    with pytest.raises(LaminarError, match="no settings are in it"):
+        rundata.load(tmp_path)
+
+
 def test_a_resumed_run(resumed):
     """Promise: both launches are listed, and the time between them is cut out of the time line."""
     run_dir, before, after = resumed
