@@ -31,9 +31,8 @@ from laminar_hpc.config.check import check
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.load import load_config
 from laminar_hpc.launch import cli
-from laminar_hpc.report.forecast import GAIN_MIN
 from laminar_hpc.simulator.finished import command as finished
-from laminar_hpc.simulator.finished.changes import best_of_each, best_together, changed
+from laminar_hpc.simulator.finished.changes import GAIN_MIN, best_of_each, best_together, changed
 from laminar_hpc.simulator.finished.decode import (
     decode_curve,
     local_batches,

@@ -15,8 +15,9 @@ falls where more replicas get smaller local batches, by the engines' own decode 
 
 With X(most) the best there is, the run grows when it makes less than POOR of it, to the fewest replicas that
 make GOOD of it, and shrinks to the fewest that make ALL_BUT of it. As POOR < GOOD < ALL_BUT a change is
-followed by no other while the rates stay the same. Where rates swing, a wish to turn the number round has to
-last for some windows, twice as many after each change of direction.
+followed by no other while the rates stay the same. A wish has to last for WINDOWS, as a step that waits for
+one long response is followed by some that do not; or for one, to grow from less than URGENT. Where rates
+swing, a wish to turn the number round has to last twice as long after each change of direction.
 
     >>> slow = ScalingWindow(steps=5, tokens=1000, seconds=10, waited=5, replicas=2, idle=0.0)
     >>> [round(rates(slow).throughput(n)) for n in (2, 4, 8)]
@@ -31,7 +32,8 @@ from dataclasses import dataclass, field
 
 POOR, GOOD, ALL_BUT = 0.90, 0.93, 0.96
 SHARPEST = 8.0
-GROW_WINDOWS, SHRINK_WINDOWS = 1, 2  # that a wish has to last at first: waiting trainers cost more
+URGENT = 0.75
+WINDOWS = 2
 PATIENCE_MAX = 64  # windows
 _HALVINGS = 60
 
@@ -158,7 +160,8 @@ class Scaling:
         wish = (target > now) - (target < now) if pays else 0
         self._lasts = self._lasts + 1 if wish == self._wish else 1
         self._wish = wish
-        if not wish or self._lasts < self._patience(wish):
+        urgent = found.throughput(now) < URGENT * found.throughput(self.most)
+        if not wish or self._lasts < self._patience(wish, urgent):
             return None
         self.reversals += self._last == -wish
         self._last = wish
@@ -182,7 +185,7 @@ class Scaling:
             return costs.left * (1.0 - found.throughput(now) / found.throughput(target)) > costs.start
         return costs.left > costs.drain + costs.start
 
-    def _patience(self, wish: int) -> int:
-        first = GROW_WINDOWS if wish > 0 else SHRINK_WINDOWS
+    def _patience(self, wish: int, urgent: bool) -> int:
+        first = 1 if wish > 0 and urgent else WINDOWS
         turns = self.reversals if self._last == -wish else 0
         return min(PATIENCE_MAX, first << turns)

@@ -15,7 +15,6 @@ from laminar_hpc.report.svg import row, tag
 _PROGRAM = "laminar_hpc.simulator.self_forecast"  # by name: the simulator reads runs by this room
 _EVERY_SECONDS = 60.0  # between two forecasts
 _SHOWN = 3  # other settings
-GAIN_MIN = 0.03  # of tokens/s, below which a change cannot be told from errors of the simulation
 
 
 def newest(run_dir: Path) -> dict | None:
@@ -68,7 +67,8 @@ def _gain(line: dict, one: dict) -> float:
 
 def better(line: dict) -> list[dict]:
     """The forecasts of other settings that are worth a try, the best first."""
-    worth = [other for other in line["others"] if _gain(line, other) >= GAIN_MIN]
+    least = line.get("gain_min", 0.0)  # lines of earlier versions are without
+    worth = [other for other in line["others"] if _gain(line, other) >= least]
     return worth[:_SHOWN]
 
 

@@ -23,7 +23,7 @@ from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.machine.files import jsonl
 from laminar_hpc.machine.processes import die_with_parent
 from laminar_hpc.report import rundata
-from laminar_hpc.simulator.finished.changes import changed, single_changes
+from laminar_hpc.simulator.finished.changes import GAIN_MIN, changed, single_changes
 from laminar_hpc.simulator.finished.measured import Figures, Measured, measure_run
 from laminar_hpc.simulator.finished.prediction import predict
 
@@ -102,6 +102,7 @@ def forecast(run_dir: Path) -> dict:
         "step": step,
         "happened": dataclasses.asdict(measured.happened),
         "growth": measured.growth,
+        "gain_min": GAIN_MIN,
         "now": dataclasses.asdict(now),
         "others": [dataclasses.asdict(other) for other in others],
         "foretold": foretold(list(jsonl.read(run_dir / rundata.FORECASTS)), now.settings),

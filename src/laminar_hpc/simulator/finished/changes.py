@@ -15,11 +15,11 @@ from laminar_hpc.config.check import check
 from laminar_hpc.config.errors import LaminarError
 from laminar_hpc.config.memory import shared_engines
 from laminar_hpc.config.schema import RunConfig
-from laminar_hpc.report.forecast import GAIN_MIN
 from laminar_hpc.simulator.finished.measured import Figures, Measured
 from laminar_hpc.simulator.finished.prediction import predict
 from laminar_hpc.simulator.rules import PIPELINES
 
+GAIN_MIN = 0.03  # of tokens/s, below which a change is not worth a word
 _STALENESS_MAX = 8
 _Say = Callable[[str], None]
 _Settings = dict[str, object]

@@ -7,9 +7,8 @@ import math
 from pathlib import Path
 
 from laminar_hpc.config.errors import LaminarError
-from laminar_hpc.report.forecast import GAIN_MIN
 from laminar_hpc.simulator import counterfactual
-from laminar_hpc.simulator.finished.changes import Change, best_of_each, best_together
+from laminar_hpc.simulator.finished.changes import GAIN_MIN, Change, best_of_each, best_together
 from laminar_hpc.simulator.finished.courses import Turns
 from laminar_hpc.simulator.finished.measured import Figures, Measured, measure
 from laminar_hpc.simulator.finished.prediction import predict
