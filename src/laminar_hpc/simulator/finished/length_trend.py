@@ -28,7 +28,7 @@ def lengths_ahead(trained: Sequence[Consumed], steps: int, longest: int) -> dict
         return {}
     at = np.array(sorted(by_step), float)
     rows = [np.array([t.response_length for t in by_step[int(step)]], float) for step in at]
-    quantiles = np.linspace(0.0, 1.0, min(map(len, rows)))
+    quantiles = np.linspace(0.0, 1.0, max(map(len, rows)))
     lengths = np.array([np.quantile(row, quantiles) for row in rows])
     if not _slopes(at, lengths.mean(axis=1, keepdims=True)).any():
         return {}
