@@ -338,6 +338,15 @@ def test_a_kv_cache_that_serialises_a_batch_is_warned_of():
     assert warnings(config, check(config)) == []
 
 
+@pytest.mark.parametrize("text", ["", "3", "[1]", "algorithm: 3", "steps: many", "steps: {", "no_such: 1"])
+def test_a_damaged_configuration_of_a_run_is_refused(text, tmp_path):
+    """Promise: one line for what a full disk or another version has left."""
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    with pytest.raises(LaminarError, match=rf"^{path} is not a run's configuration \(.+\); restore it"):
+        read_config(path)
+
+
 @pytest.mark.parametrize(("earlier", "now"), RENAMED.items())
 def test_a_renamed_key_is_refused_with_its_new_name(earlier, now, tmp_path):
     """Promise: who comes from an earlier version is told the new name; an earlier run's own file is read."""

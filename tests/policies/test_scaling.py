@@ -119,6 +119,34 @@ def test_what_does_not_pay_is_left():
     assert [late.decide(idle, Costs(left=20.0, start=20.0, drain=5.0)) for _ in range(4)] == [None] * 4
 
 
+@settings(deadline=None)
+@given(window=windows())
+def test_the_present_number_makes_at_least_what_was_seen(window):
+    """By the prediction, wherever the two overlap at all."""
+    found = rates(window)
+    assert found.throughput(window.replicas) >= window.throughput * (1 - 1e-6)
+
+
+def test_what_the_window_saw_stands_above_the_prediction():
+    """A trainer that waits 8% for replicas without an idle second makes 92% of its best: nothing is asked
+    for, though rates alone, which overlap less well, would have it at 88%."""
+    seen = ScalingWindow(steps=5, tokens=13119, seconds=1.0, waited=0.085, replicas=4, idle=0.0)
+    assert rates(seen).throughput(4) == 13119
+    assert Scaling(2, 6).decide(seen, FREE) is None
+
+
+def test_one_window_is_too_few_unless_it_is_urgent():
+    """A step that waits for one long response, beside others that do not, asks for nothing; what lasts does,
+    and a trainer that waits for much of its time at once."""
+    fine = ScalingWindow(steps=5, tokens=99, seconds=1.0, waited=0.01, replicas=4, idle=0.0)
+    poor, worse = replace(fine, tokens=84, waited=0.16), replace(fine, tokens=60, waited=0.4)
+    policy = Scaling(2, 6)
+    assert [policy.decide(window, FREE) for window in (poor, fine) * 5] == [None] * 10
+    assert policy.decide(poor, FREE) is None
+    assert (decision := policy.decide(poor, FREE)) is not None and decision.target == 5
+    assert (decision := Scaling(2, 6).decide(worse, FREE)) is not None and decision.target == 6
+
+
 def test_a_smaller_local_batch_gives_less():
     """A step that takes as long with one request as with eight: more replicas with fewer requests each gain
     nothing, unless each has more requests than it decodes at once."""

@@ -103,6 +103,22 @@ def test_a_run_that_never_took_a_step(tmp_path):
     assert "failed: &lt;engine&gt; did not start" in page and "Where the time went" not in sections(page)
 
 
+def test_a_run_of_which_no_line_is_written(tmp_path):
+    """Promise: a run that was killed before its first line, or on a full disk, has a report that says so."""
+    (tmp_path / "metrics.jsonl").touch()
+    page = document.write(rundata.load(tmp_path)).read_text()
+    check(page)
+    assert "never started" in page
+
+
+def test_a_configuration_that_is_none_is_refused(tmp_path):
+    """Promise: one line, whatever YAML the file is."""
+    (tmp_path / "metrics.jsonl").touch()
+    (tmp_path / "config.yaml").write_text("[1]")
+    with pytest.raises(LaminarError, match="no settings are in it"):
+        rundata.load(tmp_path)
+
+
 def test_a_resumed_run(resumed):
     """Promise: both launches are listed, and the time between them is cut out of the time line."""
     run_dir, before, after = resumed

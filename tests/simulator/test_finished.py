@@ -173,6 +173,15 @@ def test_what_is_no_run_or_too_short_is_refused(command, tmp_path, monkeypatch):
         measure_run(run, config)
 
 
+@pytest.mark.parametrize(("part", "path"), [("consumed", "store.sqlite"), ("spans", "trace")])
+def test_a_copy_that_lacks_a_part_is_refused(part, path, tmp_path):
+    """The line names what is missing: a longer run would be of no help."""
+    run, config = made_up_run(tmp_path)
+    getattr(run, part).clear()
+    with pytest.raises(LaminarError, match=rf"{tmp_path}/{path} has nothing of the run's newest steps; copy"):
+        measure_run(run, config)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("pipeline", "bound"), [("drained", 2), ("barrier", 0)])
 def test_an_emulated_run_is_predicted(pipeline, bound, tmp_path, capsys):

@@ -66,6 +66,23 @@ def test_a_forecast_stands_beside_what_came_of_it(run, tmp_path, capsys):
     assert "foretold at step 12 of rollout.replicas=4" in lines[-1] and len(lines) == 5
 
 
+def test_settings_that_gain_nothing_are_not_shown():
+    """Promise: what is shown of other settings gains as much as is worth it; the file has them all."""
+    figures = {"tokens_per_second": 100.0, "step_seconds": 1.0}
+    others = [
+        {"words": [f"a={rate}"], "figures": {**figures, "tokens_per_second": rate}} for rate in (102, 110, 90)
+    ]
+    line = {
+        "step": 9,
+        "gain_min": 0.03,
+        "happened": figures,
+        "now": {"figures": figures},
+        "others": others,
+        "foretold": None,
+    }
+    assert [part.partition(":")[0] for part in forecast.parts(line)[1:]] == ["a=110"]
+
+
 def test_longer_responses_are_foretold(tmp_path, monkeypatch, capsys):
     """Promise: a run whose responses have grown foretells the step that it has come to, not the mean of all
     that it has done."""
@@ -78,6 +95,23 @@ def test_longer_responses_are_foretold(tmp_path, monkeypatch, capsys):
     found = json.loads(capsys.readouterr().out)["now"]["figures"]["step_seconds"]
     assert found == pytest.approx(sum(step["seconds"] for step in newer) / len(newer), rel=0.03)
     assert found > 1.05 * whole
+
+
+@pytest.mark.parametrize(("growth", "within"), [(0.1, 0.03), (0.0, 0.05)])
+def test_what_is_still_to_be_learned_is_foretold(tmp_path, monkeypatch, growth, within):
+    """Promise: responses are as long as their trend makes them in the steps that are left, and so is the
+    step; where there is no trend they are as they were."""
+    made, config = made_up_run(tmp_path, steps=36, growth=growth)
+    later, config.steps = made.steps[30:], 36
+    made.launches[0].steps = made.steps[:30]
+    monkeypatch.setattr(rundata, "load", lambda _: made)
+    monkeypatch.setattr(self_forecast, "read_config", lambda _: config)
+    line = self_forecast.forecast(tmp_path)
+    found = line["now"]["figures"]["step_seconds"]
+    assert found == pytest.approx(sum(step["seconds"] for step in later) / len(later), rel=within)
+    assert (line["growth"] > 1.1) if growth else (line["growth"] == 1.0)
+    assert (found > 1.05 * line["happened"]["step_seconds"]) == bool(growth)
+    assert ("% longer (" in forecast.parts(line)[0]) == bool(growth)
 
 
 def test_twice_the_replicas_are_foretold(tmp_path):

@@ -252,14 +252,19 @@ def dump_config(config: RunConfig) -> str:
 def read_config(path: Path) -> RunConfig:
     """A run's own `config.yaml`. Raises LaminarError when the file is not one."""
     try:
-        written = DictConfig(load_yaml(path.read_text()))
+        if not isinstance(read := load_yaml(path.read_text()), dict):
+            raise ValueError("no settings are in it")
+        written = DictConfig(read)
         for earlier, now in RENAMED.items():
             section, _, name = earlier.partition(".")
-            if name in written.get(section, {}):
-                OmegaConf.update(written, now, written[section].pop(name))
+            if isinstance(inner := written.get(section), DictConfig) and name in inner:
+                OmegaConf.update(written, now, inner.pop(name))
         merged: Any = OmegaConf.merge(_empty(), written)
         config = OmegaConf.to_object(merged)
-    except (OSError, yaml.YAMLError, OmegaConfBaseException) as error:
-        raise LaminarError(f"{path} is not a run's configuration: {str(error).splitlines()[0]}") from None
+    except (OSError, ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
+        why = str(error).splitlines()[0]
+        raise LaminarError(
+            f"{path} is not a run's configuration ({why}); restore it, or use the version that wrote it"
+        ) from None
     assert isinstance(config, RunConfig)
     return config

@@ -9,13 +9,15 @@ n replicas the run makes
 
 where p says how well the two overlap. It follows from the window itself, where X = T / S: p is the root of
 (1 - W/S)^p + (1 - I/N)^p = 1. If the two take turns (pipeline=sync) p is 1, and if one of them is never idle
-X is the smaller of both rates; p is taken as SHARPEST at most, as nothing overlaps perfectly. R(n) falls
-where more replicas get smaller local batches, by the engines' own decode curve.
+X is the smaller of both rates; p is taken as SHARPEST at most, as nothing overlaps perfectly. Where the
+window did better than that, what it made stands: the least for more replicas, and the most for fewer. R(n)
+falls where more replicas get smaller local batches, by the engines' own decode curve.
 
 With X(most) the best there is, the run grows when it makes less than POOR of it, to the fewest replicas that
 make GOOD of it, and shrinks to the fewest that make ALL_BUT of it. As POOR < GOOD < ALL_BUT a change is
-followed by no other while the rates stay the same. Where rates swing, a wish to turn the number round has to
-last for some windows, twice as many after each change of direction.
+followed by no other while the rates stay the same. A wish has to last for WINDOWS, as a step that waits for
+one long response is followed by some that do not; or for one, to grow from less than URGENT. Where rates
+swing, a wish to turn the number round has to last twice as long after each change of direction.
 
     >>> slow = ScalingWindow(steps=5, tokens=1000, seconds=10, waited=5, replicas=2, idle=0.0)
     >>> [round(rates(slow).throughput(n)) for n in (2, 4, 8)]
@@ -30,7 +32,8 @@ from dataclasses import dataclass, field
 
 POOR, GOOD, ALL_BUT = 0.90, 0.93, 0.96
 SHARPEST = 8.0
-GROW_WINDOWS, SHRINK_WINDOWS = 1, 2  # that a wish has to last at first: waiting trainers cost more
+URGENT = 0.75
+WINDOWS = 2
 PATIENCE_MAX = 64  # windows
 _HALVINGS = 60
 
@@ -81,7 +84,11 @@ class ScalingRates:
         """Of a run with `n` replicas; never less than with fewer."""
         least = min(self.demand, n * self.of_replica(n))
         most = max(self.demand, n * self.of_replica(n))
-        return least * (1.0 + (least / most) ** self.overlap) ** (-1.0 / self.overlap)
+        found = least * (1.0 + (least / most) ** self.overlap) ** (-1.0 / self.overlap)
+        if self.overlap < SHARPEST:  # the window's own throughput is on this curve
+            return found
+        seen, now = self.window.throughput, self.window.replicas
+        return max(found, seen) if n >= now else min(found, seen)
 
 
 @dataclass(frozen=True)
@@ -153,7 +160,8 @@ class Scaling:
         wish = (target > now) - (target < now) if pays else 0
         self._lasts = self._lasts + 1 if wish == self._wish else 1
         self._wish = wish
-        if not wish or self._lasts < self._patience(wish):
+        urgent = found.throughput(now) < URGENT * found.throughput(self.most)
+        if not wish or self._lasts < self._patience(wish, urgent):
             return None
         self.reversals += self._last == -wish
         self._last = wish
@@ -177,7 +185,7 @@ class Scaling:
             return costs.left * (1.0 - found.throughput(now) / found.throughput(target)) > costs.start
         return costs.left > costs.drain + costs.start
 
-    def _patience(self, wish: int) -> int:
-        first = GROW_WINDOWS if wish > 0 else SHRINK_WINDOWS
+    def _patience(self, wish: int, urgent: bool) -> int:
+        first = 1 if wish > 0 and urgent else WINDOWS
         turns = self.reversals if self._last == -wish else 0
         return min(PATIENCE_MAX, first << turns)

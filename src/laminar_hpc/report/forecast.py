@@ -60,19 +60,36 @@ def _started(run_dir: Path) -> subprocess.Popen:
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
+def _gain(line: dict, one: dict) -> float:
+    """Of a forecast over that of the present settings."""
+    return one["figures"]["tokens_per_second"] / line["now"]["figures"]["tokens_per_second"] - 1.0
+
+
+def better(line: dict) -> list[dict]:
+    """The forecasts of other settings that are worth a try, the best first."""
+    least = line.get("gain_min", 0.0)  # lines of earlier versions are without
+    worth = [other for other in line["others"] if _gain(line, other) >= least]
+    return worth[:_SHOWN]
+
+
 def text(line: dict, one: dict) -> str:
-    """A forecast in words, with its gain over that of the present settings."""
-    figures, now = one["figures"], line["now"]["figures"]
-    gain = figures["tokens_per_second"] / now["tokens_per_second"] - 1.0
-    return f"{' '.join(one['words'])}: {figures['step_seconds']:.2f} s per step ({gain:+.0%} tokens/s)"
+    """A forecast in words, with its gain."""
+    seconds = one["figures"]["step_seconds"]
+    return f"{' '.join(one['words'])}: {seconds:.2f} s per step ({_gain(line, one):+.0%} tokens/s)"
+
+
+def _longer(line: dict) -> str:
+    """By how much responses are expected to be longer than measured, where that shows."""
+    more = line.get("growth", 1.0) - 1.0  # lines of earlier versions are without
+    return f", responses {abs(more):.0%} {'longer' if more > 0 else 'shorter'}" if abs(more) >= 0.01 else ""
 
 
 def parts(line: dict) -> list[str]:
     """The present settings, the best other ones, and what was foretold of the present ones."""
     happened, now, told = line["happened"], line["now"]["figures"], line["foretold"]
     measured = f"measured {happened['step_seconds']:.2f}, to step {line['step']}"
-    found = [f"{now['step_seconds']:.2f} s per step as it is ({measured})"]
-    found += [text(line, other) for other in line["others"][:_SHOWN]]
+    found = [f"{now['step_seconds']:.2f} s per step as it is{_longer(line)} ({measured})"]
+    found += [text(line, other) for other in better(line)]
     if told:
         found.append(
             f"foretold at step {told['step']} of {' '.join(told['words'])}: "
@@ -86,10 +103,10 @@ def forecast_section(run: Run) -> str:
     line = newest(run.directory)
     if line is None:
         return ""
-    rows = [("measured", line["happened"]), ("simulated as it is", line["now"]["figures"])]
+    rows = [("measured", line["happened"]), (f"as it is{_longer(line)}", line["now"]["figures"])]
     if told := line["foretold"]:
         rows.append((f"foretold at step {told['step']}: {' '.join(told['words'])}", told["figures"]))
-    rows += [(" ".join(other["words"]), other["figures"]) for other in line["others"][:_SHOWN]]
+    rows += [(" ".join(other["words"]), other["figures"]) for other in better(line)]
     head = row("settings", "tokens/s", "s per step", "trainer waits", "rollouts idle", cell="th")
     body = "".join(
         row(

@@ -59,9 +59,8 @@ class RunTime:
         spans = [s for spans in run.spans.values() for s in spans]
         self.launches: list[tuple[float, float, float]] = []  # (start, end, run time at start)
         self.total = 0.0
-        for launch, limit in zip(
-            run.launches, [*(later.start for later in run.launches[1:]), float("inf")], strict=True
-        ):
+        starts = [launch.start for launch in run.launches]  # none where nothing is written yet
+        for launch, limit in zip(run.launches, [*starts[1:], float("inf")], strict=False):
             end = max([launch.end, *(min(s.t1, limit) for s in spans if launch.start <= s.t0 < limit)])
             self.launches.append((launch.start, end, self.total))
             self.total += end - launch.start

@@ -1,11 +1,12 @@
 """A run that simulates itself: `python -m laminar_hpc.simulator.self_forecast RUN_DIR`, as `laminar top` and
 `laminar report` start it beside themselves.
 
-From the files of a run that goes on: what the newer half of its newest launch is measured to do, for learning
-makes responses longer or shorter, what its present settings are simulated to do, and what others would: on
-the same GPUs (split, staleness bound, local batch, repack) the fastest first, then with more replicas or
-fewer. One JSON line is printed, and added to RUN_DIR/forecasts.jsonl. Where an earlier line of other settings
-foretold the present ones, that forecast stands in it too, beside what they are measured to do (`foretold`).
+From the files of a run that goes on: what the newer half of its newest launch is measured to do, what its
+present settings are simulated to do in the steps that are left, at the measured costs and with responses as
+long as their trend makes them (finished/length_trend.py, `growth`), and what others would: on the same GPUs
+(split, staleness bound, local batch, repack) the fastest first, then with more replicas or fewer. One JSON
+line is printed, and added to RUN_DIR/forecasts.jsonl. Where an earlier line of other settings foretold the
+present ones, that forecast stands in it too, beside what they are measured to do (`foretold`).
 """
 
 import dataclasses
@@ -22,7 +23,7 @@ from laminar_hpc.config.schema import RunConfig
 from laminar_hpc.machine.files import jsonl
 from laminar_hpc.machine.processes import die_with_parent
 from laminar_hpc.report import rundata
-from laminar_hpc.simulator.finished.changes import changed, single_changes
+from laminar_hpc.simulator.finished.changes import GAIN_MIN, changed, single_changes
 from laminar_hpc.simulator.finished.measured import Figures, Measured, measure_run
 from laminar_hpc.simulator.finished.prediction import predict
 
@@ -94,11 +95,14 @@ def forecast(run_dir: Path) -> dict:
     steps = run.launches[0].steps
     run.launches[0].steps = steps[-max(_NEWEST_MIN, len(steps) // 2) :]
     config = read_config(run_dir / "config.yaml")
-    measured = measure_run(run, config)
+    step = run.launches[0].steps[-1]["step"]
+    measured = measure_run(run, config, ahead=config.steps - step)
     now, others = forecasts(measured)
     return {
-        "step": run.launches[0].steps[-1]["step"],
+        "step": step,
         "happened": dataclasses.asdict(measured.happened),
+        "growth": measured.growth,
+        "gain_min": GAIN_MIN,
         "now": dataclasses.asdict(now),
         "others": [dataclasses.asdict(other) for other in others],
         "foretold": foretold(list(jsonl.read(run_dir / rundata.FORECASTS)), now.settings),

@@ -22,7 +22,9 @@ def config_of(run_dir: Path) -> dict:
     """The resolved configuration; empty where the run has none. Raises LaminarError if it is unreadable."""
     path = run_dir / "config.yaml"
     try:
-        return load_yaml(path.read_text()) or {}
+        if not isinstance(read := load_yaml(path.read_text()) or {}, dict):
+            raise ValueError("no settings are in it")
+        return read
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, yaml.YAMLError) as error:

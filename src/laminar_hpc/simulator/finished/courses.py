@@ -3,8 +3,8 @@ each turn, what was given behind it, what calls and resets took, and which of th
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from laminar_hpc.config.schema import EnvironmentConfig
 from laminar_hpc.machine.observability.trace import TraceSpan
@@ -33,6 +33,11 @@ class Turns:
 
     played: dict[int, Played]
     known: Known
+
+    def scaled(self, by: Mapping[int, float]) -> "Turns":
+        """With `by` times as many drawn tokens in each turn, by trajectory id."""
+        played = {i: replace(each, course=each.course.scaled(by[i])) for i, each in self.played.items()}
+        return Turns(played, replace(self.known, groups=_groups(played.values())))
 
 
 def read_turns(run: Run, trained: Sequence[Consumed], limits: EnvironmentConfig, longest: int) -> Turns:

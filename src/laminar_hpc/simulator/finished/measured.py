@@ -33,6 +33,7 @@ from laminar_hpc.simulator.finished.decode import (
     not_negative,
     speeds,
 )
+from laminar_hpc.simulator.finished.length_trend import lengths_ahead
 from laminar_hpc.simulator.finished.turn_decode import turn_curve, turn_speeds
 from laminar_hpc.simulator.request import EngineAdmission
 from laminar_hpc.simulator.trainer_cost import only_training, updates_seconds
@@ -99,7 +100,8 @@ class TrainerCosts:
 class Measured:
     """`lengths`: of each group that was trained, in the order in which they were granted. `score`: seconds
     from the last token of a group to its last reward. `speeds`: of each replica beside the curve. `turns`:
-    what its trajectories did, where they had several."""
+    what its trajectories did, where they had several. `growth`: the mean of `lengths` over that of what was
+    trained."""
 
     config: RunConfig
     steps: int
@@ -114,6 +116,7 @@ class Measured:
     happened: Figures
     turns: Turns | None = None
     scales: str = ""  # rollout.replicas, where it is MIN:MAX; `config` has the number that is simulated
+    growth: float = 1.0
 
 
 def measure(run_dir: Path) -> Measured:
@@ -123,8 +126,9 @@ def measure(run_dir: Path) -> Measured:
     return measure_run(run, read_config(run_dir / "config.yaml"))
 
 
-def measure_run(run: Run, config: RunConfig) -> Measured:
-    """The same of a loaded run with its configuration."""
+def measure_run(run: Run, config: RunConfig, ahead: int = 0) -> Measured:
+    """The same of a loaded run with its configuration; with responses as long as those of the next `ahead`
+    steps will be (length_trend.py)."""
     if config.pipeline.refresh == "interrupt":
         raise LaminarError(
             f"{run.directory}: a run with pipeline.refresh=interrupt cannot be predicted, its local batches "
@@ -140,6 +144,9 @@ def measure_run(run: Run, config: RunConfig) -> Measured:
     trained = [t for t in run.consumed if first["step"] <= t.consumed_step + 1 <= last["step"]]
     queue = _queue(steps, config)
     batches, rollouts = local_batches(run, begin, end), _rollouts(run, begin, end)
+    for path, found in ((run.store, trained), (run.directory / "trace", rollouts)):
+        if not found:
+            raise LaminarError(f"{path} has nothing of the run's newest steps; copy the run again with it")
     if len(batches) < _BATCHES_MIN:
         raise LaminarError(
             f"{run.directory}: {len(batches)} local batches in its traces, all of them trained, are too few "
@@ -151,12 +158,15 @@ def measure_run(run: Run, config: RunConfig) -> Measured:
         known = speeds(batches, curve, queue)
     else:
         curve, known = _curve_of_turns(run, config, batches, turns, queue)
+    longer = lengths_ahead(trained, ahead, config.sampling.max_response_tokens)
+    if turns is not None and longer:
+        turns = turns.scaled({t.id: longer[t.id] / max(1, t.response_length) for t in trained})
     scales = str(config.rollout.replicas) if config.rollout.scales else ""
     config.rollout.replicas = len(rollouts)
     return Measured(
         config,
         len(steps),
-        _lengths(trained),
+        _lengths(trained, longer),
         queue,
         curve,
         [known.get(replica, 1.0) for replica in rollouts],
@@ -167,6 +177,7 @@ def measure_run(run: Run, config: RunConfig) -> Measured:
         _figures(rollouts, steps),
         turns,
         scales,
+        sum(longer.values()) / sum(t.response_length for t in trained) if longer else 1.0,
     )
 
 
@@ -228,10 +239,10 @@ def _unchanged(run: Run, steps: list[dict]) -> list[dict]:
     return max(parts, key=len, default=[])
 
 
-def _lengths(trained: list[Consumed]) -> list[list[int]]:
+def _lengths(trained: list[Consumed], longer: dict[int, int]) -> list[list[int]]:
     groups = defaultdict[int, list[int]](list)
     for t in sorted(trained, key=lambda t: t.id):
-        groups[t.group_id].append(t.response_length)
+        groups[t.group_id].append(longer.get(t.id, t.response_length))
     return [groups[group] for group in sorted(groups)]
 
 

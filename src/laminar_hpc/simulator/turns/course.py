@@ -3,7 +3,7 @@
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 
@@ -29,6 +29,10 @@ class Course:
     took: Sequence[Took]
     reset: Took = NOTHING
     opening: int = 0
+
+    def scaled(self, by: float) -> "Course":
+        """With `by` times as many drawn tokens in each turn."""
+        return replace(self, drawn=[max(1, round(n * by)) for n in self.drawn])
 
 
 @dataclass(frozen=True)
