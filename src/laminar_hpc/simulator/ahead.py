@@ -7,6 +7,7 @@ known before: looks and arrivals of repack, samples, the end of a trainer step.
 """
 
 import heapq
+from collections.abc import Callable
 
 from laminar_hpc.simulator.clock import Clock
 from laminar_hpc.simulator.replica import EPSILON, SimulatedReplica
@@ -18,10 +19,16 @@ from laminar_hpc.simulator.trainer import Trainer
 class Appointments:
     """When somebody else comes to the replicas that generate."""
 
-    def __init__(self, clock: Clock, trainer: Trainer, setup: SimulationSetup) -> None:
+    def __init__(
+        self, clock: Clock, trainer: Trainer, setup: SimulationSetup, quota: Callable[[int], int]
+    ) -> None:
+        """`quota`: groups that may still be granted on the weights of a step."""
         self._clock = clock
         self._trainer = trainer
+        self._quota = quota
         self._times: list[float] = []
+        self._looks: list[float] = []
+        self._granted_at = -1  # the step at which it was seen that no more is granted
         fails = setup.trainer_mtbf or any(kind.mtbf for kind in setup.engines)
         scored_later = setup.several or setup.job.score
         self._known = setup.rules.refresh == "drained" and not fails and not scored_later
@@ -29,15 +36,25 @@ class Appointments:
     def add(self, time: float) -> None:
         heapq.heappush(self._times, time)
 
+    def add_look(self, time: float) -> None:
+        """A look of repack, at nobody where admission grants no more."""
+        self._looks.append(time)
+
+    def _first(self, times: list[float], end: float) -> float:
+        while times and times[0] < self._clock.now:
+            heapq.heappop(times)
+        return times[0] if times and times[0] < end else end
+
     def next(self, replica: SimulatedReplica) -> float:
         """No one comes to it before this time; not later than now where that is not known."""
         if not self._known or replica.visitors:
             return 0.0
-        times, now = self._times, self._clock.now
-        while times and times[0] < now:
-            heapq.heappop(times)
-        end = self._trainer.ends_after(now)
-        return times[0] if times and times[0] < end else end
+        trainer = self._trainer
+        end = self._first(self._times, trainer.ends_after(self._clock.now))
+        if self._granted_at != trainer.step and self._quota(trainer.step) == 0:
+            self._granted_at = trainer.step
+        # quotas grow with the steps of weights, and none is newer before the step ends
+        return end if self._granted_at == trainer.step else self._first(self._looks, end)
 
 
 def concerns_others(replica: SimulatedReplica) -> bool:

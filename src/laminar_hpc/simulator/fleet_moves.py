@@ -57,25 +57,29 @@ class SimulatedRepacker:
     def look_again(self) -> None:
         clock = self.rollouts.clock
         time = clock.now + self.rollouts.trainer.costs.repack_period
-        self.rollouts.appointments.add(time)
+        self.rollouts.appointments.add_look(time)
         clock.at(time, self.tick)
 
     def look(self) -> None:
-        ended = self.rollouts.tracker.lengths or []
+        """Where admission would give an emptied replica nothing, nobody is looked at."""
+        r, least = self.rollouts, min(self.rollouts.local_batch)
+        emptied_max = [math.ceil(r.quota(slots[-1]) / least) for slots in r.slots]
+        if not any(emptied_max):
+            return
+        ended = r.tracker.lengths or []
         # a replica may have gone on by itself for long
         self.lengths.extend([tokens for _, tokens in sorted(ended)])
         ended.clear()
-        views: list[list[ReplicaView]] = [[] for _ in self.rollouts.slots]  # of each site
-        for replica in self.rollouts.replicas:
+        views: list[list[ReplicaView]] = [[] for _ in r.slots]  # of each site
+        for replica in r.replicas:
             here = len(replica.running) + len(replica.away) + len(replica.waiting)
             works = 0 < replica.pending <= replica.max_concurrent and replica.state != "pull"
-            if works and here == replica.pending and not replica.visitors and not self.rollouts.gone(replica):
-                replica.advance(self.rollouts.clock.now)
+            if works and here == replica.pending and not replica.visitors and not r.gone(replica):
+                replica.advance(r.clock.now)
                 views[replica.site].append(self._view(replica))
-        for site, slots in enumerate(self.rollouts.slots):
-            emptied_max = math.ceil(self.rollouts.quota(slots[-1]) / min(self.rollouts.local_batch))
-            if emptied_max > 0 and len(views[site]) > 1:
-                self.carry_out(plan(views[site], self.limits, self.costs, emptied_max))
+        for here, most in zip(views, emptied_max, strict=True):
+            if most > 0 and len(here) > 1:
+                self.carry_out(plan(here, self.limits, self.costs, most))
 
     def _view(self, replica: SimulatedReplica) -> ReplicaView:
         return ReplicaView(

@@ -62,7 +62,7 @@ class Rollouts:
         ring = refill.held(self.rules.whole_staleness or 0) if self.several else SLOTS
         self.slots = [deque([0], maxlen=ring) for _ in range(1 + len(setup.sites))]
         self.deliveries = Deliveries(clock, setup.sites, self.arrived)
-        self.appointments = Appointments(clock, trainer, setup)
+        self.appointments = Appointments(clock, trainer, setup, self.quota)
         self.waiting_replicas: dict[int, None] = {}  # replicas that asked and got nothing; in order
         self.leaving: set[int] = set()  # they had a notice
         self.barrier: set[int] = set()
