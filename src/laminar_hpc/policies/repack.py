@@ -27,7 +27,7 @@ from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby, islice
+from itertools import accumulate, groupby, islice
 from operator import attrgetter
 from statistics import fmean
 from typing import NamedTuple
@@ -231,6 +231,14 @@ class PlannedReplica:
 
 _held = attrgetter("kv_tokens")
 _Part = tuple[PlannedReplica, Sequence[RequestView], Load]  # what goes to a destination, and its load
+_Rest = tuple[list[RequestView], Load]  # what stays at a source, and its load
+
+
+def _queue_of(source: PlannedReplica) -> tuple[list[RequestView], list[Load], dict[int, _Rest]]:
+    """The requests that wait in its engine, loads of so many of the last ones, and no rests yet."""
+    queue = [request for request in source.requests if request.queued]
+    loads = accumulate((Load.of([request]) for request in reversed(queue)), initial=Load())
+    return queue, list(loads), {}
 
 
 class _Group:
@@ -340,19 +348,21 @@ class _Group:
     def level(self) -> Iterator[Transfer]:
         """Requests that wait in an engine go to replicas with room, the emptiest first."""
         for source in sorted((p for p in self._places if p.view.queued), key=lambda p: -p.view.queued):
-            queue = [request for request in source.requests if request.queued]
+            queue, loads, rests = _queue_of(source)
             for place in list(self._open):
-                load, left = Load(), len(queue)
-                while left and self._limits.fits(place.open() + (grown := load + Load.of([queue[left - 1]]))):
-                    load = grown
-                    left -= 1
-                if left == len(queue):
+                count = 0  # of the queue's last
+                while count < len(queue) and self._limits.fits(place.open() + loads[count + 1]):
+                    count += 1
+                if not count:
                     continue
-                taken = queue[left:][::-1]
-                gone = {request.trajectory_id for request in taken}
-                stays = [r for r in source.requests if r.trajectory_id not in gone]
-                parts = [(place, taken, load)]
-                if self._gain(source, Load.of(stays), parts) > self._costs.seconds(Load(), self._limits):
+                taken = queue[-count:][::-1]
+                if count not in rests:  # the same for many places
+                    gone = {request.trajectory_id for request in taken}
+                    rest = [r for r in source.requests if r.trajectory_id not in gone]
+                    rests[count] = rest, Load.of(rest)
+                rest, stays = rests[count]
+                parts = [(place, taken, loads[count])]
+                if self._gain(source, stays, parts) > self._costs.seconds(Load(), self._limits):
                     yield from self._fill(source, parts, empties=False)
-                    source.keep(stays)
-                    del queue[left:]
+                    source.keep(rest)
+                    queue, loads, rests = _queue_of(source)

@@ -79,23 +79,23 @@ def decode_alone(
     done: list[tuple[float, SimulatedRequest]] = []
     if r.waiting or r.parked_kv or r.stall_until > r.clock or r.spans is not None:
         return done
-    costs, ends, running, capacity, full = r.costs, r.ends, r.running, r.capacity, r.full
-    kv, steps, clock, kv_token = r.kv, r.steps, r.clock, costs.kv_token
-    decoded = r.seconds.get("generate", 0.0)
-    while (n := len(running)) > 1 and kv < full:
-        while ends[0][1] not in running:
+    ends, running, capacity, full = r.ends, r.running, r.capacity, r.full
+    kv, steps, clock, kv_token = r.kv, r.steps, r.clock, r.costs.kv_token
+    decoded, n = r.seconds.get("generate", 0.0), len(running)
+    bare, leasts = r.curve(n)
+    while n > 1 and kv < full:
+        while (request := running.get(ends[0][1])) is None:
             del ends[0]
         end, ticket = ends[0]
         if end > steps + (capacity - kv) / n or end < steps or ends[1][0] <= end + EPSILON:
             break
-        request = running[ticket]
         group = request.group
         if group.unfinished == 1 or group.scattered or (now is not None and end != r.target):
             break
         left = end - steps
         grown = n * left
         if now is None:
-            first_step, slope, fixed, least = costs.at(n) + kv_token * kv, kv_token * n, 0.0, costs.least(n)
+            first_step, slope, fixed, least = bare[n] + kv_token * kv, kv_token * n, 0.0, leasts[n]
             if first_step < least:
                 first = min(left, (least - first_step) / slope) if slope else left
                 fixed, left, first_step = first * least, left - first, least
@@ -110,6 +110,7 @@ def decode_alone(
         r.generated += grown
         kv, steps, clock, decoded = kv + grown, end, clock + rest, decoded + rest
         del running[ticket], ends[0]
+        n -= 1
         request.context = context = request.offset + steps
         request.remaining = 0.0
         kv -= context

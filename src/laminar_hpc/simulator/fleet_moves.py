@@ -70,11 +70,12 @@ class SimulatedRepacker:
         # a replica may have gone on by itself for long
         self.lengths.extend([tokens for _, tokens in sorted(ended)])
         ended.clear()
+        gone = r.down | r.leaving
         views: list[list[ReplicaView]] = [[] for _ in r.slots]  # of each site
         for replica in r.replicas:
             here = len(replica.running) + len(replica.away) + len(replica.waiting)
-            works = 0 < replica.pending <= replica.max_concurrent and replica.state != "pull"
-            if works and here == replica.pending and not replica.visitors and not r.gone(replica):
+            works = 0 < here == replica.pending <= replica.max_concurrent and replica.state != "pull"
+            if works and not replica.visitors and replica.index not in gone:
                 replica.advance(r.clock.now)
                 views[replica.site].append(self._view(replica))
         for here, most in zip(views, emptied_max, strict=True):

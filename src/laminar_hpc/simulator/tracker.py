@@ -113,10 +113,16 @@ class SimulatedTracker:
             self.lengths.append((time, request.turns[0] if request.play is None else request.play.tokens))
 
     def complete(self, done: list[tuple[float, SimulatedRequest]], trainer_step: int) -> None:
-        """`ends` and `finish` of (time, request), none of which is the last of its group; the group knows."""
+        """`ends` and `finish` of (time, request) with one turn, none of which is the last of its group; the
+        group knows."""
+        ended, latencies, admitted = self.ended, self.latencies, self.admitted_latencies
         for time, request in done:
-            self.ends(time, request)
+            ended.append(time)
+            latencies.append(time - request.granted)
+            admitted.append(time - request.started)
             self._count(request, trainer_step)
+        if self.lengths is not None:
+            self.lengths += [(time, request.turns[0]) for time, request in done]
 
     def _count(self, request: SimulatedRequest, trainer_step: int) -> None:
         """A complete trajectory in what is told of its group, and of all."""
