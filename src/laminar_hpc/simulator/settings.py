@@ -216,7 +216,7 @@ def _work(config: SimulationConfig | PlanConfig) -> Iterator[str]:
         )
     yield from _turns(w)
     if w.lengths_file and w.growth:
-        yield f"workload.growth={w.growth:g}: the lengths of workload.lengths_file do not grow; give one of them"
+        yield f"workload.growth={w.growth:g}: those of workload.lengths_file do not grow; give one of them"
     if w.lengths_file:
         longest = max(max(row) for row in read_lengths(Path(w.lengths_file)))
         if longest > w.max_response_tokens:
@@ -236,7 +236,7 @@ def _turns(w: WorkloadConfig) -> Iterator[str]:
     keys = ("turn_seconds", "turn_sigma", "turn_tokens", "turn_hung")
     given = ", ".join(f"workload.{key}" for key in keys if getattr(w, key))
     if w.turns == 1 and given:
-        yield f"{given}: of the calls between turns, and workload.turns=1 has none; raise it, or leave them at 0"
+        yield f"{given}: of the calls between turns, and workload.turns=1 has none; raise it"
     elif w.turns > 1 and not (w.turn_seconds or w.turn_tokens or w.turn_hung):
         yield (
             f"workload.turns={w.turns}: nothing happens between turns; give workload.turn_seconds or "
@@ -250,7 +250,8 @@ def _bound(config: SimulationConfig) -> str:
     names = config.pipelines
     if config.max_staleness is None or any(PIPELINES[name].max_staleness != 0 for name in names):
         return ""
-    return f"max_staleness={config.max_staleness:g}: that of {', '.join(names)} is always 0; name another pipeline"
+    always = f"that of {', '.join(names)} is always 0"
+    return f"max_staleness={config.max_staleness:g}: {always}; name another pipeline"
 
 
 def _of_cost(config: PlanConfig) -> Iterator[str]:
