@@ -82,6 +82,7 @@ def decode_alone(
     ends, running, capacity, full = r.ends, r.running, r.capacity, r.full
     kv, steps, clock, kv_token = r.kv, r.steps, r.clock, r.costs.kv_token
     decoded, n = r.seconds.get("generate", 0.0), len(running)
+    kv_seconds, request_seconds, generated = r.kv_seconds, r.request_seconds, r.generated
     bare, leasts = r.curve(n)
     while n > 1 and kv < full:
         while (request := running.get(ends[0][1])) is None:
@@ -105,18 +106,17 @@ def decode_alone(
         if time >= until:
             break
         rest = time - clock
-        r.kv_seconds += (kv + grown / 2) * rest
-        r.request_seconds += n * rest
-        r.generated += grown
+        kv_seconds += (kv + grown / 2) * rest
+        request_seconds += n * rest
+        generated += grown
         kv, steps, clock, decoded = kv + grown, end, clock + rest, decoded + rest
         del running[ticket], ends[0]
         n -= 1
-        request.context = context = request.offset + steps
-        request.remaining = 0.0
-        kv -= context
+        kv -= request.offset + steps
         group.unfinished -= 1
         done.append((time, request))
     if done:
         r.kv, r.steps, r.clock, r.seconds["generate"] = kv, steps, clock, decoded
+        r.kv_seconds, r.request_seconds, r.generated = kv_seconds, request_seconds, generated
         r.pending -= len(done)
     return done
