@@ -348,6 +348,8 @@ class _Group:
     def level(self) -> Iterator[Transfer]:
         """Requests that wait in an engine go to replicas with room, the emptiest first."""
         for source in sorted((p for p in self._places if p.view.queued), key=lambda p: -p.view.queued):
+            if not self._open:
+                return
             queue, loads, rests = _queue_of(source)
             for place in list(self._open):
                 count = 0  # of the queue's last
