@@ -78,9 +78,9 @@ class SimulatedRepacker:
             if works and not replica.visitors and replica.index not in gone:
                 replica.advance(r.clock.now)
                 views[replica.site].append(self._view(replica))
-        for here, most in zip(views, emptied_max, strict=True):
-            if most > 0 and len(here) > 1:
-                self.carry_out(plan(here, self.limits, self.costs, most))
+        for site, most in zip(views, emptied_max, strict=True):
+            if most > 0 and len(site) > 1:
+                self.carry_out(plan(site, self.limits, self.costs, most))
 
     def _view(self, replica: SimulatedReplica) -> ReplicaView:
         return ReplicaView(
