@@ -79,7 +79,8 @@ def drains(fleet: list[ReplicaView], engine: EngineLimits) -> float:
 @given(FLEETS, st.floats(10, 200), st.integers(1, 16), st.integers(0, 5), st.floats(0, 0.1))
 def test_a_plan_keeps_to_its_invariants(fleet, kv, requests, emptied_max, seconds):
     """Same weights; each trajectory at most once; nobody emptied and filled; no more emptied than find work;
-    destinations within KV cache and requests, as expected to grow; and what is emptied is empty."""
+    destinations within KV cache and requests, as expected to grow; and what is emptied is empty. The order of
+    replicas changes nothing, nor do sums in place of their details."""
     engine, costs = limits(kv, requests), MoveCosts()
     costs.add(seconds)
     transfers = plan(fleet, engine, costs, emptied_max)
@@ -97,6 +98,8 @@ def test_a_plan_keeps_to_its_invariants(fleet, kv, requests, emptied_max, second
     for each in transfers:
         assert engine.fits(Load.of(after[each.destination].details()))
     assert plan(list(reversed(fleet)), engine, costs, emptied_max) == transfers
+    summed = [each._replace(load=lambda each=each: Load.of(each.details())) for each in fleet]
+    assert plan(summed, engine, costs, emptied_max) == transfers
 
 
 @given(FLEETS, st.floats(0.001, 0.1))

@@ -102,6 +102,36 @@ def test_no_number_is_endless_or_negative(value):
         (["plan", "node", "workload.updates_per_step=3"], ["does not divide"]),
         (["plan", "node", "workload.max_response_tokens=131072"], ["positions of 7B"]),
         (["plan", "nod"], ["did you mean node?"]),
+        (["sim", "small", "workload.turns=8"], ["workload.turns=8: nothing happens between turns"]),
+        (
+            ["sim", "tools", "workload.turns=1"],
+            ["workload.turn_seconds, workload.turn_sigma, workload.turn_tokens: of the calls between turns"],
+        ),
+        (["sim", "tools", "workload.turn_seconds=0"], ["turn_sigma=1: the spread of workload.turn_seconds"]),
+        (
+            ["plan", "node", "workload.turns=2", "workload.turn_sigma=1"],
+            ["workload.turns=2: nothing happens"],
+        ),
+        (
+            ["sim", "small", "pipelines=[sync,sync_split]", "max_staleness=2"],
+            ["max_staleness=2: that of sync, sync_split is always 0"],
+        ),
+        (
+            [
+                "sim",
+                "small",
+                "pipelines=[laminar]",
+                "sites=[{gpu: H20, count: 8, price: 1, preemptible: true}]",
+            ],
+            [
+                "sites[0].price=1: a simulation has no prices",
+                "sites[0].preemptible=true: give mtbf_hours too",
+            ],
+        ),
+        (
+            ["plan", "node", "trainer_busy=0.5", "least_throughput=9"],
+            ["trainer_busy=0.5: says what", "least_throughput=9: says what"],
+        ),
     ],
     ids=lambda value: " ".join(value)[:60] if isinstance(value, list) else None,
 )

@@ -27,7 +27,7 @@ from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby, islice
+from itertools import accumulate, groupby, islice
 from operator import attrgetter
 from statistics import fmean
 from typing import NamedTuple
@@ -50,10 +50,10 @@ class RequestView(NamedTuple):
     queued: bool = False
 
 
-@dataclass(frozen=True)
-class ReplicaView:
+class ReplicaView(NamedTuple):
     """What the plan sees of a replica: sums, and `details`, which gives its requests when they are needed.
-    `kv_tokens` counts what waits for a tool, too; `queued` requests wait in its engine."""
+    `kv_tokens` counts what waits for a tool, too; `queued` requests wait in its engine. `load`: sums over the
+    details, where these take longer."""
 
     replica: int
     weight_id: int
@@ -61,6 +61,7 @@ class ReplicaView:
     requests: int
     details: Callable[[], Sequence[RequestView]]
     queued: int = 0
+    load: "Callable[[], Load] | None" = None
 
 
 @dataclass(frozen=True)
@@ -190,7 +191,7 @@ class PlannedReplica:
     """A replica while a plan is made. `kv_tokens`: that it holds; of one that was filled, that it is to hold.
     `count`: of its requests."""
 
-    __slots__ = ("count", "filled", "kv_tokens", "load", "requests", "view")
+    __slots__ = ("_requests", "count", "filled", "kv_tokens", "load", "view")
 
     def __init__(self, view: ReplicaView) -> None:
         self.view = view
@@ -198,18 +199,25 @@ class PlannedReplica:
         self.count = view.requests
         self.filled = False
         self.load: Load | None = None
-        self.requests: Sequence[RequestView] = ()
+        self._requests: Sequence[RequestView] | None = None
+
+    @property
+    def requests(self) -> Sequence[RequestView]:
+        """Those that it has before the plan, or was to keep."""
+        if self._requests is None:
+            self._requests = self.view.details()
+        return self._requests
 
     def open(self) -> Load:
         """Its load; looks at its requests at the first call."""
         if self.load is None:
-            self.keep(self.view.details())
-        assert self.load is not None
+            self.load = self.view.load() if self.view.load else Load.of(self.requests)
+            self.count = self.load.requests
         return self.load
 
     def keep(self, requests: Sequence[RequestView]) -> None:
         """These requests are all that it has."""
-        self.requests = requests
+        self._requests = requests
         self.load = Load.of(requests)
         self.count = self.load.requests
 
@@ -223,6 +231,14 @@ class PlannedReplica:
 
 _held = attrgetter("kv_tokens")
 _Part = tuple[PlannedReplica, Sequence[RequestView], Load]  # what goes to a destination, and its load
+_Rest = tuple[list[RequestView], Load]  # what stays at a source, and its load
+
+
+def _queue_of(source: PlannedReplica) -> tuple[list[RequestView], list[Load], dict[int, _Rest]]:
+    """The requests that wait in its engine, loads of so many of the last ones, and no rests yet."""
+    queue = [request for request in source.requests if request.queued]
+    loads = accumulate((Load.of([request]) for request in reversed(queue)), initial=Load())
+    return queue, list(loads), {}
 
 
 class _Group:
@@ -332,18 +348,23 @@ class _Group:
     def level(self) -> Iterator[Transfer]:
         """Requests that wait in an engine go to replicas with room, the emptiest first."""
         for source in sorted((p for p in self._places if p.view.queued), key=lambda p: -p.view.queued):
+            if not self._open:
+                return
+            queue, loads, rests = _queue_of(source)
             for place in list(self._open):
-                source.open()
-                queue = [request for request in source.requests if request.queued]
-                load, taken = Load(), list[RequestView]()
-                while queue and self._limits.fits(place.open() + (grown := load + Load.of([queue[-1]]))):
-                    load = grown
-                    taken.append(queue.pop())
-                if not taken:
+                count = 0  # of the queue's last
+                while count < len(queue) and self._limits.fits(place.open() + loads[count + 1]):
+                    count += 1
+                if not count:
                     continue
-                gone = {request.trajectory_id for request in taken}
-                stays = [r for r in source.requests if r.trajectory_id not in gone]
-                parts = [(place, taken, load)]
-                if self._gain(source, Load.of(stays), parts) > self._costs.seconds(Load(), self._limits):
+                taken = queue[-count:][::-1]
+                if count not in rests:  # the same for many places
+                    gone = {request.trajectory_id for request in taken}
+                    rest = [r for r in source.requests if r.trajectory_id not in gone]
+                    rests[count] = rest, Load.of(rest)
+                rest, stays = rests[count]
+                parts = [(place, taken, loads[count])]
+                if self._gain(source, stays, parts) > self._costs.seconds(Load(), self._limits):
                     yield from self._fill(source, parts, empties=False)
-                    source.keep(stays)
+                    source.keep(rest)
+                    queue, loads, rests = _queue_of(source)

@@ -7,6 +7,7 @@ known before: looks and arrivals of repack, samples, the end of a trainer step.
 """
 
 import heapq
+from collections.abc import Callable
 
 from laminar_hpc.simulator.clock import Clock
 from laminar_hpc.simulator.replica import EPSILON, SimulatedReplica
@@ -18,10 +19,16 @@ from laminar_hpc.simulator.trainer import Trainer
 class Appointments:
     """When somebody else comes to the replicas that generate."""
 
-    def __init__(self, clock: Clock, trainer: Trainer, setup: SimulationSetup) -> None:
+    def __init__(
+        self, clock: Clock, trainer: Trainer, setup: SimulationSetup, quota: Callable[[int], int]
+    ) -> None:
+        """`quota`: groups that may still be granted on the weights of a step."""
         self._clock = clock
         self._trainer = trainer
+        self._quota = quota
         self._times: list[float] = []
+        self._looks: list[float] = []
+        self._granted_at = -1  # the step at which it was seen that no more is granted
         fails = setup.trainer_mtbf or any(kind.mtbf for kind in setup.engines)
         scored_later = setup.several or setup.job.score
         self._known = setup.rules.refresh == "drained" and not fails and not scored_later
@@ -29,15 +36,25 @@ class Appointments:
     def add(self, time: float) -> None:
         heapq.heappush(self._times, time)
 
+    def add_look(self, time: float) -> None:
+        """A look of repack, at nobody where admission grants no more."""
+        self._looks.append(time)
+
+    def _first(self, times: list[float], end: float) -> float:
+        while times and times[0] < self._clock.now:
+            heapq.heappop(times)
+        return times[0] if times and times[0] < end else end
+
     def next(self, replica: SimulatedReplica) -> float:
         """No one comes to it before this time; not later than now where that is not known."""
         if not self._known or replica.visitors:
             return 0.0
-        times, now = self._times, self._clock.now
-        while times and times[0] < now:
-            heapq.heappop(times)
-        end = self._trainer.ends_after(now)
-        return times[0] if times and times[0] < end else end
+        trainer = self._trainer
+        end = self._first(self._times, trainer.ends_after(self._clock.now))
+        if self._granted_at != trainer.step and self._quota(trainer.step) == 0:
+            self._granted_at = trainer.step
+        # quotas grow with the steps of weights, and none is newer before the step ends
+        return end if self._granted_at == trainer.step else self._first(self._looks, end)
 
 
 def concerns_others(replica: SimulatedReplica) -> bool:
@@ -62,23 +79,24 @@ def decode_alone(
     done: list[tuple[float, SimulatedRequest]] = []
     if r.waiting or r.parked_kv or r.stall_until > r.clock or r.spans is not None:
         return done
-    costs, ends, running, capacity, full = r.costs, r.ends, r.running, r.capacity, r.full
-    kv, steps, clock, kv_token = r.kv, r.steps, r.clock, costs.kv_token
-    decoded = r.seconds.get("generate", 0.0)
-    while (n := len(running)) > 1 and kv < full:
-        while ends[0][1] not in running:
+    ends, running, capacity, full = r.ends, r.running, r.capacity, r.full
+    kv, steps, clock, kv_token = r.kv, r.steps, r.clock, r.costs.kv_token
+    decoded, n = r.seconds.get("generate", 0.0), len(running)
+    kv_seconds, request_seconds, generated = r.kv_seconds, r.request_seconds, r.generated
+    bare, leasts = r.curve(n)
+    while n > 1 and kv < full:
+        while (request := running.get(ends[0][1])) is None:
             del ends[0]
         end, ticket = ends[0]
         if end > steps + (capacity - kv) / n or end < steps or ends[1][0] <= end + EPSILON:
             break
-        request = running[ticket]
         group = request.group
         if group.unfinished == 1 or group.scattered or (now is not None and end != r.target):
             break
         left = end - steps
         grown = n * left
         if now is None:
-            first_step, slope, fixed, least = costs.at(n) + kv_token * kv, kv_token * n, 0.0, costs.least(n)
+            first_step, slope, fixed, least = bare[n] + kv_token * kv, kv_token * n, 0.0, leasts[n]
             if first_step < least:
                 first = min(left, (least - first_step) / slope) if slope else left
                 fixed, left, first_step = first * least, left - first, least
@@ -88,17 +106,17 @@ def decode_alone(
         if time >= until:
             break
         rest = time - clock
-        r.kv_seconds += (kv + grown / 2) * rest
-        r.request_seconds += n * rest
-        r.generated += grown
+        kv_seconds += (kv + grown / 2) * rest
+        request_seconds += n * rest
+        generated += grown
         kv, steps, clock, decoded = kv + grown, end, clock + rest, decoded + rest
         del running[ticket], ends[0]
-        request.context = context = request.offset + steps
-        request.remaining = 0.0
-        kv -= context
+        n -= 1
+        kv -= request.offset + steps
         group.unfinished -= 1
         done.append((time, request))
     if done:
         r.kv, r.steps, r.clock, r.seconds["generate"] = kv, steps, clock, decoded
+        r.kv_seconds, r.request_seconds, r.generated = kv_seconds, request_seconds, generated
         r.pending -= len(done)
     return done

@@ -4,12 +4,14 @@
 import math
 import random
 from collections import Counter
-from itertools import groupby
+from functools import partial
+from itertools import chain, groupby
 
 from laminar_hpc.policies.failover import Idle, Orphan, Room, plan_reloads, redirect
 from laminar_hpc.policies.remaining import RemainingLengths
 from laminar_hpc.policies.repack import (
     EngineLimits,
+    Load,
     MoveCosts,
     ReplicaView,
     RequestView,
@@ -40,6 +42,7 @@ class SimulatedRepacker:
         )
         self.costs = MoveCosts(forced=not auto)
         self.lengths = RemainingLengths(setup.workload.max_response_tokens)
+        self.prompt_tokens = setup.workload.prompt_tokens
         if setup.rules.empties:
             rollouts.tracker.lengths = []
         self.replicas_emptied = 0
@@ -54,51 +57,65 @@ class SimulatedRepacker:
     def look_again(self) -> None:
         clock = self.rollouts.clock
         time = clock.now + self.rollouts.trainer.costs.repack_period
-        self.rollouts.appointments.add(time)
+        self.rollouts.appointments.add_look(time)
         clock.at(time, self.tick)
 
     def look(self) -> None:
-        ended = self.rollouts.tracker.lengths or []
-        for _, tokens in sorted(ended):  # a replica may have gone on by itself for long
-            self.lengths.add(tokens)
+        """Where admission would give an emptied replica nothing, nobody is looked at."""
+        r, least = self.rollouts, min(self.rollouts.local_batch)
+        emptied_max = [math.ceil(r.quota(slots[-1]) / least) for slots in r.slots]
+        if not any(emptied_max):
+            return
+        ended = r.tracker.lengths or []
+        # a replica may have gone on by itself for long
+        self.lengths.extend([tokens for _, tokens in sorted(ended)])
         ended.clear()
-        views: list[list[ReplicaView]] = [[] for _ in self.rollouts.slots]  # of each site
-        for replica in self.rollouts.replicas:
+        gone = r.down | r.leaving
+        views: list[list[ReplicaView]] = [[] for _ in r.slots]  # of each site
+        for replica in r.replicas:
             here = len(replica.running) + len(replica.away) + len(replica.waiting)
-            works = 0 < replica.pending <= replica.max_concurrent and replica.state != "pull"
-            if works and here == replica.pending and not replica.visitors and not self.rollouts.gone(replica):
-                replica.advance(self.rollouts.clock.now)
+            works = 0 < here == replica.pending <= replica.max_concurrent and replica.state != "pull"
+            if works and not replica.visitors and replica.index not in gone:
+                replica.advance(r.clock.now)
                 views[replica.site].append(self._view(replica))
-        for site, slots in enumerate(self.rollouts.slots):
-            emptied_max = math.ceil(self.rollouts.quota(slots[-1]) / min(self.rollouts.local_batch))
-            if emptied_max > 0 and len(views[site]) > 1:
-                self.carry_out(plan(views[site], self.limits, self.costs, emptied_max))
+        for site, most in zip(views, emptied_max, strict=True):
+            if most > 0 and len(site) > 1:
+                self.carry_out(plan(site, self.limits, self.costs, most))
 
     def _view(self, replica: SimulatedReplica) -> ReplicaView:
-        kv = replica.kv + sum(request.context for request in replica.away.values())
         return ReplicaView(
             replica.index,
             replica.weight_id,
-            kv,
+            replica.kv + sum(request.context for request in replica.away.values()),
             replica.pending,
-            lambda: self._requests(replica),
+            partial(self._requests, replica),
             len(replica.waiting),
+            partial(self._load, replica),
         )
 
+    def _contexts(self, replica: SimulatedReplica) -> list[float]:
+        """Tokens of each request: those that run, are with their environments, wait."""
+        contexts = [request.offset + replica.steps for request in replica.running.values()]
+        return contexts + [request.context for request in chain(replica.away.values(), replica.waiting)]
+
+    def _remaining(self, contexts: list[float]) -> list[float]:
+        prompt = self.prompt_tokens
+        return self.lengths.expected_each([context - prompt for context in contexts])
+
+    def _load(self, replica: SimulatedReplica) -> Load:
+        contexts = self._contexts(replica)
+        remaining = self._remaining(contexts)
+        return Load(len(contexts), sum(contexts), sum(remaining), max(remaining))
+
     def _requests(self, replica: SimulatedReplica) -> list[RequestView]:
-        views, expected = [], self.lengths.expected
-        for request in replica.running.values():
-            context = request.offset + replica.steps
-            generated = context - request.group.prompt_tokens
-            views.append(
-                RequestView(request.trajectory_id, request.group.group_id, context, expected(generated))
+        requests = [*replica.running.values(), *replica.away.values(), *replica.waiting]
+        contexts, queued = self._contexts(replica), len(replica.waiting)
+        return [
+            RequestView(request.trajectory_id, request.group.group_id, context, remaining, place >= 0)
+            for place, (request, context, remaining) in enumerate(
+                zip(requests, contexts, self._remaining(contexts), strict=True), queued - len(requests)
             )
-        for queued, requests in ((False, replica.away.values()), (True, replica.waiting)):
-            for request in requests:
-                generated = request.context - request.group.prompt_tokens
-                where = request.trajectory_id, request.group.group_id
-                views.append(RequestView(*where, request.context, expected(generated), queued))
-        return views
+        ]
 
     def carry_out(self, transfers: list[Transfer]) -> None:
         for source, parts in groupby(transfers, key=lambda transfer: transfer.source):

@@ -8,6 +8,7 @@ closed forms. Steps are real numbers.
 """
 
 import math
+from array import array
 from bisect import insort
 from collections import deque
 from collections.abc import Collection
@@ -38,6 +39,9 @@ class SimulatedReplica:
     full: float = field(init=False)
     clock: float = 0.0
     steps: float = 0.0
+    # seconds of a decode step by its requests, as far as there were so many: without their KV, and at least
+    bare: "array[float]" = field(default_factory=lambda: array("d"))
+    least: "array[float]" = field(default_factory=lambda: array("d"))
     kv: float = 0.0
     parked_kv: float = 0.0
     running: dict[int, SimulatedRequest] = field(default_factory=dict)  # by ticket, in order of admission
@@ -74,10 +78,23 @@ class SimulatedReplica:
 
     # ---- time ----------------------------------------------------------------------------------------------
 
+    def curve(self, requests: int) -> "tuple[array[float], array[float]]":
+        """`bare` and `least` up to so many requests."""
+        for n in range(len(self.bare), requests + 1):
+            self.bare.append(self.costs.at(n))
+            self.least.append(self.costs.least(n))
+        return self.bare, self.least
+
+    def _now(self) -> tuple[float, float, float]:
+        """Seconds of the next step if that is not the least, by how much each one takes longer than that
+        before, and the least."""
+        n, kv_token = len(self.running), self.costs.kv_token
+        bare, least = self.curve(n)
+        return bare[n] + kv_token * self.kv, kv_token * n, least[n]
+
     def seconds_of(self, steps: float) -> float:
         """Time of the next `steps` decode steps with the present requests."""
-        c, n = self.costs, len(self.running)
-        first_step, slope, fixed, least = c.at(n) + c.kv_token * self.kv, c.kv_token * n, 0.0, c.least(n)
+        (first_step, slope, least), fixed = self._now(), 0.0
         if first_step < least:  # until the KV has grown
             first = min(steps, (least - first_step) / slope) if slope else steps
             fixed, steps, first_step = first * least, steps - first, least
@@ -85,8 +102,7 @@ class SimulatedReplica:
 
     def steps_in(self, seconds: float) -> float:
         """Inverse of `seconds_of`."""
-        c, n = self.costs, len(self.running)
-        first_step, slope, steps, least = c.at(n) + c.kv_token * self.kv, c.kv_token * n, 0.0, c.least(n)
+        (first_step, slope, least), steps = self._now(), 0.0
         if first_step < least:
             first = (least - first_step) / slope if slope else INFINITY
             if seconds <= first * least:

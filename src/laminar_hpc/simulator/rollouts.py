@@ -62,7 +62,7 @@ class Rollouts:
         ring = refill.held(self.rules.whole_staleness or 0) if self.several else SLOTS
         self.slots = [deque([0], maxlen=ring) for _ in range(1 + len(setup.sites))]
         self.deliveries = Deliveries(clock, setup.sites, self.arrived)
-        self.appointments = Appointments(clock, trainer, setup)
+        self.appointments = Appointments(clock, trainer, setup, self.quota)
         self.waiting_replicas: dict[int, None] = {}  # replicas that asked and got nothing; in order
         self.leaving: set[int] = set()  # they had a notice
         self.barrier: set[int] = set()
@@ -111,15 +111,19 @@ class Rollouts:
     def schedule(self, replica: SimulatedReplica) -> None:
         """Enters the replica's next event that concerns others; an earlier one becomes void. What comes
         before concerns it alone, and happens here."""
-        replica.event += 1
         alone_until = self.appointments.next(replica)
+        self.pass_ends(replica, alone_until)
+        self._enter(replica, alone_until)
+
+    def _enter(self, replica: SimulatedReplica, alone_until: float) -> None:
+        replica.event += 1
         while True:
-            self.pass_ends(replica, alone_until)
             time = replica.next_time()
             if time >= alone_until or concerns_others(replica):
                 break
             self.reach(replica, time)
             replica.fill()
+            self.pass_ends(replica, alone_until)
         if time < INFINITY:
             self.clock.at(time, self.on_event, replica, replica.event)
 
@@ -128,14 +132,16 @@ class Rollouts:
         if alone_until <= self.clock.now:
             return False
         done = decode_alone(replica, alone_until, now)
-        self.tracker.complete(done, self.trainer.step)
+        if done:
+            self.tracker.complete(done, self.trainer.step)
         return bool(done)
 
     def on_event(self, replica: SimulatedReplica, version: int) -> None:
         if version != replica.event:
             return
-        if self.pass_ends(replica, self.appointments.next(replica), self.clock.now):
-            self.schedule(replica)
+        alone_until = self.appointments.next(replica)
+        if self.pass_ends(replica, alone_until, self.clock.now):
+            self._enter(replica, alone_until)
         else:
             self.reach(replica, self.clock.now)
             self.settle(replica)

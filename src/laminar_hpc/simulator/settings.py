@@ -23,7 +23,7 @@ from laminar_hpc.simulator.lora import wrong_adapter
 from laminar_hpc.simulator.one_gpu import is_one_gpu, shared_trainers
 from laminar_hpc.simulator.plan_refusal import why_nothing_fits
 from laminar_hpc.simulator.rules import PIPELINES
-from laminar_hpc.simulator.schema import PlanConfig, PoolConfig, SimulationConfig
+from laminar_hpc.simulator.schema import PlanConfig, PoolConfig, SimulationConfig, WorkloadConfig
 from laminar_hpc.simulator.tables import GPUS, MODELS
 from laminar_hpc.simulator.trainer_fit import serves
 from laminar_hpc.simulator.workload import read_lengths
@@ -134,7 +134,15 @@ def check(config: SimulationConfig) -> None:
             *(_unknown_entry("splits", name, PIPELINES) for name in names),
         ]
     )
-    _refuse([*_work(config), *_replicas(config), *_elsewhere(config), *_places("sites", config.sites)])
+    _refuse(
+        [
+            *_work(config),
+            *_replicas(config),
+            *_elsewhere(config),
+            *_places("sites", config.sites),
+            _bound(config),
+        ]
+    )
 
 
 def check_plan(config: PlanConfig) -> None:
@@ -147,7 +155,7 @@ def check_plan(config: PlanConfig) -> None:
             "" if config.pools else f"pools is empty: {example}",
         ]
     )
-    _refuse([*_work(config), *_plannable(config), *_places("pools", config.pools)])
+    _refuse([*_work(config), *_plannable(config), *_places("pools", config.pools), *_of_cost(config)])
 
 
 def output_folder(config: SimulationConfig | PlanConfig, default: str) -> Path:
@@ -206,6 +214,9 @@ def _work(config: SimulationConfig | PlanConfig) -> Iterator[str]:
             f"workload.updates_per_step={w.updates_per_step}: at most "
             f"workload.prompts_per_step={w.prompts_per_step}"
         )
+    yield from _turns(w)
+    if w.lengths_file and w.growth:
+        yield f"workload.growth={w.growth:g}: those of workload.lengths_file do not grow; give one of them"
     if w.lengths_file:
         longest = max(max(row) for row in read_lengths(Path(w.lengths_file)))
         if longest > w.max_response_tokens:
@@ -218,6 +229,36 @@ def _work(config: SimulationConfig | PlanConfig) -> Iterator[str]:
             f"workload.mean_response_tokens={w.mean_response_tokens:g} must lie between 1 and "
             f"workload.max_response_tokens={w.max_response_tokens}"
         )
+
+
+def _turns(w: WorkloadConfig) -> Iterator[str]:
+    """Turns without calls, and calls without turns, would change nothing."""
+    keys = ("turn_seconds", "turn_sigma", "turn_tokens", "turn_hung")
+    given = ", ".join(f"workload.{key}" for key in keys if getattr(w, key))
+    if w.turns == 1 and given:
+        yield f"{given}: of the calls between turns, and workload.turns=1 has none; raise it"
+    elif w.turns > 1 and not (w.turn_seconds or w.turn_tokens or w.turn_hung):
+        yield (
+            f"workload.turns={w.turns}: nothing happens between turns; give workload.turn_seconds or "
+            "workload.turn_tokens, for example 2.0 and 256, those of the experiment tools"
+        )
+    elif w.turn_sigma and not w.turn_seconds:
+        yield f"workload.turn_sigma={w.turn_sigma:g}: the spread of workload.turn_seconds; give that too"
+
+
+def _bound(config: SimulationConfig) -> str:
+    names = config.pipelines
+    if config.max_staleness is None or any(PIPELINES[name].max_staleness != 0 for name in names):
+        return ""
+    always = f"that of {', '.join(names)} is always 0"
+    return f"max_staleness={config.max_staleness:g}: {always}; name another pipeline"
+
+
+def _of_cost(config: PlanConfig) -> Iterator[str]:
+    keys = {"trainer_busy": PlanConfig.trainer_busy, "least_throughput": PlanConfig.least_throughput}
+    for key, default in keys.items() if config.objective != "cost" else ():
+        if (value := getattr(config, key)) != default:
+            yield f"{key}={value:g}: says what the cheapest GPUs must reach; give objective=cost too"
 
 
 def _replicas(config: SimulationConfig) -> Iterator[str]:
@@ -275,6 +316,10 @@ def _elsewhere(config: SimulationConfig) -> Iterator[str]:
             yield f"sites: weights reach them through relays, which {name} has none of; use {known}"
     replica = config.replica_gpus * config.trainer_groups
     for i, site in enumerate(config.sites):
+        if site.price is not None:
+            yield f"sites[{i}].price={site.price:g}: a simulation has no prices; ask `laminar plan`"
+        if site.preemptible and site.mtbf_hours is None:
+            yield f"sites[{i}].preemptible=true: give mtbf_hours too, the mean time until it is taken"
         if site.count % replica:
             yield (
                 f"sites[{i}].count={site.count}: must be a multiple of {replica}, the GPUs of a replica"

@@ -93,7 +93,7 @@ class SimulatedTracker:
         """A trajectory is complete; True when its group is."""
         group = request.group
         group.unfinished -= 1
-        self._count(request, trainer_step)
+        self._count([request], trainer_step)
         if group.unfinished:
             return False
         if self.workload.config.prompts:
@@ -113,23 +113,30 @@ class SimulatedTracker:
             self.lengths.append((time, request.turns[0] if request.play is None else request.play.tokens))
 
     def complete(self, done: list[tuple[float, SimulatedRequest]], trainer_step: int) -> None:
-        """`ends` and `finish` of (time, request), none of which is the last of its group; the group knows."""
+        """`ends` and `finish` of (time, request) with one turn, none of which is the last of its group; the
+        group knows."""
+        ended, latencies, admitted = self.ended, self.latencies, self.admitted_latencies
         for time, request in done:
-            self.ends(time, request)
-            self._count(request, trainer_step)
+            ended.append(time)
+            latencies.append(time - request.granted)
+            admitted.append(time - request.started)
+        if self.lengths is not None:
+            self.lengths += [(time, request.turns[0]) for time, request in done]
+        self._count([request for _, request in done], trainer_step)
 
-    def _count(self, request: SimulatedRequest, trainer_step: int) -> None:
-        """A complete trajectory in what is told of its group, and of all."""
-        group, turns, staleness = request.group, request.turns, self.generation_staleness
-        play = request.play
-        tokens, drawn = (turns[0], turns[0]) if play is None else (play.tokens, play.drawn)
-        group.finished[request.trajectory_id - group.first] = tokens, request.weight_step
-        del group.requests[request.trajectory_id]
-        self.finished_tokens += drawn
-        late = trainer_step - request.weight_step
-        staleness[late] = staleness[late] + 1 if late in staleness else 1
-        if request.versions > self.versions:
-            self.versions = request.versions
+    def _count(self, requests: list[SimulatedRequest], trainer_step: int) -> None:
+        """Complete trajectories in what is told of their groups, and of all."""
+        staleness = self.generation_staleness
+        for request in requests:
+            group, turns, play, weight_step = request.group, request.turns, request.play, request.weight_step
+            tokens, drawn = (turns[0], turns[0]) if play is None else (play.tokens, play.drawn)
+            group.finished[request.trajectory_id - group.first] = tokens, weight_step
+            del group.requests[request.trajectory_id]
+            self.finished_tokens += drawn
+            late = trainer_step - weight_step
+            staleness[late] = staleness[late] + 1 if late in staleness else 1
+            if request.versions > self.versions:
+                self.versions = request.versions
 
     def consume(self, group_ids: list[int], step: int) -> list[int]:
         """Takes groups out for step `step`; gives the tokens of each trajectory, prompt included."""
