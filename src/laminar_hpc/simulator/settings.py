@@ -257,7 +257,7 @@ def _bound(config: SimulationConfig) -> str:
 def _of_cost(config: PlanConfig) -> Iterator[str]:
     keys = {"trainer_busy": PlanConfig.trainer_busy, "least_throughput": PlanConfig.least_throughput}
     for key, default in keys.items() if config.objective != "cost" else ():
-        if (value := getattr(config, key)) != default:
+        if (value := getattr(config, key)) not in (0, default):  # 0 asks for nothing
             yield f"{key}={value:g}: says what the cheapest GPUs must reach; give objective=cost too"
 
 
