@@ -4,6 +4,7 @@ import os
 import socket
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
@@ -42,6 +43,14 @@ class JoinableRun:
         ranks = [status.RankStatus(role, 0, 7, "there", 0.0) for role in roles]
         queues = status.Queues(0, 0, 0, 0, 0)
         status.write(self.run_dir, status.Status(0.0, os.getpid(), "there", 0, 9, "", None, ranks, queues))
+
+    def granted(self) -> JoinGranted:
+        """What a join is told once the trainers are there."""
+        self.shows("relay", "trainer")
+        with closing(BulkClient(self.door.key, 20.0)) as client:
+            granted, _ = client.ask(AskToJoin(__version__))
+        assert isinstance(granted, JoinGranted)
+        return granted
 
     def prepared(self, folder: Path, *words: str) -> tuple[list[str], RunConfig]:
         """The words of a rank that has joined, and what they mean to it."""
@@ -173,15 +182,17 @@ def other_process(code: str, *words: object) -> subprocess.Popen[str]:
     return process
 
 
+def made_groups(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Roles of the groups that a join makes from now on, in place of making them."""
+    made = list[str]()
+    monkeypatch.setattr(join, "JoinedGroup", lambda config, *_, **__: made.append(config.role))
+    return made
+
+
 @pytest.mark.parametrize("listed", [True, False])
 def test_only_a_living_relay_serves_a_join(run, tmp_path, monkeypatch, listed):
     """What a killed one has left, its slots and its name with the controller, gets no weights."""
-    run.shows("relay", "trainer")
-    client = BulkClient(run.door.key, 20.0)
-    granted, _ = client.ask(AskToJoin(__version__))
-    client.close()
-    made = list[str]()
-    monkeypatch.setattr(join, "JoinedGroup", lambda config, *_, **__: made.append(config.role))
+    granted, made = run.granted(), made_groups(monkeypatch)
     monkeypatch.setattr(join, "_AGAIN_SECONDS", 0.3)
     if listed:
         monkeypatch.setattr(join, "machine_name", lambda _: "there")
@@ -198,12 +209,7 @@ def test_only_a_living_relay_serves_a_join(run, tmp_path, monkeypatch, listed):
 
 def test_the_relays_of_a_join_that_has_left_are_taken_over(run, tmp_path, monkeypatch):
     """Two joins on one machine share the relays of the first, until it ends, however it does."""
-    run.shows("relay", "trainer")
-    client = BulkClient(run.door.key, 20.0)
-    granted, _ = client.ask(AskToJoin(__version__))
-    client.close()
-    made = list[str]()
-    monkeypatch.setattr(join, "JoinedGroup", lambda config, *_, **__: made.append(config.role))
+    granted, made = run.granted(), made_groups(monkeypatch)
     monkeypatch.setattr(join, "machine_name", lambda _: "there")
     settings, config = run.prepared(tmp_path / "away")
     other = other_process(OTHER_JOIN, granted.slots, config.relay.shm_dir)
