@@ -39,12 +39,15 @@ def test_one_copy_for_a_place_and_from_there_on_from_relay_to_relay(chain):
     chain.publish()
     chain.wait([0], chain.step, START_SECONDS)
     chain.start_far_relay(1, "elsewhere")
+    chain.wait([1], chain.step, START_SECONDS)  # before the other pulls so little by itself
     chain.start_far_relay(2, "elsewhere")
     chain.wait([1, 2], chain.step, START_SECONDS)
     for _ in range(3):
         chain.publish()
         chain.wait([1, 2], chain.step, SOON)
-    chain.until(lambda: len(received(chain, 2)) >= 4, "the metrics lack a publication")
+    chain.until(
+        lambda: all(len(received(chain, index)) >= 4 for index in (1, 2)), "the metrics lack a publication"
+    )
     pulled = [
         [line["wire_bytes"] / line["bytes"] for line in received(chain, index) if "wire_bytes" in line]
         for index in (1, 2)
