@@ -27,6 +27,7 @@ Figures: `engine_share` and `trainer_share`, medians of the CPU shares, each wit
 
 import argparse
 import asyncio
+import contextlib
 import json
 import math
 import os
@@ -56,6 +57,7 @@ from laminar_hpc.store.payload.whole import Whole
 SKIP = 2  # steps
 PARTS = ("engine", "trainer")
 STEPS = 12
+ROLES = assign_roles(1, 1, 1, 4)  # by rank
 COLUMNS = (
     *("repeat", "part", "ms of CPU per 1,000 tokens: live", "bare", "share", "wall share"),
     *("main thread", "per 1000", "load"),
@@ -86,10 +88,11 @@ class Watch(threading.Thread):
             path = self.run_dir / "metrics.jsonl"
             lines = jsonl.read(path) if path.exists() else []
             steps = [line["step"] for line in lines if line["kind"] == "step"]
-            if steps and not self.processes:  # a look for them takes longer than one at them
+            if steps and len(self.processes) < len(ROLES):  # a look for them takes longer than one at them
                 self.processes = self.ranks()
             if steps and SKIP <= steps[-1] < self.steps and steps[-1] not in self.seen:
-                self.seen[steps[-1]] = self.roles()
+                with contextlib.suppress(psutil.NoSuchProcess):  # a child has just ended: soon again
+                    self.seen[steps[-1]] = self.roles()
 
     def roles(self) -> Seconds:
         found = {role: cpu_of(process) for role, process in self.processes.items()}
@@ -99,14 +102,14 @@ class Watch(threading.Thread):
 
     def ranks(self) -> dict[str, psutil.Process]:
         """The process of each role."""
-        roles, found = assign_roles(1, 1, 1, 4), dict[str, psutil.Process]()
+        found = dict[str, psutil.Process]()
         for process in psutil.process_iter():
             try:
                 here = f"run_dir={self.run_dir}" in process.cmdline()
                 rank = process.environ().get("RANK") if here else None
                 parent = process.parent()
                 if rank is not None and (parent is None or "RANK" not in parent.environ()):
-                    found[roles[int(rank)].role] = process
+                    found[ROLES[int(rank)].role] = process
             except psutil.Error:  # it has ended meanwhile, or is not ours
                 continue
         return found

@@ -91,6 +91,21 @@ def test_one_relay_of_each_place_pulls(script):
     assert script.turn() == []
 
 
+def test_who_pulls_goes_on_when_another_relay_of_the_place_joins(script):
+    """Each would pull a copy of its own, one after the other."""
+    script.join(7, "paris")
+    script.turn()
+    script.open()
+    assert pulls(script.turn()) == {7: ADDRESS}
+    script.join(6, "paris")
+    assert script.turn() == []
+    script.places.chain("paris").relay_has(7, 3, None)
+    script.turn()
+    assert script.places.chain("paris").order == [7, 6]
+    script.leave(7)
+    assert pulls(script.turn()) == {6: ADDRESS}
+
+
 def test_weights_go_on_inside_a_place_from_whom_has_them(script):
     """The relays of a place are linked with one another, not with those of others, and not with the
     trainer."""

@@ -101,7 +101,7 @@ class World:
             self.control_out.acknowledged(header.ack)
             if header.again:
                 self.control_out.rewind()
-        if header.seq and (new := self.control_in.take(header.seq, max(1, header.packed))):
+        if header.seq and (new := self.control_in.take(header.seq, header.messages)):
             self.fresh += unpack(header, frame)[-new:]
         elif self.control_in.misses(max(header.seq, header.sent if not header.seq else 0), self.now):
             self.down.append((self.head_down(0, True), b""))
@@ -149,7 +149,7 @@ class World:
             self.worker_out.rewind()
         if header.session != self.session:
             return
-        if header.seq and (new := self.worker_in.take(header.seq, max(1, header.packed))):
+        if header.seq and (new := self.worker_in.take(header.seq, header.messages)):
             self.heard_down[self.session] += unpack(header, frame)[-new:]
         elif self.worker_in.misses(max(header.seq, header.sent if not header.seq else 0), self.now):
             self.up.append((self.head_up(0, True), b""))
@@ -164,12 +164,12 @@ class World:
             self.up.append((self.head_up(0), b"hello"))
         else:
             while due := next_parcel(self.worker_out, packs):
-                self.worker_out.advance(due.messages)
+                self.worker_out.advance(due.last)
                 self.up.append((replace(self.head_up(due.last), packed=due.packed), due.payload))
         self.up.append((self.head_up(0), b""))
         if self.control_out is not None:
             while due := next_parcel(self.control_out, packs):
-                self.control_out.advance(due.messages)
+                self.control_out.advance(due.last)
                 self.down.append((replace(self.head_down(due.last), packed=due.packed), due.payload))
             self.down.append((self.head_down(0), b""))
 
@@ -287,7 +287,7 @@ def test_no_more_than_the_window_is_on_the_wire() -> None:
         sender.push(b"x")
     numbers = []
     while due := sender.peek():
-        sender.advance()
+        sender.advance(due[0])
         numbers.append(due[0])
     assert numbers == list(range(1, WINDOW_FRAMES + 1))
     sender.acknowledged(10)
@@ -296,7 +296,7 @@ def test_no_more_than_the_window_is_on_the_wire() -> None:
     for _ in range(2):
         large.push(bytes(WINDOW_BYTES + 1))
     assert large.peek() is not None
-    large.advance()
+    large.advance(1)
     assert large.peek() is None
 
 
@@ -329,14 +329,14 @@ def test_a_parcel_holds_what_waits_in_a_fraction_of_the_bytes() -> None:
     )
     for frame in scored:
         sender.push(frame)
-    assert next_parcel(sender, packs=False) == (1, 1, 0, scored[0])
+    assert next_parcel(sender, packs=False) == (1, 0, scored[0])
     parcel = next_parcel(sender, packs=True)
     header = Header("s", parcel.last, parcel.last, 0, packed=parcel.packed)
-    assert (parcel.last, parcel.messages, unpack(header, parcel.payload)) == (99, 99, scored)
+    assert (parcel.last, parcel.packed, unpack(header, parcel.payload)) == (99, 99, scored)
     assert len(parcel.payload) < sum(map(len, scored)) / 4
     sender.advance(98)
-    assert next_parcel(sender, packs=True) == (99, 1, 0, scored[98])
-    sender.advance()
+    assert next_parcel(sender, packs=True) == (99, 0, scored[98])
+    sender.advance(99)
     assert next_parcel(sender, packs=True) is None
     for payload in (b"", b"nonsense", parcel.payload[:-9], zlib.compress(b"\x91\xc4\x00")):
         with pytest.raises(DeliveryError, match=r"99 messages that cannot be unpacked|1 messages, not 99"):

@@ -1,17 +1,13 @@
 """When a replica asks for work: near the controller when it has drained, elsewhere a little before."""
 
-import doctest
-import math
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from laminar_hpc.line.messages.data import PromptGroup, Sample
 from laminar_hpc.line.messages.rollouts import Grant, RequestWork
 from laminar_hpc.rollout import asking
-from laminar_hpc.rollout.asking import Asking, left_when_due
+from laminar_hpc.rollout.asking import Asking
 from laminar_hpc.rollout.grants import Grants
 from laminar_hpc.rollout.state import ReplicaState
 
@@ -68,14 +64,20 @@ def test_a_grant_ahead_is_begun_with_its_own_weights(monkeypatch):
     assert not Replica(monkeypatch, "").grants.loads(grant)
 
 
-@given(
-    ends=st.lists(st.floats(0, 1000), min_size=1, max_size=50).map(sorted),
-    answer=st.floats(0, 10) | st.just(math.inf),
-)
-def test_what_is_left_when_it_is_due_is_known_of_the_batch_before(ends, answer):
-    """Some are left, and not all; no more than as many times as early as is needed."""
-    left = left_when_due(ends, answer)
-    assert 0 <= left < len(ends)
-    needed = asking._MARGIN * answer + asking._SHARE * (ends[-1] - ends[0])
-    assert left == 0 or ends[-1] - ends[-1 - left] <= asking._EARLY * needed
-    assert doctest.testmod(asking).failed == 0
+def test_an_answer_is_timed_from_the_first_request(monkeypatch):
+    """One that is drained asks again while the answer to its request ahead is on its way, and may be granted
+    something that it has not asked for: neither makes an answer seem fast."""
+    replica = Replica(monkeypatch, "paris")
+    replica.asking.granted()
+    replica.asking.ask(3, ahead=True)
+    replica.now += 0.15
+    replica.asking.ask(3)
+    replica.now += 0.01
+    replica.asking.granted()
+    assert replica.asking._shortest == pytest.approx(0.16)
+
+
+def test_nearby_no_ends_are_kept(monkeypatch):
+    replica = Replica(monkeypatch, "")
+    replica.asking.ended()
+    assert replica.asking._ends == []

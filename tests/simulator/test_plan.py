@@ -195,9 +195,9 @@ def test_a_plan_says_what_slurm_needs():
     """Promise: of one kind of GPU the nodes' size, of several their names; nothing where nodes differ in
     size."""
     for pools, expected in (
-        (MIXED, ["--apart --gpus-per-node=8 --trainer='--constraint=H800' --rollouts='--constraint=H20'"]),
-        (GB200, ["--apart --gpus-per-node=4"]),
-        ("pools=[{gpu: H800, count: 16}, {gpu: GB200, count: 8}]", []),
+        (MIXED, "--apart --gpus-per-node=8 --trainer='--constraint=H800' --rollouts='--constraint=H20'"),
+        (GB200, "--apart --gpus-per-node=4"),
+        ("pools=[{gpu: H800, count: 16}, {gpu: GB200, count: 8}]", ""),
     ):
         config = load_plan("mixed", [*SMALL, pools])
         last = len(config.pools) - 1

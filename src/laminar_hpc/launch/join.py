@@ -53,7 +53,7 @@ _ASK_SECONDS = 60.0
 _LOST_SECONDS = 10.0
 _LOOK_SECONDS = 1.0
 _POLL_SECONDS = 0.1
-_END_SECONDS = 1.0
+_END_SECONDS = 1.0  # within which the processes of a join that was killed have ended
 _AGAIN_SECONDS = 20.0  # within which a relay that has died is there again
 _READ_BYTES = 4 << 20
 # settings, or sections of them, that a machine may have of its own; all others are the run's

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from laminar_hpc.launch.launch import WorkerGroup
-from laminar_hpc.machine.locks.holder import HeldByAnother, hold
+from laminar_hpc.machine.locks.holder import HeldByAnother, hold, is_held
 
 
 class MachineRelays:
@@ -20,14 +20,8 @@ class MachineRelays:
         self._lock: int | None = None
 
     def are_another_jobs(self) -> bool:
-        """Another job has them, as far as this one has none."""
-        try:
-            self._lock = hold(self._file, 0.0)
-        except HeldByAnother:
-            return True
-        self.close()
-        self._lock = None
-        return False
+        """Another job has them."""
+        return is_held(self._file)
 
     def look(self) -> list[WorkerGroup]:
         """Returns those that it has started now, once."""

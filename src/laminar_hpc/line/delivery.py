@@ -37,6 +37,11 @@ class Header(msgspec.Struct, array_like=True, gc=False, frozen=True):
     again: bool = False
     packed: int = 0
 
+    @property
+    def messages(self) -> int:
+        """How many are in its payload."""
+        return max(1, self.packed)
+
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Header)
@@ -101,9 +106,9 @@ class Sender:
             self._kept_bytes += len(frame)
         return number, self._kept[number]
 
-    def advance(self, count: int = 1) -> None:
-        """What `peek` gave is on the wire."""
-        self.sent += count
+    def advance(self, number: int) -> None:
+        """What `peek` gave, up to this number, is on the wire."""
+        self.sent = number
 
     def acknowledged(self, number: int) -> None:
         """Raises DeliveryError for a number that was never sent."""

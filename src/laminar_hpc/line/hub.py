@@ -222,7 +222,7 @@ class Hub:
                 peer.speaks = True
             return 0
         receiver = peer.session.receiver
-        if new := receiver.take(seq, max(1, header.packed)):
+        if new := receiver.take(seq, header.messages):
             peer.arrived = seq
             self._answer(peer)
             return new
@@ -280,7 +280,7 @@ class Hub:
 
     def _transmit(self, peer: Peer, session: _Session) -> None:
         while (due := next_parcel(session.sender, peer.packs)) is not None:
-            session.sender.advance(due.messages)
+            session.sender.advance(due.last)
             self._put(peer, due.last, due.payload, packed=due.packed)
 
     def _put(self, peer: Peer, number: int, frame: bytes, again: bool = False, packed: int = 0) -> None:

@@ -17,10 +17,9 @@ _decoder = msgspec.msgpack.Decoder(list[bytes])
 
 
 class Parcel(NamedTuple):
-    """`messages` of them, the last of which has number `last`. `packed`: as in Header."""
+    """Messages, the last of which has number `last`. `packed`: as in Header."""
 
     last: int
-    messages: int
     packed: int
     payload: bytes
 
@@ -35,8 +34,8 @@ def next_parcel(sender: Sender, packs: bool) -> Parcel | None:
     if not frames:
         return None
     if len(frames) == 1 and not (packs and size >= _WORTH_BYTES):
-        return Parcel(last, 1, 0, frames[0])
-    return Parcel(last, len(frames), len(frames), zlib.compress(_encoder.encode(frames), _LEVEL))
+        return Parcel(last, 0, frames[0])
+    return Parcel(last, len(frames), zlib.compress(_encoder.encode(frames), _LEVEL))
 
 
 def unpack(header: Header, payload: bytes) -> list[bytes]:

@@ -281,7 +281,7 @@ class WorkerLine:
         if not here:
             return 0
         self._answer_due = True
-        if new := self._receiver.take(header.seq, max(1, header.packed)):
+        if new := self._receiver.take(header.seq, header.messages):
             return new
         self._again_due |= self._receiver.misses(header.seq, now)
         return 0
@@ -322,7 +322,7 @@ class WorkerLine:
         packs = bool(self._hello.place)
         while not self._joining and not self._stuck and (due := next_parcel(self._sender, packs)) is not None:
             if self._send(due.last, due.payload, packed=due.packed):
-                self._sender.advance(due.messages)
+                self._sender.advance(due.last)
             else:
                 self._stuck = True
         if self._again_due or self._answer_due:

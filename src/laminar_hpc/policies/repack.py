@@ -50,20 +50,6 @@ class RequestView(NamedTuple):
     queued: bool = False
 
 
-class ReplicaView(NamedTuple):
-    """What the plan sees of a replica: sums, and `details`, which gives its requests when they are needed.
-    `kv_tokens` counts what waits for a tool, too; `queued` requests wait in its engine. `load`: sums over the
-    details, where these take longer."""
-
-    replica: int
-    weight_id: int
-    kv_tokens: float
-    requests: int
-    details: Callable[[], Sequence[RequestView]]
-    queued: int = 0
-    load: "Callable[[], Load] | None" = None
-
-
 @dataclass(frozen=True)
 class Transfer:
     """These trajectories of `source` go to `destination`; `empties`: with the plan's other transfers all go
@@ -107,6 +93,20 @@ class Load:
             return 0.0
         held, grows = self.kv_tokens / self.requests, self.work / self.requests
         return self.kv_tokens if grows <= held else self.requests * grows * math.exp(held / grows - 1)
+
+
+class ReplicaView(NamedTuple):
+    """What the plan sees of a replica: sums, and `details`, which gives its requests when they are needed.
+    `kv_tokens` counts what waits for a tool, too; `queued` requests wait in its engine. `load`: sums over the
+    details, where these take longer."""
+
+    replica: int
+    weight_id: int
+    kv_tokens: float
+    requests: int
+    details: Callable[[], Sequence[RequestView]]
+    queued: int = 0
+    load: Callable[[], Load] | None = None
 
 
 @dataclass(frozen=True)
@@ -234,11 +234,11 @@ _Part = tuple[PlannedReplica, Sequence[RequestView], Load]  # what goes to a des
 _Rest = tuple[list[RequestView], Load]  # what stays at a source, and its load
 
 
-def _queue_of(source: PlannedReplica) -> tuple[list[RequestView], list[Load], dict[int, _Rest]]:
-    """The requests that wait in its engine, loads of so many of the last ones, and no rests yet."""
+def _queue_of(source: PlannedReplica) -> tuple[list[RequestView], list[Load]]:
+    """The requests that wait in its engine, and loads of so many of the last ones."""
     queue = [request for request in source.requests if request.queued]
     loads = accumulate((Load.of([request]) for request in reversed(queue)), initial=Load())
-    return queue, list(loads), {}
+    return queue, list(loads)
 
 
 class _Group:
@@ -350,7 +350,7 @@ class _Group:
         for source in sorted((p for p in self._places if p.view.queued), key=lambda p: -p.view.queued):
             if not self._open:
                 return
-            queue, loads, rests = _queue_of(source)
+            (queue, loads), rests = _queue_of(source), dict[int, _Rest]()
             for place in list(self._open):
                 count = 0  # of the queue's last
                 while count < len(queue) and self._limits.fits(place.open() + loads[count + 1]):
@@ -367,4 +367,4 @@ class _Group:
                 if self._gain(source, stays, parts) > self._costs.seconds(Load(), self._limits):
                     yield from self._fill(source, parts, empties=False)
                     source.keep(rest)
-                    queue, loads, rests = _queue_of(source)
+                    (queue, loads), rests = _queue_of(source), {}

@@ -92,9 +92,9 @@ def explain(plan: Plan) -> str:
 
 
 def write(config: PlanConfig, plan: Plan, folder: Path) -> list[str]:
-    """Writes the plan's file into `folder` and tries it as `laminar train ... dry_run=true`
-    does. Gives the lines that say how to run it. Raises LaminarError, and leaves no file, when the experiment
-    would be refused."""
+    """Writes the plan's file into `folder` and tries it as `laminar train ... dry_run=true` does. Gives the
+    lines that say how to run it. Raises LaminarError, and leaves no file, when the experiment would be
+    refused."""
     candidate, name = plan.best.candidate, config.name
     assert plan.best.figures is not None
     file = folder / "experiment" / f"{name}.yaml"
@@ -123,10 +123,9 @@ def write(config: PlanConfig, plan: Plan, folder: Path) -> list[str]:
             "needs        run_dir on one file system that the machines of all places mount, or",
             "             cluster.storage=stream",
         ]
-    return [
-        *lines,
-        *(f"or           laminar submit {option} {yours} {o}" for o in submitted(config, candidate)),
-    ]
+    if options := submitted(config, candidate):
+        lines.append(f"or           laminar submit {option} {yours} {options}")
+    return lines
 
 
 def host_lines(config: PlanConfig, candidate: Candidate) -> str:
@@ -142,18 +141,18 @@ def host_lines(config: PlanConfig, candidate: Candidate) -> str:
     )
 
 
-def submitted(config: PlanConfig, candidate: Candidate) -> list[str]:
-    """The options of `laminar submit` as one text: the GPUs of a node, and of several kinds the names. None
-    where the nodes differ in size."""
+def submitted(config: PlanConfig, candidate: Candidate) -> str:
+    """The options of `laminar submit`: the GPUs of a node, and of several kinds the names. Empty where the
+    nodes differ in size."""
     used = [config.pools[number] for number in (candidate.trainer_pool, *(r[0] for r in candidate.rollouts))]
     kinds = list(dict.fromkeys(pool.gpu for pool in used[1:]))
     sizes = {GPUS[pool.gpu].machine for pool in used}
     if len(sizes) > 1:
-        return []
+        return ""
     options = f"--apart --gpus-per-node={sizes.pop()}"
     if kinds != [used[0].gpu]:
         options += f" --trainer='--constraint={used[0].gpu}' --rollouts='--constraint={'|'.join(kinds)}'"
-    return [options]
+    return options
 
 
 def _as_dict(planned: RatedCandidate) -> dict[str, object]:

@@ -154,7 +154,7 @@ def test_weights_that_are_replaced_while_a_shipment_is_made_leave_all_the_same(h
     """Else a trainer that publishes faster than slots are compared would keep a place from ever getting
     any."""
     maker = ThreadPoolExecutor(1)
-    feed = PlaceFeed("elsewhere", home.reader, maker)
+    feed = PlaceFeed("elsewhere", home.reader, maker, lambda: None)
     offered = []
     for held in (None, 0, 2):
         home.publish()
@@ -256,7 +256,7 @@ def test_strangers_get_nothing(home, monkeypatch):
     plain = zmq.Context()
     socket = plain.socket(zmq.DEALER)
     socket.connect(f"tcp://{real.host}:{real.port}")
-    socket.send(wire.encode(wire.Next("elsewhere", None)))
+    socket.send(wire.encode(wire.Next("elsewhere", None, 0)))
     assert not socket.poll(500)
     plain.destroy(0)
     far = Far(home, real.port)
@@ -264,7 +264,7 @@ def test_strangers_get_nothing(home, monkeypatch):
     far.link.close()
 
 
-@pytest.mark.parametrize("frame", [b"", b"nonsense", b"\xc1", wire.encode(wire.Nothing()), b"\x91" * 4000])
+@pytest.mark.parametrize("frame", [b"", b"nonsense", b"\xc1", wire.encode(wire.Nothing(0)), b"\x91" * 4000])
 def test_nonsense_with_the_key_gets_no_answer(home, frame):
     """Nothing that is sent ends the gate."""
     context = zmq.Context()

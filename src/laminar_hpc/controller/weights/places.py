@@ -100,7 +100,10 @@ class Places:
                 if index is not None:  # it has no trainer
                     self._outbox.send(self._members.at("relay", index), message)
             if gate is not None and self._address is not None and now >= self._not_before.get(place, 0.0):
-                first = chain.order[0] if chain.order else min(last_seen)
+                pulls = self._members.of(pull.relay) if (pull := self._pulls.get(place)) else None
+                # until one has weights: who pulls goes on, as another one would begin anew
+                early = pulls.hello.index if pulls else min(last_seen)
+                first = chain.order[0] if chain.order else early
                 self._pull(place, self._members.at("relay", first), gate, self._address)
 
     def _open(self, here: list[int], now: float) -> Member | None:

@@ -6,8 +6,8 @@
 
 The controller is on the first machine. The trainers fill the first ones in equal shares, as in a Slurm job
 (launch/slurm/layout.py); relays and replicas are on those behind them, and where these have no room also on
-the trainers' other GPUs. With cluster.storage=stream these see
-no folder of the run, and the first machine has a relay from which theirs get the weights.
+the trainers' other GPUs. With cluster.storage=stream these see no folder of the run, and the first machine
+has a relay from which theirs get the weights.
 """
 
 import math

@@ -42,7 +42,7 @@ class Next(msgspec.Struct, frozen=True, tag=True):
 
     place: str
     held: int | None
-    piece: int = 0
+    piece: int
 
 
 class Fetch(msgspec.Struct, frozen=True, tag=True):
@@ -53,7 +53,7 @@ class Fetch(msgspec.Struct, frozen=True, tag=True):
 class Nothing(msgspec.Struct, frozen=True, tag=True):
     """Nothing newer is ready of which this could be a piece."""
 
-    piece: int = 0
+    piece: int
 
 
 class FetchedPiece(msgspec.Struct, frozen=True, tag=True):

@@ -31,8 +31,8 @@ class RequestWork(Message):
     """An idle replica at this id asks for a local batch; it supersedes an earlier request of the same
     replica. `newest_batch`: the newest that it was granted in this life, None before the first; a request
     that a grant crossed on its way is void. `ahead`: it still generates, on other weights perhaps; the grant
-    brings it to load these. `room`: with refresh=versions it generates others meanwhile, and
-    can begin so many trajectories beside them."""
+    brings it to load these. `room`: with refresh=versions it generates others meanwhile, and can begin so
+    many trajectories beside them."""
 
     weight_id: int
     newest_batch: int | None = None

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 from laminar_hpc.machine.files.shared_memory import remove_noted
+from laminar_hpc.machine.locks.holder import is_held
 from laminar_hpc.machine.processes import process_started, process_world
 
 OWNER_FILE = "owner"
@@ -48,24 +49,9 @@ def abandoned(parent: Path, prefix: str) -> list[Path]:
         except (OSError, ValueError):
             continue
         dead = world == process_world() and process_started(int(pid)) != started
-        if dead and not any(_is_locked(lock) for lock in folder.glob("slot*/lock")):
+        if dead and not any(is_held(lock, fcntl.flock) for lock in folder.glob("slot*/lock")):
             orphans.append(folder)
     return orphans
-
-
-def _is_locked(file: Path) -> bool:
-    """Whether a process holds a lock on it, as whoever loads from a slot does (weights/slots.py)."""
-    try:
-        descriptor = os.open(file, os.O_RDWR | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(descriptor)
-    return False
 
 
 def remove(folder: Path) -> bool:

@@ -3,6 +3,7 @@
 import fcntl
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 _LOOK_SECONDS = 0.05
@@ -37,14 +38,14 @@ def hold(path: Path, seconds: float) -> int:
         time.sleep(_LOOK_SECONDS)
 
 
-def is_held(path: Path) -> bool:
-    """Another living process holds it."""
+def is_held(path: Path, lock: Callable[[int, int], object] = fcntl.lockf) -> bool:
+    """Another living process holds it, by `lock`: fcntl.lockf as `hold` does, or fcntl.flock."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    except FileNotFoundError:
+    except OSError:
         return False
     try:
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:  # EACCES or EAGAIN
         return True
     finally:

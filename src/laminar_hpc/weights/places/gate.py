@@ -175,7 +175,7 @@ class Gate:
             for question in questions:
                 if question.asked.piece == 0:
                     feed.offer(question.asked.held)
-            there, kept = feed.shipment, []
+            there, kept = feed.shipment if feed.is_idle else None, []
             for question in sorted(questions, key=lambda each: each.asked.piece):
                 asked = question.asked
                 if there is not None and there.serves(asked.held):

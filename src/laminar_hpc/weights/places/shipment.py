@@ -72,11 +72,7 @@ class PlaceFeed:
     """What one place gets: `offer` is called by the gate's thread, shipments are made by `maker`'s."""
 
     def __init__(
-        self,
-        place: str,
-        reader: SlotReader,
-        maker: ThreadPoolExecutor,
-        made: Callable[[], None] = lambda: None,
+        self, place: str, reader: SlotReader, maker: ThreadPoolExecutor, made: Callable[[], None]
     ) -> None:
         """`made` is called by `maker`'s thread when `offer` has something new to say."""
         self.shipment: Shipment | None = None
